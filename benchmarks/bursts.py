@@ -9,10 +9,10 @@ the second.  To reach, with any number of slots: one run of each burst, and of i
 Beside it is the coalescing in a line for one (``lock_queue_limit=1``, ``lock_queue_overflow=
 "replace"``), with the edits of a document at once.  Sent in turn, no two edits of a document would
 meet at its lock, and all twenty would run.  Of those in line, the one that was sent last counts, by
-the header ``dislock_sent``.  So the last edition always runs.  An older one runs after it if it
+the note ``sent``.  So the last edition always runs.  An older one runs after it if it
 comes to the lock when the last has its turn already.
 
-In the line "without dislock_sent" an app without celery-dislock sends the same tasks by their name.
+In the line "without the note" an app without celery-dislock sends the same tasks by their name.
 There, the last that comes to the lock counts.
 
 The bodies note their editions in the order in which they have the lock.
@@ -50,7 +50,7 @@ COUNTDOWN = 1.0  # seconds
 STARTING = 30.0  # seconds that a worker is given to start
 ENDING = 180.0  # seconds until all tasks have ended; with one slot, 600 bodies take thirty
 LOOK_EVERY = 0.1  # seconds
-DEBOUNCE, COALESCE, UNTIMED = "debounce", "queue, limit 1", "without dislock_sent"
+DEBOUNCE, COALESCE, UNTIMED = "debounce", "queue, limit 1", "without the note"
 
 
 class Burst(NamedTuple):

@@ -302,7 +302,7 @@ def recovering(base: type | str) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._was_parked = deaths.keep_what_may_be_parked(self)
+            self._was_parked = deaths.keep_and_tell(self)
 
         def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
             # Before Celery's own handling, which may requeue the message.

@@ -12,7 +12,7 @@ from typing import Any
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
-from celery_dislock.messages.headers import UNIQUE_HEADER
+from celery_dislock.messages.headers import UNIQUE, notes_in
 from proof.operating import operate
 from proof.tasking import COUNTDOWN, KEYS, MAY_FAIL, PARKS, TASKS, app, history, site
 
@@ -35,7 +35,7 @@ def main() -> None:
     reserved: set[str] = set()  # ids of the messages that were sent with a reservation
 
     def look(headers: dict[str, Any], **_: object) -> None:
-        if UNIQUE_HEADER in headers:
+        if UNIQUE in notes_in(headers):
             reserved.add(headers["id"])
 
     before_task_publish.connect(look, weak=False)

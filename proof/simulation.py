@@ -37,7 +37,7 @@ import greenlet
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DislockError, StoreError
 from celery_dislock.locks.making import make_lock
-from celery_dislock.messages.headers import STORE_HEADER
+from celery_dislock.messages.headers import STORE, notes_in
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.tasks.request import release_after_death
 from celery_dislock.worker import stalled
@@ -553,7 +553,7 @@ class History:
 
     def take_over_lost(self) -> None:
         """Do as an operator does with `celery dislock drain --lost`."""
-        names = {copy.headers.get(STORE_HEADER) for copy in self.queue} - {None}
+        names = {notes_in(copy.headers).get(STORE) for copy in self.queue} - {None}
         for name in () if self.is_kept else names:
             self.processes[0].parking.identity.take_over(name)
 

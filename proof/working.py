@@ -28,7 +28,7 @@ from celery_dislock import SingletonTask
 from celery_dislock.config.settings import AppSettings
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.messages import unrun
-from celery_dislock.messages.headers import TICKET_HEADER
+from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.parking import identity, park
 from celery_dislock.parking.process import ParkingProcess
 from celery_dislock.parking.publisher import Publisher
@@ -62,7 +62,7 @@ class Copy:
     @property
     def marked(self) -> bool:
         """Whether it is the message of a turn."""
-        return TICKET_HEADER in self.headers
+        return TICKET in notes_in(self.headers)
 
 
 class Results(KeyValueStoreBackend):  # type: ignore[misc]

@@ -1,7 +1,8 @@
 """One delivery of a task to this process, with its lock and its state until the delivery ends.
 
 The guard creates one object per delivery and passes it along.  Celery's request carries nothing
-else of this package; the attribute is called ``dislock``.
+else of this package.  The attribute is called ``dislock_delivery``; ``dislock`` is what the
+message's header of that name says, and so are all other attributes that are not Celery's.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from celery.utils.time import maybe_iso8601
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.messages.headers import HELD_HEADER, Notes, forget_notes
-from celery_dislock.messages.message import result_is_ignored
+from celery_dislock.messages.headers import HELD, Notes, forget_notes, with_notes
+from celery_dislock.messages.message import AS_IT_CAME, Message, result_is_ignored
 from celery_dislock.reporting import logged
 from celery_dislock.servers.requests import RELEASED
 
@@ -121,12 +122,14 @@ class Delivery:
         self.began = False
         self.ending = self.if_done = RELEASED
         self.after_result: list[Callable[[str], None]] = []
+        # Celery copies delivery_info into a retry's options.
+        self._as_it_came = (request.delivery_info or {}).pop(AS_IT_CAME, None)
 
     @staticmethod
     def of(request: Context | None) -> Delivery | None:
         """Return the delivery of a request; None if no guard was entered for it."""
-        delivery: Delivery | None = getattr(request, "dislock", None)
-        return delivery
+        delivery = getattr(request, "dislock_delivery", None)
+        return delivery if isinstance(delivery, Delivery) else None  # not a header of that name
 
     @property
     def request(self) -> Context:
@@ -147,6 +150,18 @@ class Delivery:
     def is_eager(self) -> bool:
         """Whether the task runs eagerly: in the calling process, without a message."""
         return bool(self.request.is_eager)
+
+    @property
+    def message(self) -> Message:
+        """
+        The message as it came.
+
+        Raises:
+            LookupError: There is none: the task is eager, or no worker of Celery's has received it.
+        """
+        if self._as_it_came is None:
+            raise LookupError(f"task {self} came without a message that could be sent again")
+        return Message.of(self.request, self._as_it_came)
 
     @property
     def result_is_ignored(self) -> bool:
@@ -220,7 +235,7 @@ class Outbox:
         try:
             for apply_async, options in self._retries:
                 if self.held_by is not None:
-                    headers = {**(options.get("headers") or {}), HELD_HEADER: self.held_by}
+                    headers = with_notes(options.get("headers"), {HELD: self.held_by})
                     options = {**options, "headers": headers}  # noqa: PLW2901 -- a changed copy
                 apply_async(**options)
             for replace in self._replacements:

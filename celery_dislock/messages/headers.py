@@ -1,11 +1,15 @@
-"""The notes in a message's headers, which record how its task has waited for its lock.
+"""The notes in a message's header, which record how its task has waited for its lock.
 
-Anybody who can publish a message can forge a note.  Notes are therefore read in this module only,
-and a note that this package would not have written is ignored.  A valid note is about the message's
-own task, so a forged note can do no more harm than a forged message.
+All notes are in one header of the message, ``dislock``, whose value is a dict with a version.  It
+is read from the message's own headers, in this module only.  ``request.headers`` will not do:
+Celery replaces it by a header of the name "headers", which other libraries add.
 
-The notes are dropped as soon as the lock is taken.  Celery copies a task's headers into its retries
-and replacements, and those start a wait of their own.
+Anybody who can publish a message can forge a note.  A note that this package would not have written
+is ignored.  A valid note is about the message's own task, so a forged note can do no more harm than
+a forged message.  A header of a later version is ignored as a whole, kept, and sent on.
+
+Most notes are dropped as soon as the lock is taken.  Celery copies a task's headers into its
+retries and replacements, and those start a wait of their own.
 """
 
 from __future__ import annotations
@@ -21,27 +25,31 @@ from celery_dislock.keys.names import owners_start, reserved_name, task_name, ti
 from celery_dislock.servers.reservations import Reservation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from celery.app.task import Context
 
-PUT_OFF_HEADER = "dislock_put_off"  # times this task was put off in a row
-RETRY_UNTIL_HEADER = "dislock_retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
-HELD_HEADER = "dislock_held"  # owner whose lease this delivery takes over
-GIVEN_UP_HEADER = "dislock_given_up"  # owners that got no reply, and may hold the lock
-TICKET_HEADER = "dislock_ticket"  # lock and ticket of a parked task that has its turn
-SENT_HEADER = "dislock_sent"  # when a task was sent that may be replaced in line: UNIX time in us
-UNIQUE_HEADER = "dislock_unique"  # the parts of its Reservation but id and ttl; not a note
-STORE_HEADER = "dislock_store"  # name of the store in whose line the task was parked
-LEFT_HEADER = "dislock_left"  # delivery that took it out of a line, and that it goes on with
-REPLACED_HEADER = "dislock_replaced"  # why a parked task lost its place in line
+HEADER = "dislock"
+VERSION = 1  # of the header, in its member "v", which comes first
 
-SINCE_HEADER = "dislock_since"  # when it first asked for its lock in vain: UNIX time, for metrics
+# Members of the header.  These two belong to the message, and retries keep them.
+SENT = "sent"  # when a task was sent that may be replaced in line: UNIX time in us
+UNIQUE = "unique"  # the parts of its Reservation but id and ttl
+# The others are notes of one delivery.
+PUT_OFF = "put_off"  # times this task was put off in a row
+RETRY_UNTIL = "retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
+HELD = "held"  # owner whose lease this delivery takes over
+GIVEN_UP = "given_up"  # owners that got no reply, and may hold the lock
+TICKET = "ticket"  # lock and ticket of a parked task that has its turn
+STORE = "store"  # name of the store in whose line the task was parked
+LEFT = "left"  # delivery that took it out of a line, and that it goes on with
+REPLACED = "replaced"  # why a parked task lost its place in line
+SINCE = "since"  # when it first asked for its lock in vain: UNIX time, for metrics
 
 PUT_OFF_MOST_TIMES = 10**6  # the count stops here
 UNTIL_MOST = 10.0**11  # UNIX time, about the year 5138
 OWNER_MOST = 400  # characters after the task's id: worker, process and count
-OWNERS_MOST = 8  # in the header; older ones were released before
+OWNERS_MOST = 8  # in a note; older ones were released before
 REASON_MOST = 1000  # characters
 LOCK_MOST = 1000  # characters of a lock's name, with its prefix
 ID_MOST = 1000  # characters of a task's id in a reservation
@@ -93,38 +101,98 @@ class Notes:
             request: Celery's request of the delivery.
             prefix: Prefix of the locks' names in Redis: ``dislock_prefix``.
         """
-        notes = cls()
-        headers = request.headers
-        if not headers or not isinstance(headers, dict):
+        notes, given = cls(), _header_of(request)
+        if given is None or _version(given) > VERSION:
             return notes
-        ignored = []
-        for header, (attribute, read) in READERS.items():
-            given = headers.get(header)
-            if given is None:
+        ignored = [] if _version(given) else [f"{HEADER}={reprlib.repr(given)}"]
+        members = _members(given)
+        for name, (attribute, read) in READERS.items():
+            note = members.get(name)
+            if note is None:
                 continue
-            value = read(given, str(request.id))
+            value = read(note, str(request.id))
             if value is None:
-                ignored.append(f"{header}={reprlib.repr(given)}")
+                ignored.append(f"{name}={reprlib.repr(note)}")
             else:
                 setattr(notes, attribute, value)
         if notes.parked and notes.store is None and not _is_under(prefix, notes.parked[0]):
-            ignored.append(f"{TICKET_HEADER}={reprlib.repr(headers[TICKET_HEADER])}")
+            ignored.append(f"{TICKET}={reprlib.repr(members[TICKET])}")
             notes.parked = None
         if notes.parked and notes.parked[1] != own_ticket(request):
             notes.parked = None
         if ignored:
             logger.warning(
-                "Task %s[%s] has headers that celery-dislock did not write for it; they are "
-                "ignored: %s",
+                "Task %s[%s] has notes in its header 'dislock' that celery-dislock did not write "
+                "for it; they are ignored: %s",
                 *(getattr(request, "task", "?"), request.id, ", ".join(ignored)),
             )
         return notes
 
-    def to_headers(self) -> dict[str, Any]:
-        """Return the headers that pass these notes on to the next message."""
-        noted = {header: getattr(self, attribute) for header, (attribute, _) in READERS.items()}
-        noted[TICKET_HEADER] = list(self.parked or ())  # AMQP has no tuples
-        return {header: note for header, note in noted.items() if note}
+    def to_header(self) -> dict[str, Any]:
+        """Return the members of the header that pass these notes on to the next message."""
+        noted = {name: getattr(self, attribute) for name, (attribute, _) in READERS.items()}
+        noted[TICKET] = list(self.parked or ())  # AMQP has no tuples
+        return {name: note for name, note in noted.items() if note}
+
+
+def _header_of(request: Context) -> Any:
+    """Return the header of the message that a request is about, whatever it is; None if none.
+
+    A worker makes a request of all headers of its message.  An eager task has no message: its
+    headers are what its caller has given.
+    """
+    about = vars(request)
+    headers = about.get("headers") if about.get("is_eager") else about
+    return headers.get(HEADER) if isinstance(headers, dict) else None
+
+
+def _version(given: Any) -> int:
+    """Return the version of a header; 0 if no version of this package has written it."""
+    version = given.get("v") if isinstance(given, dict) else 0
+    return version if type(version) is int and version > 0 else 0
+
+
+def _members(given: Any) -> Mapping[str, Any]:
+    return given if _version(given) == VERSION else {}
+
+
+def notes_of(request: Context) -> Mapping[str, Any]:
+    """Return the members of the header of a request's message, unchecked; none if it has none."""
+    return _members(_header_of(request))
+
+
+def notes_in(headers: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the members of the header among a message's headers, as :func:`notes_of` does."""
+    return _members((headers or {}).get(HEADER))
+
+
+def with_notes(headers: Mapping[str, Any] | None, notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message's headers with more notes; a header of a later version is left alone."""
+    own = dict(headers or {})
+    if notes and _version(own.get(HEADER)) <= VERSION:
+        own[HEADER] = {"v": VERSION, **_members(own.get(HEADER)), **notes}
+    return own
+
+
+def without_notes(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a message's headers without the notes of one delivery."""
+    own = dict(headers or {})
+    given = own.pop(HEADER, None)
+    if _version(given) > VERSION:
+        own[HEADER] = given
+    elif kept := {n: one for n, one in _members(given).items() if n not in READERS and n != "v"}:
+        own[HEADER] = {"v": VERSION, **kept}
+    return own
+
+
+def ours_first(headers: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message's headers with ours first, as scripts read it: its version, then SENT."""
+    given: Any = headers.get(HEADER)
+    if not _version(given):
+        return headers
+    first = {name: given[name] for name in ("v", SENT) if name in given}
+    others = {name: one for name, one in headers.items() if name != HEADER}
+    return {HEADER: {**first, **given}, **others}
 
 
 def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
@@ -138,8 +206,7 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
         request: Celery's request of the delivery.
         prefix: Prefix of the locks' names in Redis: ``dislock_prefix``.
     """
-    headers = request.headers
-    given = headers.get(TICKET_HEADER) if isinstance(headers, dict) else None
+    given = notes_of(request).get(TICKET)
     turn = None if given is None else _ticket(given, str(request.id))
     is_own = turn is not None and turn[1] == own_ticket(request) and _is_under(prefix, turn[0])
     return turn if is_own else None
@@ -162,8 +229,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
         prefix: Prefix of the locks' names in Redis: ``dislock_prefix``.
         ttl: See :class:`celery_dislock.servers.reservations.Reservation`.
     """
-    headers = request.headers
-    given = headers.get(UNIQUE_HEADER) if isinstance(headers, dict) else None
+    given = notes_of(request).get(UNIQUE)
     if not isinstance(given, (list, tuple)) or len(given) not in {2, 4}:
         return None
     lock, until, mark, number = (*given, "-", 0)[:4]  # without a number: nothing replaces it
@@ -180,10 +246,12 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
 
 
 def forget_notes(request: Context) -> None:
-    """Remove the notes from a request, so that Celery does not copy them into later messages."""
-    if request.headers:
-        for header in READERS:
-            request.headers.pop(header, None)
+    """Remove the notes of one delivery from a request: Celery copies its headers."""
+    about = vars(request)
+    for headers in (about, about.get("headers")):
+        if isinstance(headers, dict) and HEADER in headers:
+            kept = without_notes({HEADER: headers.pop(HEADER)})
+            headers.update(kept)
 
 
 def _is_text(given: object, most: int) -> bool:
@@ -239,17 +307,16 @@ def readable_reason(given: object, _task_id: str = "") -> str | None:
     return str(given) if is_text else None
 
 
-# For each header, the attribute of Notes and the function that reads the header.  The function gets
-# the header's value and the task's id.  It returns the note, or None if the value is not a valid
-# note.
+# For each note of one delivery, the attribute of Notes and the function that reads the note.  That
+# gets the note and the task's id.  It returns the value, or None if the note is not valid.
 READERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
-    PUT_OFF_HEADER: ("put_off", _times),
-    RETRY_UNTIL_HEADER: ("retry_until", _time),
-    HELD_HEADER: ("held_by", _owner),
-    GIVEN_UP_HEADER: ("given_up", _owners),
-    TICKET_HEADER: ("parked", _ticket),
-    STORE_HEADER: ("store", _store),
-    LEFT_HEADER: ("left", readable_reason),
-    REPLACED_HEADER: ("replaced", readable_reason),
-    SINCE_HEADER: ("since", _time),
+    PUT_OFF: ("put_off", _times),
+    RETRY_UNTIL: ("retry_until", _time),
+    HELD: ("held_by", _owner),
+    GIVEN_UP: ("given_up", _owners),
+    TICKET: ("parked", _ticket),
+    STORE: ("store", _store),
+    LEFT: ("left", readable_reason),
+    REPLACED: ("replaced", readable_reason),
+    SINCE: ("since", _time),
 }

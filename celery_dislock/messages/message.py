@@ -1,4 +1,8 @@
-"""A task's message as received: stored as bytes, and published again to the same queue.
+"""A task's message as received: stored as bytes, and published again as its sender made it.
+
+Brokers add to a message that they deliver.  RabbitMQ notes where it was dead-lettered and how often
+it was delivered, and drops a message that seems to go round in circles by these notes.  Its delayed
+delivery puts the delay before the routing key.  All of that is taken off here.
 
 The stored format is one line of JSON about the message, followed by the message's body, byte for
 byte.  The body is never deserialized here.
@@ -7,13 +11,14 @@ byte.  The body is never deserialized here.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
-from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER
+from celery_dislock.messages.headers import HEADER, ours_first, with_notes, without_notes
 from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
@@ -29,8 +34,18 @@ FORMAT = b"1 "
 AS_IT_CAME = "dislock_message"  # key in delivery_info, from the worker to its pool process
 # Message properties that are still valid when the message is published a second time.
 PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id")
-STAY = {SENT_HEADER, UNIQUE_HEADER}  # of our headers; the others are notes of one delivery
-DEAD_LETTER = ("x-death", "x-first-death", "x-last-death")  # RabbitMQ detects cycles by these
+# Headers that RabbitMQ adds to a message which it dead-letters, or delivers again.
+OF_THE_BROKER = (
+    "x-death",
+    "x-first-death-",
+    "x-last-death-",
+    "x-delivery-count",
+    "x-acquired-count",
+)
+# The exchanges of delayed delivery: a message comes from the one that it was delayed by last.
+DELAYED_BY = re.compile(r"celery_delayed_[0-9]+$")
+DELAYED_DELIVERY = "celery_delayed_delivery"  # ends the name of the one that leads to all queues
+DELAY = re.compile(r"(?:[01]\.){28}")  # before a routing key; longer with each resend by kombu 5.5
 OCTET_MOST = 255  # as AMQP writes a priority
 RETRY = {"max_retries": 1, "interval_start": 0}  # an idle connection may have been closed
 
@@ -79,8 +94,8 @@ class Message:
     A task's message as received.
 
     Attributes:
-        exchange, routing_key: Where the message was published.
-        headers: The headers, without our notes and RabbitMQ's dead-letter headers.
+        exchange, routing_key: Where the message was published, without a delay.
+        headers: The headers, without the notes of one delivery and without the broker's.
         content_type, content_encoding: Content type and encoding of the body.
         properties: The properties that are published again.
         alone: Whether the task has no chord and no rest of a chain.
@@ -101,22 +116,17 @@ class Message:
         return f"{self.headers.get('task')}[{self.headers.get('id')}]"
 
     @classmethod
-    def of(cls, request: Context) -> Message | None:
-        """Return the message of a delivery; None if it was not kept, as for an eager task."""
-        info = request.delivery_info or {}
-        if AS_IT_CAME not in info:
-            return None
-        headers, content_type, content_encoding, body = info[AS_IT_CAME]
+    def of(cls, request: Context, as_it_came: Any) -> Message:
+        """Return the message of a delivery, from what :func:`keep_message` has kept."""
+        info = request.delivery_info
+        headers, content_type, content_encoding, body = as_it_came
+        exchange, routing_key = undelayed(info.get("exchange"), info.get("routing_key"))
         if isinstance(body, str):
             body = body.encode(content_encoding or "utf-8")
         return cls(
-            exchange=info.get("exchange") or "",
-            routing_key=info.get("routing_key") or "",
-            headers={
-                name: value
-                for name, value in headers.items()
-                if name in STAY or not name.startswith(("dislock_", *DEAD_LETTER))
-            },
+            exchange=exchange,
+            routing_key=routing_key,
+            headers=without_notes(without_brokers(headers)),
             content_type=content_type,
             content_encoding=content_encoding,
             properties={
@@ -129,8 +139,13 @@ class Message:
         )
 
     def to_bytes(self) -> bytes:
-        """Serialize the message."""
+        """
+        Serialize the message.
+
+        Scripts read our header, and add to it.  So it is the first one, if the message has it.
+        """
         about = {name: value for name, value in vars(self).items() if name != "body"}
+        about["headers"] = ours_first(self.headers)
         header: str = dumps(about, default_kwargs={"separators": (",", ":")})
         return b"".join((FORMAT, header.encode(), b"\n", self.body))
 
@@ -161,38 +176,63 @@ class Message:
         return message
 
     def publish(
-        self, producer: Producer, notes: dict[str, Any], declare: Sequence[Queue] = ()
+        self,
+        producer: Producer,
+        notes: Mapping[str, Any],
+        declare: Sequence[Queue] = (),
+        **delayed: Any,
     ) -> None:
         """
         Publish the message again, to the exchange and routing key that it came from.
 
         Args:
             producer: A producer for the broker that the message came from.
-            notes: Headers to add for the next delivery.
+            notes: Notes to add for the next delivery.
             declare: Queues to declare first.
+            delayed: Options in place of the message's own: those that delay it.
 
         Raises:
             Exception: Any error of the broker's client: the broker is away, or refused the message.
         """
         about = dict(self.properties)
         expiration = about.pop("expiration", None)
-        headers = {**self.headers, **notes}
+        headers = with_notes(self.headers, notes)
+        headers.update(delayed.pop("headers", {}))
+        options = {
+            "exchange": self.exchange,
+            "routing_key": self.routing_key,
+            "compression": headers.pop("compression", None),
+            "expiration": None if expiration is None else float(expiration) / 1000,
+            "priority": about.pop("priority", None),
+            "delivery_mode": about.pop("delivery_mode", None),
+            **delayed,
+        }
         producer.publish(
             self.body,
-            exchange=self.exchange,
-            routing_key=self.routing_key,
             headers=headers,
             content_type=self.content_type,
             content_encoding=self.content_encoding,
-            compression=headers.pop("compression", None),
-            expiration=None if expiration is None else float(expiration) / 1000,
-            priority=about.pop("priority", None),
-            delivery_mode=about.pop("delivery_mode", None),
             declare=list(declare),
             retry=True,
             retry_policy=RETRY,
+            **options,
             **about,
         )
+
+
+def without_brokers(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a message's headers without those that the broker has added."""
+    given = headers or {}
+    return {name: one for name, one in given.items() if not str(name).startswith(OF_THE_BROKER)}
+
+
+def undelayed(exchange: str | None, routing_key: str | None) -> tuple[str, str]:
+    """Return where a message is sent to without a delay, from where it was delivered from."""
+    exchange, routing_key = exchange or "", routing_key or ""
+    while found := DELAY.match(routing_key):
+        routing_key = routing_key[found.end() :]
+        exchange = DELAYED_BY.sub(DELAYED_DELIVERY, exchange)
+    return exchange, routing_key
 
 
 def _can_be_sent(name: str, value: Any) -> bool:
@@ -208,7 +248,11 @@ def _can_be_sent(name: str, value: Any) -> bool:
 
 
 def keep_message(request: Request) -> None:
-    """Pass the message as received to the pool process, in the request's ``delivery_info``."""
+    """
+    Pass the message as received to the pool process, in the request's ``delivery_info``.
+
+    It costs next to nothing: pickle writes what the request has already, such as the body, once.
+    """
     message = request.message
     as_it_came = (
         dict(message.headers),
@@ -218,6 +262,9 @@ def keep_message(request: Request) -> None:
     )
     # A copy of delivery_info: what `celery inspect` shows of the request must not contain the body.
     request.request_dict["delivery_info"] = {**request.delivery_info, AS_IT_CAME: as_it_came}
+    # In message protocol 1, Celery does not always put the message's headers there.
+    if HEADER in as_it_came[0]:
+        request.request_dict[HEADER] = as_it_came[0][HEADER]
 
 
 def result_is_ignored(task: Task, request: Context) -> bool:

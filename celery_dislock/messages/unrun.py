@@ -1,8 +1,8 @@
 """End a delivery whose body does not run: put it off, skip it, or only acknowledge it.
 
-Each of these logs what happens and why, and raises the exception that ends the delivery.  A task
-that is put off is sent again for a later time, under its own id.  Its message's headers contain
-notes; see :mod:`celery_dislock.messages.headers`.
+Each of these logs what happens and why, and raises the exception that ends the delivery.  The
+message of a task that is put off is sent again for a later time, as it came, with notes in its
+header; see :mod:`celery_dislock.messages.headers`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 import logging
 import random
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from kombu.exceptions import OperationalError
 
-from celery_dislock.messages.headers import PUT_OFF_MOST_TIMES, READERS
+from celery_dislock.config.options import LONGEST
+from celery_dislock.exceptions import StoreError
+from celery_dislock.messages.headers import PUT_OFF_MOST_TIMES
 from celery_dislock.messages.message import TaskSkipped, store_end
+from celery_dislock.messages.resending import publish
 from celery_dislock.redaction import reason_of
 
 if TYPE_CHECKING:
     from celery_dislock.messages.delivery import Delivery
+    from celery_dislock.servers.reservations import Reservation
 
 PUT_OFF_FIRST = 1.0  # seconds; doubled each time
 PUT_OFF_MOST = 60.0  # seconds
@@ -53,32 +58,28 @@ def put_off(
     Raises:
         Retry, Ignore: The task was put off: with an *error*, and without one.
         Reject: The broker is away.  It has the message still and will deliver it again.
+        LookupError: There is no message that could be sent again.
     """
     notes = delivery.notes
     backoff = PUT_OFF_FIRST * 2.0 ** min(notes.put_off, 10)
     jitter = random.uniform(0.75, 1.25)  # noqa: S311 -- not a secret
     delay = max(min(backoff, at_most, PUT_OFF_MOST), PUT_OFF_FIRST) * jitter
     notes.put_off = min(notes.put_off + 1, PUT_OFF_MOST_TIMES)
-    _send_again(delivery, delay, reason)
+    delay = _send_again(delivery, delay, reason)
+    if delivery.reservation is not None and not isinstance(error, StoreError):
+        _keep_reservation(delivery, delivery.reservation, delay)
     ends = Ignore(reason) if error is None else Retry(str(error), exc=error, when=delay)
     raise delivery.logged(ends, f"put off for {delay:.1f} s: {reason}", level=level)
 
 
-def _send_again(delivery: Delivery, delay: float, reason: str) -> None:
-    task, request = delivery.task, delivery.request
-    given = request.as_execution_options()["headers"] or {}
-    headers = {name: value for name, value in given.items() if name not in READERS}
-    headers.update(delivery.notes.to_headers())
-    # Celery before 5.7 drops this option.
-    kept = {name: value for name, value in vars(request).items() if name == "ignore_result"}
-    signature = task.signature_from_request(
-        request, headers=headers, countdown=delay, retries=request.retries, **kept
-    )
+def _send_again(delivery: Delivery, delay: float, reason: str) -> float:
+    """Send the message again; return the seconds until it comes, as the broker takes them."""
+    task, message = delivery.task, delivery.message
     pause = PUT_OFF_FIRST
     while True:
         try:
-            signature.apply_async()
-        except OperationalError as exc:
+            return publish(task.app, message, delivery.notes.to_header(), delay=delay)
+        except (OperationalError, OSError) as exc:
             if task.acks_late:  # the broker still has the message
                 rejected = Reject(reason_of(exc), requeue=True)
                 why = f"its broker, which is away: {reason_of(exc)}; {reason}"
@@ -88,10 +89,15 @@ def _send_again(delivery: Delivery, delay: float, reason: str) -> None:
                 "Task %s cannot be put off, and waits in its slot: the broker is away: %s; %s",
                 *(delivery, reason_of(exc), reason),
             )
-        else:
-            return
         time.sleep(pause)
         pause = min(pause * 2, PUT_OFF_MOST)
+
+
+def _keep_reservation(delivery: Delivery, reservation: Reservation, delay: float) -> None:
+    """Keep the reservation of a message that is put off for as long as the message may wait."""
+    kept = min(delivery.options.lock_unique_for + delay, LONGEST)
+    with suppress(StoreError):  # else it ends as if the message had not been put off
+        delivery.lock.store.reservations.confirm(reservation._replace(ttl=kept))
 
 
 def acknowledge(delivery: Delivery, reason: str) -> NoReturn:

@@ -12,7 +12,8 @@ or replacement is new work with a ticket of its own, even though Celery copies t
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
 from celery_dislock.exceptions import StoreError
@@ -20,13 +21,15 @@ from celery_dislock.keys.names import owners_start
 from celery_dislock.locks.attempt import PARKED as PARKED_BEFORE
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.messages.headers import (
-    LEFT_HEADER,
-    SINCE_HEADER,
-    STORE_HEADER,
+    LEFT,
+    SINCE,
+    STORE,
+    notes_of,
     own_ticket,
     readable_reason,
+    with_notes,
 )
-from celery_dislock.messages.message import Message, TaskParked
+from celery_dislock.messages.message import TaskParked
 from celery_dislock.messages.unrun import acknowledge
 from celery_dislock.parking.store import ANYBODY, UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
@@ -87,7 +90,7 @@ class Parking:
         assert not isinstance(answer, Full)  # noqa: S101 -- only parking is answered Full
         return answer
 
-    def park(self, conflict: Conflict, bounds: Bounds) -> Lease | Conflict | Full | None:
+    def park(self, conflict: Conflict, bounds: Bounds) -> Lease | Conflict | Full:
         """
         Park the task, or take the lock if it has become free.
 
@@ -99,20 +102,18 @@ class Parking:
             bounds: Limits of the line.
 
         Returns:
-            The lease, if the lock was free; Full, if the line has no room; the conflict, if another
-            delivery of this task runs or is storing its result; or None, if the message was not
-            kept and the task cannot be parked.
+            The lease, if the lock was free; Full, if the line has no room; or the conflict, if
+            another delivery of this task runs or is storing its result.
 
         Raises:
             TaskParked: The task is in line.
             StoreError: The lock server did not answer.  The task may be in line.
         """
-        message = Message.of(self._delivery.request)
-        if message is None:
-            return None
+        message = self._delivery.message
+        notes: dict[str, Any] = {STORE: self._process.identity.name()}
         if self._delivery.notes.since is not None:
-            message.headers[SINCE_HEADER] = self._delivery.notes.since
-        message.headers[STORE_HEADER] = self._process.identity.name()
+            notes[SINCE] = self._delivery.notes.since
+        message = replace(message, headers=with_notes(message.headers, notes))
         place = min(conflict.place, bounds.most or conflict.place)
         self._store_state(conflict, place)
         clock, name = self._delivery.lock.clock, self._delivery.lock.names[0]
@@ -248,5 +249,5 @@ def delivery_of(request: Context) -> str:
 
     A redelivery has the same name if the broker's client keeps its tag.
     """
-    names = request.headers.get(LEFT_HEADER), (request.properties or {}).get("delivery_tag")
+    names = notes_of(request).get(LEFT), (request.properties or {}).get("delivery_tag")
     return next(filter(None, map(readable_reason, names)), None) or uuid4().hex

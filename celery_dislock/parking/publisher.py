@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery import states
 from celery.app.task import Context
@@ -21,8 +21,9 @@ from kombu.utils.url import url_to_parts
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
-from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER, readable_reason
+from celery_dislock.messages.headers import REPLACED, TICKET, notes_in, readable_reason
 from celery_dislock.messages.message import Message, store_end
+from celery_dislock.messages.resending import publish
 from celery_dislock.parking.store import log_unrunnable, withdraw
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.replies import Turn
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery import Celery
-    from kombu.entity import Queue
 
     from celery_dislock.parking.store import Lines
 
@@ -90,7 +90,7 @@ class Publisher:
                 readable.append((turn, message))
         for nth, (turn, message) in enumerate(readable):
             try:
-                self._publish(message, {TICKET_HEADER: [turn.lock, turn.ticket]})
+                publish(self._app, message, {TICKET: [turn.lock, turn.ticket]})
                 logger.debug("Task %s has its turn for lock %r.", message, key_of(turn.lock))
             except (OperationalError, OSError) as exc:  # the broker is away
                 _not_sent(readable[nth:], exc, _give_back(lines, readable[nth:]))
@@ -124,13 +124,13 @@ class Publisher:
                 self.hand_over(lines, given)
                 continue
             try:
-                reason = readable_reason(message.headers.get(REPLACED_HEADER)) or newer
+                reason = readable_reason(notes_in(message.headers).get(REPLACED)) or newer
                 known = message.alone and message.headers.get("task") in self._app.tasks
                 if known:
                     self._revoke(message, reason)
-                    end_reservation(Context(message.headers, headers=message.headers))
+                    end_reservation(Context(message.headers))
                 else:  # its own worker tells its chord and chain
-                    self._publish(message, {REPLACED_HEADER: reason})
+                    publish(self._app, message, {REPLACED: reason})
                 if lines.leave(lock, ticket) and known:  # otherwise that worker logs it
                     logger.info("Task %s skipped: %s. It does not run.", message, reason)
                     ended[message.headers["id"]] = reason
@@ -164,16 +164,6 @@ class Publisher:
             if state in states.READY_STATES:
                 why = f"its result is {state}, and it does not claim its turns"
                 withdraw(lines, (lock, ticket), ticket, why)
-
-    def _publish(self, message: Message, notes: dict[str, Any]) -> None:
-        with self._app.producer_or_acquire() as producer:
-            # Transports other than AMQP know the type of an exchange only after its declaration.
-            known = producer.connection.transport.driver_type == "amqp" or not message.exchange
-            message.publish(producer, notes, () if known else self._queues(message.exchange))
-
-    def _queues(self, exchange: str) -> list[Queue]:
-        queues = self._app.amqp.queues.values()
-        return [one for one in queues if one.exchange is not None and one.exchange.name == exchange]
 
     def _revoke(self, message: Message, reason: str) -> None:
         task = self._app.tasks[message.headers["task"]]

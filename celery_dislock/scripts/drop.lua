@@ -3,7 +3,7 @@
 -- KEYS[1]   lock
 -- ARGV      home     the caller's broker
 --           ticket
---           note     why: a member of a JSON object, which is added to the headers of the message
+--           note     why: a member of a JSON object, which is added to our header in the message
 --
 -- Returns   {0, turns}                  it is not in line: it runs, or is done, or was dropped before
 --           {1, turns, message, ours}   it was; ours: 1 the caller can publish the message, and tells
@@ -17,12 +17,11 @@ local ticket, note
 home, ticket, note = unpack(ARGV)
 local lock = open_whole(KEYS[1])
 
--- The text of a header has a backslash before each quote in it, so only the member's name matches.
+-- Our header comes first, as Message.to_bytes() writes it.  Text has a backslash before each quote in it.
 local function with_note(message)
-  local _, ends = string.find(message, ',"headers":{', 1, true)
+  local _, ends = string.find(message, ',"headers":{"dislock":{"v":1[,}]')
   if not ends then return message end
-  local comma = string.sub(message, ends + 1, ends + 1) == '}' and '' or ','
-  return string.sub(message, 1, ends) .. note .. comma .. string.sub(message, ends + 1)
+  return string.sub(message, 1, ends - 1) .. ',' .. note .. string.sub(message, ends)
 end
 
 local record = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)

@@ -69,8 +69,9 @@ local function put_in_line(joined, its_home, its_message)
   return in_line()
 end
 
--- When a message was sent, if its headers say so, which are its first line.
-local function sent_at(stored) return tonumber(string.match(stored, '^[^\n]*"dislock_sent":(%d+)')) end
+-- When a message was sent, if its first line says so: our header comes first, as Message.to_bytes() writes it.
+local SENT = '^[^\n]*,"headers":{"dislock":{"v":1,"sent":(%d+)'
+local function sent_at(stored) return tonumber(string.match(stored, SENT)) end
 
 local function was_sent_before(other)
   local mine, its = sent_at(message), sent_at(redis.call('HGET', lock.tickets, other) or '')

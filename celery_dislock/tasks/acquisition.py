@@ -74,7 +74,7 @@ class Acquisition:
 
     def ask(self) -> Lease | Conflict | None:
         """Take the lock if it is free, or claim a parked task's turn; one round trip."""
-        return self._asked(self._first, first=bool(self.delivery.request.headers))
+        return self._asked(self._first, first=True)
 
     def wait(self, seconds: float) -> Lease | Conflict | None:
         """

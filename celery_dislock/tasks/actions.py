@@ -13,8 +13,9 @@ from celery.app.task import Context
 from celery_dislock.config.urls import ONLY_EXCLUSIVE
 from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.keys.templates import key_of
+from celery_dislock.messages import resending
 from celery_dislock.messages.events import tell_revoked
-from celery_dislock.messages.headers import REPLACED_HEADER
+from celery_dislock.messages.headers import REPLACED
 from celery_dislock.messages.message import Message
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overview import Overview
@@ -208,12 +209,12 @@ class Actions:
         if not process.store.lock_server.keeps_lines:
             return False
         reason = f"dropped by an operator from the line for lock {key_of(name)!r}"
-        dropped = process.lines.drop(name, ticket, json.dumps({REPLACED_HEADER: reason})[1:-1])
+        dropped = process.lines.drop(name, ticket, json.dumps({REPLACED: reason})[1:-1])
         if dropped is None:
             return False
         with contextlib.suppress(ValueError):  # who stores its end reports that
             headers = Message.from_bytes(dropped.message).headers
-            process.end_reservation(Context(headers, headers=headers))
+            process.end_reservation(Context(headers))
         if dropped.ours:
             tell_revoked(self._app, process.tell_replaced(name, {ticket: dropped.message}))
         return True
@@ -297,14 +298,13 @@ def message_in(kept: bytes) -> Message:
 
 def publish(app: Celery, message: Message, notes: dict[str, Any]) -> None:
     """
-    Publish a message again, with these headers.
+    Publish a message again, with these notes.
 
     Raises:
         BrokerError: The broker did not take it.
     """
     try:
-        with app.producer_or_acquire() as producer:
-            message.publish(producer, notes)
+        resending.publish(app, message, notes)
     except Exception as exc:  # noqa: BLE001 -- any of the broker's client
         raise BrokerError(reason_of(exc)) from None
 

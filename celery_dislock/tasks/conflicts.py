@@ -176,9 +176,6 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     except TaskParked:
         _count(delivery, conflict, "queue")
         raise
-    if answer is None:  # the message was not kept
-        _count(delivery, conflict, "retry")
-        retry(asking, conflict)
     if isinstance(answer, Full):
         _count(delivery, conflict, "full")
         reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} tasks wait in it"

@@ -386,11 +386,10 @@ class Guard:
         lock = self.runtime.lock(keys, self.options)
         attempt.trace = lock.observer.begin()
         delivery: Delivery = Delivery(task, request, lock, attempt, notes)
-        if request.headers:
-            delivery.reservation = self.reservation_of(request)
-            if delivery.reservation is not None and [delivery.reservation.lock] == list(lock.names):
-                attempt.reservation = delivery.reservation
-        request.dislock = delivery
+        delivery.reservation = self.reservation_of(request)
+        if delivery.reservation is not None and [delivery.reservation.lock] == list(lock.names):
+            attempt.reservation = delivery.reservation
+        request.dislock_delivery = delivery
         return delivery
 
     def reservation_of(self, request: Context) -> Reservation | None:
@@ -399,7 +398,7 @@ class Guard:
 
     @property
     def parks(self) -> bool:
-        """Whether this task may be parked, so that its requests must keep their messages."""
+        """Whether this task may be parked."""
         return self._locks and self.options.parks and not self.runtime.off
 
     @property

@@ -28,7 +28,7 @@ from kombu.asynchronous import get_event_loop
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.messages.events import revoked, worker_tells_revoked
-from celery_dislock.messages.headers import LEFT_HEADER, TICKET_HEADER
+from celery_dislock.messages.headers import LEFT, TICKET, notes_in
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
 from celery_dislock.tasks.sending import tell
 
@@ -41,7 +41,7 @@ PID_MAX = 2**22  # highest process id on Linux
 CHECK_EVERY = 0.05  # seconds between two checks of a process that is about to end
 # What follows states of ours, if it has to be said.
 AFTER_OURS = {"task-started": states.STARTED, "task-revoked": states.REVOKED}
-PARKED_BEFORE = (TICKET_HEADER, LEFT_HEADER)  # headers
+PARKED_BEFORE = {TICKET, LEFT}  # notes
 # What a pool process died of, as Celery tells its main process.
 DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
 
@@ -135,12 +135,11 @@ def _is_zombie(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] == "Z"
 
 
-def keep_what_may_be_parked(request: Any) -> bool:
-    """Keep the message of a task that may be parked; tell whether it was parked before."""
-    was_parked = any(one in (request.message.headers or ()) for one in PARKED_BEFORE)
-    if was_parked or request.task.dislock_guard.parks:  # it may be again, with any strategy
+def keep_and_tell(request: Any) -> bool:
+    """Keep the message of a task that may be sent again; tell whether it was parked before."""
+    if not request.task.dislock_guard.runtime.off:
         keep_message(request)
-    return was_parked
+    return not PARKED_BEFORE.isdisjoint(notes_in(request.message.headers))
 
 
 def scheduled(consumer: Consumer) -> Iterator[Request]:

@@ -46,7 +46,16 @@ from celery_dislock.messages.delivery import (
     seconds_until,
     traced,
 )
-from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER, reservation_of
+from celery_dislock.messages.headers import (
+    SENT,
+    UNIQUE,
+    notes_in,
+    notes_of,
+    reservation_of,
+    with_notes,
+)
+from celery_dislock.messages.message import AS_IT_CAME
+from celery_dislock.messages.resending import in_time, retried
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.outage import Outage
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
@@ -101,27 +110,36 @@ class Sending(NamedTuple):
 
     def send(self, options: dict[str, Any]) -> Any:
         """Send the message, or run the task; *options* are those of *publish*, and are changed."""
+        options.pop(AS_IT_CAME, None)  # Celery copies delivery_info into a retry
         outbox, request = outbox_of(self.task), running_request(self.task)
-        its_own = request is not None and options.get("task_id") == request.id
-        if outbox is not None and its_own and not self.eager:
-            # Task.retry(), for example: held back until the lock is released.
-            outbox.add_retry(self._send, options)
-            return self.app.AsyncResult(options["task_id"])
-        return self._send(**options)
+        if request is None or options.get("task_id") != request.id or self.eager:
+            return self._send(**options)
+        # Task.retry(), for example.
+        if options.get("replaced_task_nesting", 0) == request.replaced_task_nesting:
+            options = retried(self.app, options, request)
+        if outbox is None:
+            return self._send(**options)
+        outbox.add_retry(self._send, options)  # held back until the lock is released
+        return self.app.AsyncResult(options["task_id"])
 
     def _send(self, **options: Any) -> Any:
         guard = self.guard
         if guard.options.lock_queue_overflow == "replace":  # in line, the message sent last counts
-            headers = dict(options.get("headers") or {})
-            options["headers"] = {SENT_HEADER: int(time.time() * 1e6), **headers}
+            sent = {SENT: int(time.time() * 1e6)}
+            notes = notes_in(options.get("headers"))
+            options["headers"] = with_notes(options.get("headers"), {**sent, **notes})
         if guard.options.lock_unique_until is None:
-            return self.publish(**options)
+            return self.send_now(options)
         again = is_sent_again(options)
         if guard.runtime.off or belongs_to_more(options) or (self.eager and again):
             if not again:
                 self.count_as("unreserved")
-            return self.publish(**options)
+            return self.send_now(options)
         return sender_of(self.app).send(self, options)
+
+    def send_now(self, options: dict[str, Any]) -> Any:
+        """Publish the message, or run the task."""
+        return self.publish(**(options if self.eager else in_time(self.app, options)))
 
     def has_result(self, options: Mapping[str, Any]) -> bool:
         """Tell whether the result of the task is stored."""
@@ -184,10 +202,10 @@ class Sender:
             StoreError: The lock server is away, and ``dislock_on_unavailable`` is "raise".
             Exception: What publishing raises.
         """
-        guard, publish, locks = sending.guard, sending.publish, sending.locks()
+        guard, locks = sending.guard, sending.locks()
         if not locks or self._clock() < self._away_until:
             sending.count_as("unreserved")
-            return publish(**options)
+            return sending.send_now(options)
         task_id = options["task_id"] = options.get("task_id") or uuid()
         again, headers = is_sent_again(options), dict(options.get("headers") or {})
         wanted = Reservation(
@@ -209,7 +227,7 @@ class Sender:
         if found is None or (again and isinstance(found, Taken)):
             if not again:
                 sending.count_as("unreserved")
-            return publish(**options)
+            return sending.send_now(options)
         if isinstance(found, Taken):
             sending.count_as("duplicate")
             reserved = wanted._replace(id=found.id)
@@ -220,12 +238,12 @@ class Sender:
             ttl=_kept_for(guard.options, options), mark=found.mark, number=found.number
         )
         header = [reserved.lock, reserved.until, reserved.mark, reserved.number]
-        options["headers"] = {**headers, UNIQUE_HEADER: header}
+        options["headers"] = with_notes(headers, {UNIQUE: header})
         self._remember(task_id, reserved)
         if not again:  # a retry, or a task that is put off, comes when it is to come
             options = postponed(options, guard.options.lock_replace_for, found.burst)
         result = (self._run if sending.eager else self._publish)(
-            reserved, partial(publish, **options)
+            reserved, partial(sending.send_now, options)
         )
         if not again:
             sending.count_as("sent")
@@ -349,7 +367,7 @@ def tell(app: Celery, what: What, request: Context) -> None:
         what: A method of :class:`Reservations`.
         request: The request of a delivery, or one that was made of a message's headers.
     """
-    if not isinstance(request.headers, dict) or UNIQUE_HEADER not in request.headers:
+    if UNIQUE not in notes_of(request):
         return
     try:
         reservation = reservation_of(request, runtime_of(app).process.settings.dislock_prefix)
@@ -389,7 +407,7 @@ def _number_in(
 ) -> tuple[str, int]:
     """Return the mark and the number of a message of that lock that is sent again."""
     prefix = guard.runtime.settings.dislock_prefix
-    its = reservation_of(Context(headers=headers), prefix) if again else None
+    its = reservation_of(Context(headers), prefix) if again else None
     return (its.mark, its.number) if its is not None and its.lock == lock else ("-", 0)
 
 

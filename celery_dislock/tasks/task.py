@@ -25,7 +25,7 @@ from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.attempt import current_lease
 from celery_dislock.locks.lease import NOT_LOCKED
 from celery_dislock.messages.delivery import Delivery, Traced, running_request, traced
-from celery_dislock.messages.headers import Notes
+from celery_dislock.messages.headers import Notes, notes_of
 from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.parking import store
 from celery_dislock.parking.process import runtime_of
@@ -199,7 +199,7 @@ def name_of(task: type[Task], app: Celery) -> str | None:
 
 def _before_body(task: Task, **_kwargs: Any) -> None:
     request = task.request
-    if request.headers and not _is_guarded(task):
+    if not _is_guarded(task):
         tell(task.app, "begin_unlocked", request)
 
 
@@ -216,7 +216,7 @@ def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
             call(state)
         if state in {states.SUCCESS, states.FAILURE}:
             delivery.end_reservation()  # which an exception at any instruction may have left
-    elif request.headers and state in ENDED:
+    elif state in ENDED and notes_of(request):
         if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
             return
         if state != states.RETRY:

@@ -22,7 +22,7 @@ from celery.exceptions import InvalidTaskError
 
 from celery_dislock.exceptions import DislockError
 from celery_dislock.hooks import watch_consumer
-from celery_dislock.messages.headers import TICKET_HEADER, own_turn
+from celery_dislock.messages.headers import HEADER, own_turn
 from celery_dislock.messages.message import result_is_ignored
 from celery_dislock.parking.park import delivery_of, is_redelivered
 from celery_dislock.parking.process import runtime_of
@@ -121,7 +121,7 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
     def _looking(self, name: str, strategy: Callable[..., Any]) -> Callable[..., Any]:
         def look(message: Message, body: Any, *args: Any) -> Any:
             headers = message.headers
-            if headers and TICKET_HEADER in headers and not self._goes_on(name, message, body):
+            if headers and HEADER in headers and not self._goes_on(name, message, body):
                 message.ack_log_error(logger, self._consumer.connection_errors)
                 return None
             return strategy(message, body, *args)
@@ -186,7 +186,7 @@ def _request_of(message: Message) -> Context | None:
     if not isinstance(headers, dict):
         return None
     # In message protocol 1 the headers have no id; the correlation id is the same.
-    about = {"id": message.properties.get("correlation_id"), **headers, "headers": headers}
+    about = {"id": message.properties.get("correlation_id"), **headers}
     about |= {"properties": message.properties, "delivery_info": message.delivery_info}
     return Context(about)
 

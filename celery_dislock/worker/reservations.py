@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from celery.worker import state
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.messages.headers import UNIQUE_HEADER
+from celery_dislock.messages.headers import UNIQUE, notes_in
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.worker.timed import TimedStep
@@ -86,7 +86,7 @@ class ReservationStep(TimedStep):
 
     def _reservation_of(self, request: Any) -> Reservation | None:
         guard = getattr(request.task, "dislock_guard", None)
-        if guard is None or UNIQUE_HEADER not in (request.message.headers or ()):
+        if guard is None or UNIQUE not in notes_in(request.message.headers):
             return None
         reservation: Reservation | None = guard.reservation_of(request._context)  # noqa: SLF001
         return reservation

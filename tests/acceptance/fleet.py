@@ -58,6 +58,12 @@ def wait_for(what: str, condition: Callable[[], T], limit: float = LIMIT) -> T:
     return found
 
 
+def value_of(result: AsyncResult, limit: float = LIMIT) -> Any:
+    """Look until a task has ended, and return its value: Celery 5.5 may not hear of the end."""
+    wait_for(f"task {result.id} has ended", result.ready, limit)
+    return result.get()
+
+
 class Worker:
     """One ``celery worker`` process in a session of its own, with its log in a file."""
 

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from celery_dislock.messages.headers import (
-    GIVEN_UP_HEADER,
-    HELD_HEADER,
-    REPLACED_HEADER,
-    TICKET_HEADER,
-    UNIQUE_HEADER,
-)
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK
+from tests.unit.deliveries import noted
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -28,7 +22,7 @@ def test_a_message_that_says_it_was_replaced_ends_alone(fleet, scene):
     """With the id of a parked task it says REVOKED of it; that one runs all the same."""
     holder = scene.hold(fleet)
     parked = scene.park(fleet)
-    fleet.send(QUEUE, scene.key, task_id=parked.id, headers={REPLACED_HEADER: "because"})
+    fleet.send(QUEUE, scene.key, task_id=parked.id, headers=noted(replaced="because"))
     with pytest.raises(TaskRevokedError, match="because"):
         parked.get(timeout=LIMIT)
     assert scene.line == [f"{parked.id}:0:0#"]
@@ -43,10 +37,10 @@ def test_forged_owners_end_no_lease(fleet, scene):
     owner = scene.lease.owner
     for forged in ([owner], [f"{owner}{n}" for n in range(100_000)], [1, 2]):
         before = len(scene.line)
-        headers = {GIVEN_UP_HEADER: forged, HELD_HEADER: owner}
+        headers = noted(given_up=forged, held=owner)
         parked = fleet.send(QUEUE, scene.key, headers=headers)
         scene.wait_for_line(before + 1)
-        assert fleet.times_it_says(parked.id, GIVEN_UP_HEADER, HELD_HEADER, "ignored") == 1
+        assert fleet.times_it_says(parked.id, "given_up=", "held=", "ignored") == 1
     assert scene.lease.owner == owner
     assert not fleet.says("no task can take a lock")
     scene.open_gates(holder)
@@ -60,6 +54,6 @@ def test_a_name_that_cannot_be_encoded_ends_no_worker(fleet, scene):
     lock = "dislock:{\ud800}"
     for task, args in [(scenarios.gather, [[]]), (scenarios.step, [scene.key])]:
         task_id = f"{scene.key}-{task.name}"
-        headers = {TICKET_HEADER: [lock, f"{task_id}:0:0"], UNIQUE_HEADER: [lock, "end"]}
+        headers = noted(ticket=[lock, f"{task_id}:0:0"], unique=[lock, "end"])
         sent = fleet.send(task, *args, task_id=task_id, headers=headers)
         sent.get(timeout=LIMIT)

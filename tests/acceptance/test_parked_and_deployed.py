@@ -15,6 +15,7 @@ from celery.exceptions import NotRegistered
 from tests.acceptance import deployed_app, scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
 from tests.redis_server import RedisServer
+from tests.unit.deliveries import noted
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -126,7 +127,7 @@ def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, asid
     assert second.get(timeout=LIMIT)["held"] is True
     wait_for("it has run", lambda: first.state == "SUCCESS")
     assert scene.begun.count(first.id) == 1
-    headers = {"dislock_ticket": [scene.lock, f"{first.id}:0:0"]}
+    headers = noted(ticket=[scene.lock, f"{first.id}:0:0"])
     new.send(QUEUE, scene.key, task_id=first.id, headers=headers)
     wait_for("the copy is dropped", lambda: new.says(first.id, "acknowledged unrun"))
     assert scene.begun.count(first.id) == 1

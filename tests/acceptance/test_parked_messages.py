@@ -14,6 +14,7 @@ from kombu import Connection, Producer, Queue
 
 from tests.acceptance import parked_app, scenarios
 from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, wait_for
+from tests.unit.deliveries import noted
 
 pytestmark = pytest.mark.acceptance
 
@@ -188,15 +189,15 @@ def test_a_message_comes_again_as_it_came(fleet, start_fleet, scene):
         for kind, (task_id, body, options) in messages.items():
             first, second = expected[task_id], again[task_id]
             assert body_of(second) == body, kind
-            assert second.headers.pop("dislock_ticket")[1].startswith(task_id), kind
-            assert second.headers.pop("dislock_store"), kind
-            assert second.headers.pop("dislock_since"), kind
+            notes = second.headers.pop("dislock")
+            assert notes.pop("ticket")[1].startswith(task_id), kind
+            assert notes.keys() == {"v", "store", "since"}, kind
             assert second.headers == first.headers, kind
             assert second.content_type == first.content_type, kind
             assert second.content_encoding == first.content_encoding, kind
             for name in KEPT:
                 assert second.properties.get(name) == first.properties.get(name), (kind, name)
-            note = {"dislock_ticket": [scene.lock, f"{task_id}:0:0"]}
+            note = noted(ticket=[scene.lock, f"{task_id}:0:0"])
             headers = {**options["headers"], **note}
             producer.publish(body, routing_key=own_fleet.queue, **{**options, "headers": headers})
         scene.open_gate()

@@ -16,6 +16,7 @@ from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
+from tests.unit.deliveries import noted
 
 pytestmark = pytest.mark.acceptance
 
@@ -221,7 +222,7 @@ class TestReplacing:
         old, task_id = f"dislock:{{old-{scene.key}}}", str(uuid.uuid4())
         holder = scene.begin(fleet)
         write_record(scene, old, "-", "-", mark="abc", confirmed=2, by="newer")
-        headers = {"dislock_unique": [old, "start", "abc", 1]}
+        headers = noted(unique=[old, "start", "abc", 1])
         parked = fleet.send(task, scene.key, task_id=task_id, headers=headers)
         scene.wait_for_line(1)
         scene.open_gate()
@@ -324,7 +325,7 @@ class TestStrangers:
     def test_a_forged_header_reserves_nothing_elsewhere(self, fleet, scene):
         """A message that names the key of others does not keep their messages from being sent."""
         others = f"dislock:{{others-{scene.key}}}"
-        headers = {"dislock_unique": [others, "end"]}
+        headers = noted(unique=[others, "end"])
         sent = scene.begin(fleet, headers=headers)
         assert not scene.redis.exists(f"{others}:unique")
         scene.open_gate()
@@ -333,7 +334,7 @@ class TestStrangers:
 
 def headers_of(scene):
     """The header of a message that was reserved under this key."""
-    return {"dislock_unique": [scene.lock, "end"]}
+    return noted(unique=[scene.lock, "end"])
 
 
 def write_record(scene, lock, state, task_id, *, mark="-", confirmed=0, by="-"):

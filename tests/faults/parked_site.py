@@ -175,7 +175,7 @@ class Site:
         for message in messages:
             message["properties"]["delivery_tag"] = str(uuid.uuid4())
             if ticket is not None:
-                message["headers"]["dislock_ticket"] = ticket
+                message["headers"]["dislock"] = {"v": 1, "ticket": ticket}
         self.redis.lpush(self.queue, *map(json.dumps, messages))
 
     def unfinished(self) -> int:

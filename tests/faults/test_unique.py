@@ -100,7 +100,7 @@ class Senders:
         assert sent.duplicate is False
         message = json.loads(self.broker.lindex("celery", 0))
         assert message["headers"]["id"] == sent.id
-        return "dislock_unique" in message["headers"]
+        return "unique" in message["headers"].get("dislock", {})
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ class Failing:
         """Run the task of the first message in the queue."""
         message = json.loads(self._broker.rpop("celery"))
         args, *_ = json.loads(base64.b64decode(message["body"]))
-        header = {"dislock_unique": message["headers"]["dislock_unique"]}
+        header = {"dislock": message["headers"]["dislock"]}
         deliver(task, message["headers"]["id"], *args, headers=header)
 
 

@@ -21,6 +21,7 @@ from celery_dislock.messages.message import Message
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.replies import Parked
 from tests.holding import name_of, wait_for
+from tests.unit.deliveries import noted
 
 LIMIT = 30.0  # seconds
 SHORT = 1.0  # seconds: a lease that soon ends if nobody renews it
@@ -470,7 +471,7 @@ class TestSurroundings:
 
 def park(process, key):
     """Park a task in the line of a key, as a worker does."""
-    about = {"task": "shop.export", "id": "id-1", "dislock_store": process.identity.name()}
+    about = {"task": "shop.export", "id": "id-1", **noted(store=process.identity.name())}
     message = Message("", "celery", about, "application/json", "utf-8", {}, True, b"[[],{},{}]")
     ticket = Ticket("id-1:0:0", "id-1@", marked=False, message=message.to_bytes())
     process.lines.enlist(name_of(key))

@@ -22,6 +22,7 @@ from celery_dislock.servers.replies import Done, Granted, Parked
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from tests.redis_server import RedisServer
+from tests.unit.deliveries import noted
 
 LONG = 600.0  # seconds
 FOUND, USAGE, AWAY = 1, 2, 3
@@ -97,7 +98,7 @@ def lock_of(process, key):
 def park(process, key, task_id=None, holder=None):
     """Park a task in the line of a key, as a worker does; return its ticket."""
     task_id = task_id or str(uuid.uuid4())
-    about = {"task": "shop.export", "id": task_id, "dislock_store": process.identity.name()}
+    about = {"task": "shop.export", "id": task_id, **noted(store=process.identity.name())}
     message = Message("", "celery", about, "application/json", "utf-8", {}, True, b"[[],{},{}]")
     ticket, lock = (
         Ticket(f"{task_id}:0:0", f"{task_id}@", False, message.to_bytes()),
@@ -110,7 +111,10 @@ def park(process, key, task_id=None, holder=None):
 
 
 def sent(client):
-    return [json.loads(one)["headers"] for one in reversed(client.lrange("celery", 0, -1))]
+    """Return the notes of the messages that were sent, in order."""
+    return [
+        json.loads(one)["headers"]["dislock"] for one in reversed(client.lrange("celery", 0, -1))
+    ]
 
 
 def test_what_is_parked_there_is_sent_with_its_turn_here(app, old, drain, redis_client):
@@ -124,18 +128,18 @@ def test_what_is_parked_there_is_sent_with_its_turn_here(app, old, drain, redis_
     assert "Sent on 3." in answer.stderr
     assert {one["problem"] for one in json.loads(answer.stdout)} == {None}
     headers = sent(redis_client)
-    turns = {one["dislock_ticket"][1]: one["dislock_ticket"][0] for one in headers}
+    turns = {one["ticket"][1]: one["ticket"][0] for one in headers}
     assert turns == dict(zip(tickets, ["dislock:{a}", "dislock:{a}", "dislock:{b}"], strict=True))
     of_a = [ticket for ticket in turns if ticket in tickets[:2]]
     assert of_a == tickets[:2]
-    assert {one["dislock_store"] for one in headers} == {here.identity.name()}
+    assert {one["store"] for one in headers} == {here.identity.name()}
     assert list(old.process.lines.aside(lock_of(old.process, "a"))) == []
     assert here.identity.whose(old.process.identity.name())
     assert not old.process.identity.whose(here.identity.name())
     park(old.process, "c")  # by a worker that was started with the old settings, by mistake
     assert not here.identity.whose(old.process.identity.name())
     assert drain("--yes").exit_code == 0
-    assert here.identity.whose(sent(redis_client)[0]["dislock_store"])
+    assert here.identity.whose(sent(redis_client)[0]["store"])
     assert "0 parked in 0 lines" in drain("--yes").stderr
 
 
@@ -169,7 +173,7 @@ def test_a_turn_that_is_on_its_way_is_sent_on_as_well(old, drain, redis_client):
     ticket = park(old.process, "a")
     old.process.store.release([lock_of(old.process, "a")], "holder")
     assert drain("--yes").exit_code == 0
-    assert [one["dislock_ticket"][1] for one in sent(redis_client)] == [ticket] * 2
+    assert [one["ticket"][1] for one in sent(redis_client)] == [ticket] * 2
 
 
 @pytest.mark.parametrize("by", ["the sweep", "a lock"])
@@ -192,7 +196,7 @@ def test_the_tasks_of_another_broker_are_left_alone(old, drain, redis_client, ot
         process = runtime_of(elsewhere).process
         theirs, ours = park(process, "a"), park(old.process, "a")
         assert drain("--yes").exit_code == 0
-        assert [one["dislock_ticket"][1] for one in sent(redis_client)] == [ours]
+        assert [one["ticket"][1] for one in sent(redis_client)] == [ours]
         assert list(process.lines.names())
         assert theirs not in dict(process.lines.aside(lock_of(process, "a")))
 
@@ -208,7 +212,7 @@ def test_what_cannot_be_read_stays_there_and_the_others_are_sent_on(old, drain, 
     assert answer.exit_code == FOUND
     assert "its message is lost" in answer.stderr
     assert "Left there: lock" in answer.stderr
-    assert sorted(one["dislock_ticket"][1] for one in sent(redis_client)) == sorted(good)
+    assert sorted(one["ticket"][1] for one in sent(redis_client)) == sorted(good)
 
 
 def test_a_broker_that_goes_away_meanwhile_loses_nothing(app, old, drain, monkeypatch):
@@ -232,7 +236,7 @@ def test_what_had_lost_its_place_there_ends(app, old):
         app, *([None, "old"] if old.told[0] == "--from-prefix" else [old.told[1], None])
     )
     ticket = park(old.process, "a", "7")
-    old.process.lines.drop(lock_of(old.process, "a"), ticket, '"dislock_replaced": "by hand"')
+    old.process.lines.drop(lock_of(old.process, "a"), ticket, '"replaced": "by hand"')
     assert list(draining.run()) == []
     assert app.AsyncResult("7").state == "REVOKED"
     draining.close()

@@ -511,7 +511,9 @@ class TestBounds:
         bounds = Bounds(1, overflow="replace")
 
         def sent(at):
-            return b"{}" if at is None else b'1 {"headers":{"dislock_sent":%d}}' % at
+            return (
+                b"{}" if at is None else b'1 {"a":0,"headers":{"dislock":{"v":1,"sent":%d}}}' % at
+            )
 
         messages = {"a": sent(in_line), "b": sent(comes)}
         broker.park("a", message=messages["a"], bounds=bounds)
@@ -524,15 +526,19 @@ class TestBounds:
     @pytest.mark.parametrize(
         "written",
         [
-            b'1 {"headers":{"x":"\\"dislock_sent\\":1"}}\n[]',
-            b'1 {"headers":{}}\n{"dislock_sent":1}',
+            b'1 {"a":0,"headers":{"":",\\"headers\\":{\\"dislock\\":{\\"v\\":1,\\"sent\\":1"}}\n',
+            b'1 {"a":0,"headers":{"x":{"dislock":{"v":1,"sent":1}}}}\n[]',
+            b'1 {"a":0,"headers":{"dislock":{"v":12,"sent":1}}}\n[]',
+            b'1 {"a":0,"headers":{}}\n,"headers":{"dislock":{"v":1,"sent":1}}',
         ],
-        ids=["in a value", "in the body"],
+        ids=["in a text", "in another header", "of a later version", "in the body"],
     )
-    def test_the_time_of_sending_is_a_header_and_nothing_else(self, broker, held, client, written):
+    def test_the_time_of_sending_is_a_note_and_nothing_else(self, broker, held, client, written):
         """An argument that looks like it does not make its task the older one."""
         bounds = Bounds(1, overflow="replace")
-        broker.park("a", message=b'1 {"headers":{"dislock_sent":2}}\n[]', bounds=bounds)
+        broker.park(
+            "a", message=b'1 {"a":0,"headers":{"dislock":{"v":1,"sent":2}}}\n[]', bounds=bounds
+        )
         broker.park("b", message=written, bounds=bounds)
         assert line(client) == ["b"]
 

@@ -13,7 +13,7 @@ from lupa.lua51 import LuaError
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import LockLostError, StoreError
-from celery_dislock.messages.headers import REPLACED_HEADER
+from celery_dislock.messages.headers import REPLACED, notes_of
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock
 from celery_dislock.parking.store import Lines
@@ -29,6 +29,7 @@ from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, Broker
 from tests.redis_server import RedisServer
+from tests.unit.deliveries import noted
 
 SHARED = {"terms": Terms("shared")}
 
@@ -43,7 +44,7 @@ class Worker(Broker):
         self.actions = Actions(None, self)
 
     def end_reservation(self, request):
-        assert "dislock_unique" not in request.headers
+        assert "unique" not in notes_of(request)
 
     def tell_replaced(self, lock, replaced):
         self.told.append((lock, replaced))
@@ -70,7 +71,7 @@ class Worker(Broker):
 
 
 def message_of(task, /, **headers):
-    about = {"task": "shop.export", "id": task, **headers}
+    about = {"task": "shop.export", "id": task, **noted(store="0" * 16), **headers}
     return Message("", "celery", about, "application/json", "utf-8", {}, True, b"[]").to_bytes()
 
 
@@ -166,7 +167,7 @@ class TestDropping:
         ((lock, replaced),) = worker.told
         assert lock == LOCK
         message = Message.from_bytes(replaced["q:0:0"])
-        reason = message.headers.pop(REPLACED_HEADER)
+        reason = message.headers["dislock"].pop(REPLACED)
         assert reason == "dropped by an operator from the line for lock 'line'"
         assert message == Message.from_bytes(message_of("q"))
 
@@ -206,7 +207,7 @@ class TestDropping:
         assert worker.drop("p") is True
         assert worker.told == []
         message = Message.from_bytes(other.sweep().replaced["p:0:0"])
-        assert message.headers[REPLACED_HEADER].startswith("dropped by an operator")
+        assert message.headers["dislock"][REPLACED].startswith("dropped by an operator")
 
     @pytest.mark.parametrize("record", [b"nonsense", b"1 2 3", b"2 1 1 1 x 1 here m"])
     def test_a_record_that_nobody_can_read_is_set_aside(self, worker, server, record):
@@ -219,15 +220,19 @@ class TestDropping:
         assert server.send("HGET", f"{LOCK}:aside", "p:0:0") == record
 
     @pytest.mark.parametrize(
-        "headers", [{}, {"note": ',"headers":{"a":1}'}, {"%1": "%0"}, {"dislock_sent": 5}]
+        "headers",
+        [
+            *({}, {"%1": "%0"}, noted(sent=5, store="%1"), {"x": noted(sent=5)}),
+            {"note": ',"headers":{"dislock":{"v":1,'},
+        ],
     )
-    def test_the_reason_is_put_into_the_headers_and_nowhere_else(self, worker, headers):
+    def test_the_reason_is_put_into_our_header_and_nowhere_else(self, worker, headers):
         """Whatever text is in a message, only the member of that name is changed."""
         worker.take("a")
         worker.park("p", message=message_of("p", **headers))
         worker.drop("p")
         message = Message.from_bytes(worker.told[0][1]["p:0:0"])
-        message.headers.pop(REPLACED_HEADER)
+        message.headers["dislock"].pop(REPLACED)
         assert message == Message.from_bytes(message_of("p", **headers))
 
 

@@ -136,7 +136,7 @@ class TestIndex:
 
 
 def sent(at):
-    return b'1 {"headers":{"dislock_sent":%d}}' % at
+    return b'1 {"a":0,"headers":{"dislock":{"v":1,"sent":%d}}}' % at
 
 
 class TestMakingRoom:

@@ -21,7 +21,7 @@ from celery_dislock.servers.store import Store
 from celery_dislock.tasks.sending import tell
 from tests.conftest import BOTH
 from tests.forked import ROOT, run_python
-from tests.unit.deliveries import deliver
+from tests.unit.deliveries import deliver, noted
 
 pytestmark = BOTH
 
@@ -96,7 +96,7 @@ class TestSending:
         """Revoked, skipped or killed: with "expiry" it is one per lock_unique_for all the same."""
         edit = declare(app, lock_unique_until=until)
         sent = edit.delay(1)
-        request = Context(id=sent.id, task="unique.edit", headers={"dislock_unique": [LOCK, until]})
+        request = Context(id=sent.id, task="unique.edit", **noted(unique=[LOCK, until]))
         tell(app, "end", request)
         assert reserved_for(client) == (sent.id if until == "expiry" else None)
 
@@ -129,12 +129,12 @@ class TestRunning:
             away.undo()
 
         sent = edit.delay(1)
-        header = json.loads(client.lindex("celery", 0))["headers"]["dislock_unique"]
+        header = json.loads(client.lindex("celery", 0))["headers"]["dislock"]["unique"]
         away = pytest.MonkeyPatch()
         away.setattr(Store, "acquire", fail)
         away.setattr(Reservations, "begin", fail)
         try:
-            deliver(edit, sent.id, 1, headers={"dislock_unique": header})
+            deliver(edit, sent.id, 1, notes={"unique": header})
         finally:
             away.undo()
         assert ran == [1]
@@ -165,7 +165,7 @@ class TestGoingOn:
             self.replace(edit.si(doc))
 
         sent = edit.delay(1)
-        deliver(edit, sent.id, 1, headers={"dislock_unique": [LOCK, "end"]})
+        deliver(edit, sent.id, 1, notes={"unique": [LOCK, "end"]})
         assert messages(client) == 2
         assert reserved_for(client) == sent.id
         assert client.get(f"{LOCK}:unique").split(" ")[1] == "w"
@@ -193,10 +193,10 @@ class TestGoingOn:
         def edit(doc): ...
 
         sent = edit.delay(1)
-        header = json.loads(client.lindex("celery", 0))["headers"]["dislock_unique"]
+        header = json.loads(client.lindex("celery", 0))["headers"]["dislock"]["unique"]
         store = runtime_of(app).process.store
         store.acquire([LOCK], "another", 60.0, '{"id": "another"}')
-        deliver(edit, sent.id, 1, headers={"dislock_unique": header})
+        deliver(edit, sent.id, 1, notes={"unique": header})
         kept = goes_on or until == "expiry"
         assert reserved_for(client, header[0]) == (sent.id if kept else None)
         assert messages(client) == 1 + goes_on
@@ -355,7 +355,7 @@ def test_a_message_that_is_replaced(app, client, call):
     """With "replace" the eager call is the newest: it runs, and the message ends when it comes."""
     edit = declare(app, lock_on_duplicate="replace")
     edit.delay(1)
-    _, _, mark, number = json.loads(client.lindex("celery", 0))["headers"]["dislock_unique"]
+    _, _, mark, number = json.loads(client.lindex("celery", 0))["headers"]["dislock"]["unique"]
     assert call(edit, 1).duplicate is False
     record = client.get(f"{LOCK}:unique").split(" ")
     assert record[9] == mark

@@ -92,6 +92,7 @@ def broker(app, monkeypatch):
     """What the app sends."""
     broker = Broker()
     monkeypatch.setattr(app, "send_task", broker)
+    monkeypatch.setattr(app, "producer_or_acquire", broker.acquired)
     return broker
 
 

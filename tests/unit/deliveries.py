@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,38 @@ from kombu.exceptions import OperationalError
 from kombu.message import Message
 from kombu.utils.imports import symbol_by_name
 
+from celery_dislock.messages.headers import HEADER, VERSION, notes_in, with_notes
+from celery_dislock.messages.message import AS_IT_CAME
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def deliver(task: Any, task_id: str = "1", *args: Any, **request: Any) -> Any:
-    """Run the task as a worker does: traced, not eager."""
+def noted(**notes: Any) -> dict[str, Any]:
+    """Return our header with these notes, by their names."""
+    return {HEADER: {"v": VERSION, **notes}}
+
+
+def deliver(
+    task: Any, task_id: str = "1", *args: Any, headers: Any = None, notes: Any = None, **about: Any
+) -> Any:
+    """
+    Run the task as a worker does: traced, not eager.
+
+    Args:
+        task: The task.
+        task_id: Its id.
+        args: Its arguments.
+        headers: Headers of its message.
+        notes: Notes to add to our header.
+        about: What else the request has; some of it comes with the message's body.
+    """
     tracer = build_tracer(task.name, task, app=task.app)
-    headers = {"id": task_id, "task": task.name, "hostname": "w1", "retries": 0, **request}
-    return tracer(task_id, args, {}, headers)
+    headers = {"id": task_id, "task": task.name, "retries": 0, **with_notes(headers, notes or {})}
+    body = json.dumps([args, {}, {}]).encode()
+    info = {"exchange": "", "routing_key": "celery", **about.pop("delivery_info", {})}
+    info.setdefault(AS_IT_CAME, (headers, "application/json", "utf-8", body))
+    return tracer(task_id, args, {}, {**headers, "hostname": "w1", **about, "delivery_info": info})
 
 
 def arrived(task: Any, task_id: str = "1", *args: Any, **headers: Any) -> Any:
@@ -74,7 +98,7 @@ class Broker:
 
     Attributes:
         times_away: How many calls fail yet.
-        sent: Options of what was sent, in order.
+        sent: Options of what was sent, in order, and its notes.
     """
 
     def __init__(self, times_away: int = 0) -> None:
@@ -85,7 +109,28 @@ class Broker:
         if self.times_away:
             self.times_away -= 1
             raise OperationalError
-        self.sent.append({"name": name, **options})
+        self.sent.append({"name": name, "notes": notes_in(options.get("headers")), **options})
+
+    @contextmanager
+    def acquired(self) -> Iterator[Any]:
+        """Stand for producer_or_acquire."""
+        connection = SimpleNamespace(transport=SimpleNamespace(driver_type="redis"))
+        yield SimpleNamespace(connection=connection, publish=self.publish)
+
+    def republish(self, _app: Any, message: Any, notes: Any, *, delay: float) -> float:
+        """Stand for a message that is published again, where Celery's own producers are used."""
+        message.publish(self, notes)
+        return delay
+
+    def publish(self, _body: bytes, **options: Any) -> None:
+        """Stand for a producer's."""
+        headers = options["headers"]
+        eta = headers.get("eta")
+        if eta is not None:
+            options["countdown"] = (
+                datetime.fromisoformat(eta) - datetime.now(timezone.utc)
+            ).total_seconds()
+        self(headers["task"], task_id=headers["id"], **options)
 
     def receive(self, _producer: Any, name: str, message: Any, **options: Any) -> None:
         """Stand for ``app.amqp.send_task_message``."""

@@ -14,7 +14,7 @@ from celery.worker.request import Request
 
 from celery_dislock import SingletonTask, hooks
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
-from tests.unit.deliveries import Broker, deliver
+from tests.unit.deliveries import Broker, deliver, noted
 from tests.unit.fakes import FakeRecord
 
 LOCK = "dislock:{edit:1}"
@@ -125,9 +125,9 @@ def test_a_retry_of_a_body_is_sent_under_its_reservation(app, broker, there):
         raise self.retry(countdown=5)
 
     sent_id = edit.delay(1).id
-    header = broker.sent[0]["headers"]["dislock_unique"]
-    deliver(edit, sent_id, 1, headers={"dislock_unique": header})
-    assert [sent["headers"]["dislock_unique"] for sent in broker.sent] == [header, header]
+    header = broker.sent[0]["notes"]["unique"]
+    deliver(edit, sent_id, 1, notes={"unique": header})
+    assert [sent["notes"]["unique"] for sent in broker.sent] == [header, header]
     assert [sent["task_id"] for sent in broker.sent] == [sent_id, sent_id]
     assert there.of(LOCK).id == sent_id
 
@@ -182,7 +182,7 @@ def worker(app, monkeypatch):
 
 
 def received(task_id="a", header=(LOCK, "end", "ab", 3)):
-    context = SimpleNamespace(id=task_id, task="edit", headers={"dislock_unique": list(header)})
+    context = SimpleNamespace(id=task_id, task="edit", **noted(unique=list(header)))
     return SimpleNamespace(id=task_id, _context=context)
 
 

@@ -18,7 +18,7 @@ from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.settings import app_settings
 from celery_dislock.exceptions import DamagedLockError, SettingsError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.messages.headers import STORE_HEADER, STORE_NAME, TICKET_HEADER
+from celery_dislock.messages.headers import STORE, STORE_NAME, TICKET
 from celery_dislock.operating.cli.changing import agrees, yes
 from celery_dislock.operating.cli.session import (
     FOUND,
@@ -204,7 +204,7 @@ class Drain:
             yield Sent(name, ticket, f"its message is lost: {exc}")
             return
         store = self._here.identity.name()
-        notes = {TICKET_HEADER: [moved_to(self._prefix, name), ticket], STORE_HEADER: store}
+        notes = {TICKET: [moved_to(self._prefix, name), ticket], STORE: store}
         try:
             publish(self._app, message, notes)
         except BrokerError as exc:

@@ -13,8 +13,9 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_dislock import SingletonTask
 from celery_dislock.hooks import guard_tasks
 from celery_dislock.messages.delivery import Outbox
-from celery_dislock.messages.headers import HELD_HEADER
-from tests.unit.deliveries import Broker, deliver
+from celery_dislock.messages.headers import HEADER, notes_in
+from celery_dislock.messages.message import AS_IT_CAME
+from tests.unit.deliveries import Broker, deliver, noted
 
 LOCK = "dislock:{k}"
 
@@ -31,6 +32,7 @@ def broker(app, world, monkeypatch):
 
     broker = Noting()
     monkeypatch.setattr(app.amqp, "send_task_message", broker.receive)
+    monkeypatch.setattr("celery_dislock.messages.unrun.publish", broker.republish)
     return broker
 
 
@@ -142,6 +144,36 @@ def test_a_users_on_replace_is_kept(app, world, broker, base):
     assert len(broker.sent) == 1
 
 
+# What a retry does not take along
+
+
+@pytest.mark.parametrize("where", ["before_start", "body"])
+def test_a_retry_takes_along_what_belongs_to_the_message_alone(app, broker, where):
+    """Not the broker's headers, the notes, the message as it came, or the delay that it had."""
+
+    def retry(self, *_):
+        raise self.retry(countdown=0, max_retries=9)
+
+    other = {"before_start": lambda *_: None, "body": retry, where: retry}
+    app.task(
+        name="again",
+        base=SingletonTask,
+        lock_key="k",
+        before_start=other["before_start"],
+        bind=True,
+    )(other["body"])
+    deliver(
+        app.tasks["again"],
+        headers={"headers": {"trace": 1}, "x-death": [{"queue": "q"}]},
+        notes={"ticket": [LOCK, "1:0:0"], "put_off": 3, "sent": 5},
+        delivery_info={"exchange": "celery_delayed_0", "routing_key": "0." * 28 + "other"},
+    )
+    [sent] = broker.sent
+    assert sent["headers"] == {"trace": 1, **noted(sent=5)}
+    assert (sent["exchange"], sent["routing_key"]) == ("celery_delayed_delivery", "other")
+    assert AS_IT_CAME not in sent
+
+
 # lock_hold_on_retry
 
 
@@ -150,7 +182,7 @@ def test_a_held_lease_lasts_over_the_countdown_and_a_timeout(app, world, broker)
     deliver(retrying(app, countdown=300, lock_hold_on_retry=True))
     [sent] = broker.sent
     owner, expires, _ = world.store.leases[LOCK]
-    assert owner == "~" + sent["headers"][HELD_HEADER]
+    assert owner == "~" + sent["headers"][HEADER]["held"]
     assert expires - world.clock() == pytest.approx(330)
     assert sent["held_by"] is not None
     assert len(world.watchdog) == 0
@@ -167,10 +199,10 @@ def test_the_retry_takes_over_the_lease_and_releases_it(app, world, broker):
     def second(self):
         seen.append((world.store.leases[LOCK][0], self.request.headers))
 
-    deliver(second, retries=1, **headers)
+    deliver(second, headers={**headers, "retries": 1})
     [(owner, left)] = seen
     assert owner.startswith("1@w1:42/")
-    assert owner != headers[HELD_HEADER]
+    assert owner != notes_in(headers)["held"]
     assert left == {}
     assert world.store.leases == {}
 
@@ -183,8 +215,8 @@ def test_a_retry_whose_lease_is_gone_asks_anew(app, world, broker, taken, state)
     headers = broker.sent[0]["headers"]
     world.clock.advance(0 if taken else 31)
     if taken:
-        world.store.take_over([LOCK], headers[HELD_HEADER], "the first", '{"id": "1"}')
-    outcome = deliver(task, retries=1, **headers)
+        world.store.take_over([LOCK], notes_in(headers)["held"], "the first", '{"id": "1"}')
+    outcome = deliver(task, headers={**headers, "retries": 1})
     assert (outcome.info and outcome.info.state) == state
     assert len(broker.sent) == 1 + taken
 
@@ -203,7 +235,7 @@ def test_of_several_leases_all_are_taken_over_or_none(app, world, broker):
     assert len(world.store.leases) == 2
     del world.store.leases["dislock:{l}"]
     world.store.leases["dislock:{l}"] = ("other", world.clock() + 600, {"id": "7"})
-    deliver(task, retries=1, **headers)
+    deliver(task, headers={**headers, "retries": 1})
     assert list(world.store.leases) == ["dislock:{l}"]
 
 
@@ -220,9 +252,7 @@ def test_only_a_retry_keeps_the_lease(app, world, broker, error):
 
     deliver(retrying(app, body=body, lock_hold_on_retry=True))
     assert world.store.leases == {}
-    assert [HELD_HEADER in (sent.get("headers") or {}) for sent in broker.sent] == (
-        [False] if error == "lost" else []
-    )
+    assert ["held" in sent["notes"] for sent in broker.sent] == ([False] if error == "lost" else [])
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ import pytest
 from celery.app.task import Context
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kombu.utils.imports import symbol_by_name
 from kombu.utils.json import dumps
 
 from celery_dislock import SingletonTask
-from celery_dislock.messages.headers import READERS, TICKET_HEADER
+from celery_dislock.messages.headers import HEADER, READERS, Notes
 from celery_dislock.messages.message import AS_IT_CAME, FORMAT, Message
-from tests.unit.deliveries import Producer, arrived
+from tests.unit.deliveries import Producer, arrived, noted
 
 BODY = b'[[1], {"name": "\xc3\xbc\\n"}, {}]'
 HEADERS = {"id": "1", "task": "t", "retries": 2, "tenant": {"number": [7, None]}}
@@ -32,9 +33,10 @@ PROPERTIES = {
 
 
 def delivery(headers=HEADERS, body=BODY, encoding="utf-8", properties=PROPERTIES, **request):
-    kept = (headers, "application/json", encoding, body)
-    info = {"exchange": "e", "routing_key": "r", "redelivered": False, AS_IT_CAME: kept}
-    return Context({"id": "1", "properties": properties, "delivery_info": info, **request})
+    """Return what Message.of() takes: a request, and what was kept of its message."""
+    info = {"exchange": "e", "routing_key": "r", "redelivered": False}
+    context = Context({"id": "1", "properties": properties, "delivery_info": info, **request})
+    return context, (headers, "application/json", encoding, body)
 
 
 def message(**changes):
@@ -56,7 +58,7 @@ def message(**changes):
 
 def test_a_message_is_kept_as_it_came():
     """Exchange, routing key, headers, properties, content type and encoding, and the body."""
-    assert Message.of(delivery()) == message()
+    assert Message.of(*delivery()) == message()
 
 
 @pytest.mark.parametrize(
@@ -73,22 +75,63 @@ def test_a_message_is_kept_as_it_came():
 )
 def test_a_body_is_kept_byte_for_byte(body, encoding, kept):
     """Whatever a transport gives, bytes are kept; text is encoded as the message says."""
-    found = Message.of(delivery(body=body, encoding=encoding)).body
+    found = Message.of(*delivery(body=body, encoding=encoding)).body
     assert (type(found), found) == (bytes, kept)
 
 
 def test_our_notes_and_the_brokers_are_left_behind():
     """Notes were about this delivery, and RabbitMQ drops what seems to go round in circles."""
     seen = {name: [{"queue": "q"}] for name in ("x-death", "x-first-death-queue", "x-last-death-x")}
-    headers = {**HEADERS, **dict.fromkeys(READERS, "note"), **seen, "x-tenant": 7}
-    assert Message.of(delivery(headers)).headers == {**HEADERS, "x-tenant": 7}
+    headers = {**HEADERS, **noted(**dict.fromkeys(READERS, "note")), **seen, "x-tenant": 7}
+    assert Message.of(*delivery(headers)).headers == {**HEADERS, "x-tenant": 7}
+    stays = noted(sent=5, unique=["lock", "end"], new={"of": "a release that is newer"})
+    headers["dislock"] = {**stays["dislock"], **headers["dislock"]}
+    assert Message.of(*delivery(headers)).headers == {**HEADERS, "x-tenant": 7, **stays}
+
+
+@pytest.mark.parametrize("forged", ["text", 7, [], {}, {"v": "1"}, {"v": 0}, {"v": True}, None])
+def test_a_header_of_our_name_that_we_have_not_written_is_left_behind(forged):
+    """One of a later version is somebody's of ours, and is sent on as it is."""
+    assert Message.of(*delivery({**HEADERS, HEADER: forged})).headers == HEADERS
+    later = {**HEADERS, HEADER: {"v": 2, "ticket": "of a form that nobody here knows"}}
+    assert Message.of(*delivery(later)).headers == later
+    _, options = published(Message.of(*delivery(later)), put_off=3)
+    assert options["headers"] == later
+
+
+BITS = "0." * 27
+
+
+@pytest.mark.parametrize(
+    ("exchange", "given", "plain"),
+    [
+        ("e", "celery", ("e", "celery")),
+        ("celery_delayed_delivery", f"{BITS}1.k", ("celery_delayed_delivery", "k")),
+        ("celery_delayed_3", f"{BITS}0.k", ("celery_delayed_delivery", "k")),
+        ("shop_celery_delayed_12", f"{BITS}0.k", ("shop_celery_delayed_delivery", "k")),
+        (
+            "celery_delayed_0",
+            f"{BITS}1.{BITS}0.a.b",
+            ("celery_delayed_delivery", "a.b"),
+        ),  # kombu 5.5
+        ("celery_delayed_delivery", "k", ("celery_delayed_delivery", "k")),
+        ("celery_delayed_0", f"{BITS}k", ("celery_delayed_0", f"{BITS}k")),
+        ("", "", ("", "")),
+    ],
+)
+def test_a_delay_is_taken_off_where_a_message_came_from(exchange, given, plain):
+    """Native delayed delivery has put it there, each time that the message was delayed."""
+    request, kept = delivery()
+    request.delivery_info.update(exchange=exchange, routing_key=given)
+    found = Message.of(request, kept)
+    assert (found.exchange, found.routing_key) == plain
 
 
 def test_a_transport_may_leave_out_nearly_everything():
     """Without properties, exchange and routing key there is still a message."""
-    request = delivery(properties=None)
+    request, kept = delivery(properties=None)
     request.delivery_info.update(exchange=None, routing_key=None)
-    assert Message.of(request) == message(exchange="", routing_key="", properties={})
+    assert Message.of(request, kept) == message(exchange="", routing_key="", properties={})
 
 
 @pytest.mark.parametrize(
@@ -97,13 +140,13 @@ def test_a_transport_may_leave_out_nearly_everything():
 )
 def test_a_task_for_which_others_wait_is_not_alone(waits, alone):
     """A chord and the rest of a chain are to hear that it is revoked; links are not."""
-    assert Message.of(delivery()).alone is True
-    assert Message.of(delivery(**{waits: [{"task": "next"}]})).alone is alone
+    assert Message.of(*delivery()).alone is True
+    assert Message.of(*delivery(**{waits: [{"task": "next"}]})).alone is alone
 
 
 @pytest.mark.parametrize("strategy", ["queue", "skip"])
 def test_the_message_goes_to_the_pool_process_alone(app, strategy):
-    """What inspect shows of a task has no body in it, and one that is not parked has no message."""
+    """What inspect shows of a task has no body in it."""
 
     @app.task(base=SingletonTask, lock_key="k", lock_on_conflict=strategy)
     def task(n): ...
@@ -113,13 +156,39 @@ def test_the_message_goes_to_the_pool_process_alone(app, strategy):
     assert AS_IT_CAME not in str(request.info())
     sent = Context(request.request_dict)
     request.message.headers["late"] = 1  # what is kept does not change with the request
-    kept = Message.of(sent)
-    if strategy == "skip":
-        assert kept is None
-    else:
-        assert "late" not in kept.headers
-        assert (kept.headers["tenant"], kept.body) == ("seven", b"[[7], {}, {}]")
-        assert {**request.delivery_info, AS_IT_CAME: ...}.keys() == sent.delivery_info.keys()
+    assert {**request.delivery_info, AS_IT_CAME: ...}.keys() == sent.delivery_info.keys()
+    kept = Message.of(sent, sent.delivery_info[AS_IT_CAME])
+    assert "late" not in kept.headers
+    assert (kept.headers["tenant"], kept.body) == ("seven", b"[[7], {}, {}]")
+
+
+def test_our_header_is_found_in_a_message_of_protocol_1(app):
+    """Without arguments in its body, Celery puts its headers into one of the name "headers"."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task(): ...
+
+    headers = noted(put_off=3)
+    message = arrived(task).message
+    message.headers = headers
+    about = {"id": "1", "task": task.name, "headers": headers}
+    known = {"app": app, "task": task, "decoded": True, "body": ([], {}, {})}
+    request = symbol_by_name(task.Request)(message, headers=about, **known)
+    assert Notes.of(request._context, "dislock").put_off == 3
+
+
+def test_a_message_that_is_kept_costs_next_to_nothing(app):
+    """Pickle, by which it goes to the pool process, writes headers and body once."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task(text): ...
+
+    request = arrived(task, "1", "x" * 10_000, tenant="y" * 10_000)
+    sent = (request.request_dict, request.body)
+    kept = request.request_dict["delivery_info"].pop(AS_IT_CAME)
+    without = len(pickle.dumps(sent))
+    request.request_dict["delivery_info"][AS_IT_CAME] = kept
+    assert len(pickle.dumps(sent)) - without < 200
 
 
 # Written down, and read
@@ -251,9 +320,9 @@ def published(sent, **notes):
 
 def test_the_producer_is_given_what_came():
     """Where it was, with its headers and properties, as bytes of the same type; and our notes."""
-    body, options = published(message(), **{TICKET_HEADER: ["lock", "1:0:0"]})
+    body, options = published(message(), ticket=["lock", "1:0:0"])
     assert body == BODY
-    assert options.pop("headers") == {**HEADERS, TICKET_HEADER: ["lock", "1:0:0"]}
+    assert options.pop("headers") == {**HEADERS, **noted(ticket=["lock", "1:0:0"])}
     assert options.pop("retry") is True
     assert options.pop("retry_policy") == {"max_retries": 1, "interval_start": 0}
     assert options == {
@@ -286,5 +355,5 @@ def test_a_property_that_no_broker_takes_is_left_out():
     """Who sends a message can make it anything, and a transport notes things of one delivery."""
     odd = {"expiration": "soon", "priority": "high", "correlation_id": {}, "app_id": None}
     of_one_delivery = {"delivery_tag": "x", "delivery_info": {"exchange": "e"}, "user_id": "guest"}
-    kept = Message.of(delivery(properties={**PROPERTIES, **odd, **of_one_delivery})).properties
+    kept = Message.of(*delivery(properties={**PROPERTIES, **odd, **of_one_delivery})).properties
     assert kept == {name: value for name, value in PROPERTIES.items() if name not in odd}

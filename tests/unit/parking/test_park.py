@@ -8,21 +8,15 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_revoked
 
-from celery_dislock import LockHeldError, LockLostError, SingletonTask, StoreError
+from celery_dislock import LockLostError, SingletonTask, StoreError
 from celery_dislock.locks.running import StopTask
-from celery_dislock.messages.headers import (
-    LEFT_HEADER,
-    PUT_OFF_HEADER,
-    REPLACED_HEADER,
-    STORE_HEADER,
-    TICKET_HEADER,
-)
+from celery_dislock.messages.headers import HEADER, notes_in
 from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import ANYBODY, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from celery_dislock.servers.reservations import Reservation
-from tests.unit.deliveries import arrived, deliver, run
+from tests.unit.deliveries import arrived, noted, run
 from tests.unit.fakes import STORE, FakeLines
 
 LOCK = "dislock:{k}"
@@ -97,8 +91,8 @@ def stored(app, task_id="2"):
     return result.state, result.result
 
 
-def marked(lock=LOCK, ticket="2:0:0"):
-    return {TICKET_HEADER: [lock, ticket]}
+def marked(lock=LOCK, ticket="2:0:0", **notes):
+    return noted(ticket=[lock, ticket], **notes)
 
 
 def asked(world):
@@ -107,9 +101,9 @@ def asked(world):
 
 
 def again(broker):
-    """Return our headers of the one message that was sent."""
+    """Return our header of the one message that was sent."""
     [sent] = broker.sent
-    return {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
+    return {HEADER: sent["notes"]}
 
 
 # Parked
@@ -131,7 +125,7 @@ def test_a_task_whose_lock_is_held_is_parked_with_its_message(app, world, lines,
         Ticket("2:0:0", "2@", marked=False, task="shop.export"),
         Ticket("2:0:0", "2@", marked=False, message=written, task="shop.export"),
     ]
-    assert message.headers[STORE_HEADER] == STORE
+    assert notes_in(message.headers)["store"] == STORE
     assert f"shop.export[2] parked: place 1 in line for lock 'k', held by {HOLDER}" in caplog.text
     assert [owner for owner, _, _ in world.store.leases.values()] == ["other"]
     assert stored(app) == ("PARKED", {"key": "k", "place": 1, "holder": HOLDER})
@@ -239,7 +233,8 @@ def test_a_full_line_ends_the_newcomer(app, lines, broker, caplog, marks, state)
     come(declare(app), **marks)
     assert stored(app)[0] == state
     assert "the line for lock 'k' is full: 7 tasks wait in it" in caplog.text
-    assert [sent["headers"][TICKET_HEADER] for sent in broker.sent] == list(marks.values())
+    turns = [{HEADER: {"v": 1, "ticket": sent["notes"]["ticket"]}} for sent in broker.sent]
+    assert turns == [one for one in [marks] if one]
 
 
 # Its turn, and copies
@@ -290,7 +285,7 @@ def test_a_copy_of_work_that_is_done_is_acknowledged_unrun(app, world, lines, ba
 def test_a_copy_of_work_that_is_done_keeps_no_key(app, world, lines):
     """If it was put off, it has reserved its key again; that ends with it."""
     lines.answers = [Done()]
-    come(declare(app), **marked(), dislock_unique=[LOCK, "start", "ab", 2])
+    come(declare(app), **marked(unique=[LOCK, "start", "ab", 2]))
     assert world.store.reservations.asked == [
         ("end", Reservation(LOCK, "2", "start", 60.0, "ab", 2))
     ]
@@ -302,7 +297,7 @@ def test_a_copy_of_a_task_that_runs_is_put_off(app, world, lines, broker, before
     running = {"task": "shop.export", "id": "2", "worker": "w", "pid": 7}
     lines.answers = [*before, Refused("2@w:7/1", 30.0, running)]
     assert type(ended(come(declare(app), **marked()))) is Ignore
-    assert again(broker)[TICKET_HEADER] == [LOCK, "2:0:0"]
+    assert again(broker)[HEADER]["ticket"] == [LOCK, "2:0:0"]
     assert lines.parked == {}
 
 
@@ -341,24 +336,14 @@ def test_nothing_is_lost_with_the_lock_server_away(app, world, lines, broker, mo
         == "RETRY"
     )
     [sent] = broker.sent
-    assert (sent["task_id"], sent["retries"]) == ("2", 2)
+    assert (sent["task_id"], sent["headers"]["retries"]) == ("2", 2)
     assert sent["headers"]["tenant"] == "seven"
-    assert sent["headers"][TICKET_HEADER] == [LOCK, "2:2:0"]
+    assert sent["notes"]["ticket"] == [LOCK, "2:2:0"]
     assert lines.parked == {}
     assert stored(app)[0] == "RETRY"
 
 
 # Where nothing can be parked
-
-
-def test_without_its_message_a_task_is_put_off(app, world, lines, broker):
-    """Nobody kept it: the task comes again by itself, as with "retry"."""
-    world.lease("k", "other")
-    assert deliver(declare(app), "2").info.state == "RETRY"
-    assert [sent["task_id"] for sent in broker.sent] == ["2"]
-    assert isinstance(stored(app)[1], LockHeldError)
-    assert world.store.asked("enlist") == []
-    assert lines.parked == {}
 
 
 def test_other_strategies_ask_as_ever(app, world, lines):
@@ -462,7 +447,7 @@ def test_a_ticket_that_cannot_be_settled_does_not_fail_its_task(
 def test_a_task_that_lost_its_place_ends_as_revoked_unrun(app, world, lines):
     """It asks for nothing: its place is another's."""
     reason = "a newer task took its place in line"
-    assert isinstance(ended(come(declare(app), **{REPLACED_HEADER: reason})), Ignore)
+    assert isinstance(ended(come(declare(app), **noted(replaced=reason))), Ignore)
     state, error = stored(app)
     assert (state, str(error)) == ("REVOKED", reason)
     assert world.store.calls == []
@@ -540,7 +525,7 @@ def test_what_was_parked_under_one_key_comes_again_until_it_has_several(app, wor
     task = declare(app, lock_key=["a", "b"], lock_on_conflict="skip")
     assert isinstance(ended(come(task, **marked())), Retry)
     assert lines.parked == {}
-    assert TICKET_HEADER not in again(broker)
+    assert "ticket" not in again(broker)[HEADER]
     assert isinstance(ended(come(task, **again(broker))), Retry)
 
 
@@ -557,7 +542,7 @@ def test_what_left_its_line_for_several_keys_says_so_to_a_worker_with_one(
     name = lines.ran_without[LOCK, "2:0:0"]
     assert [(one.marked, one.goes_on) for one in asked(world)] == [(False, name)] * 2
     kept = Message.from_bytes(lines.parked[LOCK, "2:0:0"])
-    assert LEFT_HEADER not in kept.headers  # its next turn is another one
+    assert "left" not in notes_in(kept.headers)  # its next turn is another one
 
 
 @pytest.mark.parametrize("lost", ["withdraw", "acquire"])
@@ -710,9 +695,9 @@ def test_a_turn_in_another_store_is_put_off(app, world, lines, broker, caplog, l
     """It has not run, and its next message brings the same turn; a forgery is not to blame."""
     if away:  # whether it is another one cannot be known
         runtime_of(app).process.identity.error = StoreError("redis://", "away")
-    turn = {**marked(lock), STORE_HEADER: OTHER_STORE}
+    turn = marked(lock, store=OTHER_STORE)
     assert isinstance(ended(come(declare(app), **turn)), Ignore)
-    assert again(broker).items() >= turn.items()
+    assert again(broker)[HEADER].items() >= turn[HEADER].items()
     assert world.store.asked("park") == []
     assert (
         "has its turn for lock 'k' on another lock server, or under another prefix" in caplog.text
@@ -725,7 +710,7 @@ def test_a_turn_in_another_store_comes_less_often_after_some_time(app, lines, br
     """It may be forged: no worker will ever take it."""
     task = declare(app)
     for times, most in ((90, 12.5), (100, 75.0)):
-        come(task, **marked(), **{STORE_HEADER: OTHER_STORE, PUT_OFF_HEADER: times})
+        come(task, **marked(store=OTHER_STORE, put_off=times))
         countdown = broker.sent[-1]["countdown"]
         assert 0.6 * most * 0.75 <= countdown <= most
 
@@ -736,7 +721,7 @@ def test_a_turn_in_a_store_that_was_taken_over_is_one_here(app, world, lines, lo
     """It asks for the lock of that key here, marked, and as drained if its lines were."""
     identity = runtime_of(app).process.identity
     (identity.drained if drained else identity.ours).add(OTHER_STORE)
-    come(declare(app, lambda _self: None), **marked(lock), **{STORE_HEADER: OTHER_STORE})
+    come(declare(app, lambda _self: None), **marked(lock, store=OTHER_STORE))
     [(name, ticket)] = world.store.asked("park")
     assert (name, ticket.name, ticket.marked, ticket.drained) == (LOCK, "2:0:0", True, drained)
 
@@ -746,5 +731,5 @@ def test_where_nothing_can_be_parked_no_turn_is_put_off(app, world, lines):
     runtime_of(app).process._publisher = None
     ran = []
     task = declare(app, ran.append, lock_on_conflict="retry")
-    come(task, **marked(), **{STORE_HEADER: OTHER_STORE})
+    come(task, **marked(store=OTHER_STORE))
     assert len(ran) == 1

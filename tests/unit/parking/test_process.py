@@ -10,6 +10,7 @@ from celery.app.task import Context
 from celery_dislock.config.settings import AppSettings
 from celery_dislock.parking.process import ParkingProcess
 from celery_dislock.servers.reservations import Reservation
+from tests.unit.deliveries import noted
 from tests.unit.fakes import FakeClock, FakeReservations
 
 HEADER = ["dislock:{k}", "end", "ab", 3]
@@ -63,8 +64,8 @@ def test_a_message_that_ends_frees_its_key(publisher, caplog, away):
     made.quick_store = SimpleNamespace(reservations=FakeReservations(FakeClock()))
     there = made.quick_store.reservations
     there.away = away
-    made.end_reservation(Context(id="a", task="t", headers={"dislock_unique": HEADER}))
-    made.end_reservation(Context(id="b", task="t", headers={"dislock_unique": "forged"}))
+    made.end_reservation(Context(id="a", task="t", **noted(unique=HEADER)))
+    made.end_reservation(Context(id="b", task="t", **noted(unique="forged")))
     made.end_reservation(Context(id="c", task="t"))
     assert there.asked == [("end", Reservation("dislock:{k}", "a", "end", 0.0, "ab", 3))]
     assert [text.split(":")[0] for text in caplog.messages] == away * [

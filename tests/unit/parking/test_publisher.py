@@ -10,11 +10,11 @@ import pytest
 from celery.exceptions import TaskRevokedError
 from kombu.exceptions import OperationalError
 
-from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER, UNIQUE_HEADER
+from celery_dislock.messages.headers import HEADER, notes_in
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.servers.replies import Turn
-from tests.unit.deliveries import Producer
+from tests.unit.deliveries import Producer, noted
 from tests.unit.fakes import FakeLines
 
 LOCK = "dislock:{k}"
@@ -68,7 +68,7 @@ def test_each_is_published_with_its_ticket(postman, producer, lines):
     postman.hand_over(lines, [turn("1"), turn("2")])
     assert [body for body, _ in producer.sent] == [b"1", b"2"]
     [_, (_, options)] = producer.sent
-    assert options["headers"] == {"id": "2", "task": "t", TICKET_HEADER: [LOCK, "2:0:0"]}
+    assert options["headers"] == {"id": "2", "task": "t", **noted(ticket=[LOCK, "2:0:0"])}
     assert (options["exchange"], options["routing_key"]) == ("e", "r")
     assert lines.store.calls == []
 
@@ -78,7 +78,7 @@ def test_a_message_of_celerys_first_protocol_keeps_its_ticket(postman, producer,
     message = replace(Message.from_bytes(parked("a@b")), headers={}).to_bytes()
     postman.hand_over(lines, [turn("a@b", message)])
     [(_, options)] = producer.sent
-    assert options["headers"] == {TICKET_HEADER: [LOCK, "a@b:0:0"]}
+    assert options["headers"] == noted(ticket=[LOCK, "a@b:0:0"])
 
 
 @pytest.mark.parametrize("error", [OperationalError("refused"), OSError("refused")])
@@ -186,7 +186,7 @@ def test_a_task_that_is_alone_ends_as_revoked(app, task, postman, producer, line
     caplog.set_level("INFO", "celery_dislock")
     left = []
     lines.leave = lambda *told: left.append((*told, result(app)[0])) or len(left) == 1
-    message = parked("1", **({} if why == REASON else {REPLACED_HEADER: why}))
+    message = parked("1", **({} if why == REASON else noted(replaced=why)))
     assert tell_replaced(postman, lines, {"1:0:0": message}) == {"1": why}
     state, error = result(app)
     assert (state, type(error), str(error)) == ("REVOKED", TaskRevokedError, why)
@@ -201,13 +201,13 @@ def test_its_reservation_ends_after_its_result_is_stored(app, task, postman, lin
     ended = []
 
     def end_reservation(request):
-        header = request.headers[UNIQUE_HEADER]
+        header = vars(request)[HEADER]["unique"]
         ended.append((request.id, header, result(app)[0], lines.store.asked("leave")))
 
     header = [LOCK, "end", "ab", 3]
     told = {
-        "1:0:0": parked("1", **{UNIQUE_HEADER: header}),
-        "2:0:0": parked("2", alone=False, **{UNIQUE_HEADER: header}),
+        "1:0:0": parked("1", **noted(unique=header)),
+        "2:0:0": parked("2", alone=False, **noted(unique=header)),
     }
     tell_replaced(postman, lines, told, end_reservation)
     assert ended == [("1", header, "REVOKED", [])]
@@ -218,7 +218,7 @@ def test_its_reservation_ends_after_its_result_is_stored(app, task, postman, lin
     [
         {"alone": False},
         {"task": "unknown"},
-        {"alone": False, REPLACED_HEADER: "dropped by an operator"},
+        {"alone": False, **noted(replaced="dropped by an operator")},
     ],
 )
 def test_one_that_others_wait_for_is_ended_by_a_worker(app, task, postman, producer, lines, about):
@@ -228,7 +228,7 @@ def test_one_that_others_wait_for_is_ended_by_a_worker(app, task, postman, produ
     [(body, options)] = producer.sent
     assert body == b"1"
     assert options["headers"]["task"] == about.get("task", "t")
-    assert options["headers"][REPLACED_HEADER] == about.get(REPLACED_HEADER, REASON)
+    assert notes_in(options["headers"])["replaced"] == notes_in(about).get("replaced", REASON)
     assert result(app)[0] == "PENDING"
     assert lines.store.asked("leave") == [(LOCK, "1:0:0")]
 

@@ -8,7 +8,7 @@ import pytest
 from celery.app.task import Context
 
 from celery_dislock import SingletonTask, StoreError
-from celery_dislock.messages.headers import RETRY_UNTIL_HEADER, TICKET_HEADER
+from celery_dislock.messages.headers import HEADER
 from celery_dislock.tasks.acquisition import Acquisition
 from tests.unit.deliveries import deliver
 
@@ -50,12 +50,12 @@ class TestUnavailable:
     ("strategy", "keys", "noted", "becomes"),
     [
         ("skip", "k", {}, "skip"),
-        ("skip", "k", {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "queue"),
-        ("retry", "k", {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "queue"),
-        ("skip", ["k", "l"], {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "retry"),
-        ("wait", ["k", "l"], {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "wait"),
-        ("raise", ["k", "l"], {RETRY_UNTIL_HEADER: 2e9}, "retry"),
-        ("raise", "k", {RETRY_UNTIL_HEADER: 2e9}, "raise"),
+        ("skip", "k", {"ticket": ["dislock:{k}", "1:0:0"]}, "queue"),
+        ("retry", "k", {"ticket": ["dislock:{k}", "1:0:0"]}, "queue"),
+        ("skip", ["k", "l"], {"ticket": ["dislock:{k}", "1:0:0"]}, "retry"),
+        ("wait", ["k", "l"], {"ticket": ["dislock:{k}", "1:0:0"]}, "wait"),
+        ("raise", ["k", "l"], {"retry_until": 2e9}, "retry"),
+        ("raise", "k", {"retry_until": 2e9}, "raise"),
     ],
 )
 def test_what_was_parked_is_not_dropped_for_another_strategy(
@@ -67,7 +67,7 @@ def test_what_was_parked_is_not_dropped_for_another_strategy(
     def task(): ...
 
     guard = app.tasks[task.name].dislock_guard
-    request = Context({"id": "1", "task": task.name, "hostname": "w1", "headers": dict(noted)})
+    request = Context({"id": "1", "task": task.name, "hostname": "w1", HEADER: {"v": 1, **noted}})
     names = keys if isinstance(keys, list) else [keys]
     delivery = guard._delivery(task, request, names)
     Acquisition(delivery, guard.runtime)

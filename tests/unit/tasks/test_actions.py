@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from celery_dislock.messages.headers import REPLACED_HEADER
+from celery_dislock.messages.headers import REPLACED
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.store import Dropped
 from celery_dislock.servers.reservations import Reservation
@@ -65,7 +65,7 @@ def test_a_dropped_task_is_told_with_its_reason(process):
     (_, lock, ticket, note), ended, told = process.asked
     assert (lock, ticket) == (LOCK, TICKET)
     reason = "dropped by an operator from the line for lock 'k'"
-    assert json.loads(f"{{{note}}}") == {REPLACED_HEADER: reason}
+    assert json.loads(f"{{{note}}}") == {REPLACED: reason}
     assert ended == ("end", "t")  # its reservation, if it has one
     assert told == ("tell", LOCK, {TICKET: process.dropped.message})
 

@@ -8,20 +8,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask
 from celery_dislock.keys.names import shown_id, task_name
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.observer import Observer
-from celery_dislock.messages.headers import (
-    HELD_HEADER,
-    PUT_OFF_HEADER,
-    RETRY_UNTIL_HEADER,
-    SINCE_HEADER,
-    UNIQUE_HEADER,
-)
 from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.records import holder_of
@@ -102,7 +94,7 @@ def test_a_task_that_never_runs_frees_its_key(app, world, strategy):
     there.records["dislock:{k}"] = FakeRecord("ab", "waiting", "2", ends=9999.0)
     world.lease("k", "other")
     task = declare(app, strategy, lock_unique_until="end")
-    deliver(task, "2", headers={UNIQUE_HEADER: ["dislock:{k}", "end"]})
+    deliver(task, "2", notes={"unique": ["dislock:{k}", "end"]})
     assert there.of("dislock:{k}") is None
 
 
@@ -134,10 +126,10 @@ def test_each_conflict_is_signalled_once(app, world, heard, broker):
 def test_a_retry_backs_off_up_to_the_holders_time(app, world, broker, times, held_for, least, most):
     """Each time twice as long, jittered; never much beyond the holder's lease, or a minute."""
     world.lease("k", "other", lock_expire=held_for)
-    deliver(declare(app, "retry"), "2", **{PUT_OFF_HEADER: times})
+    deliver(declare(app, "retry"), "2", notes={"put_off": times})
     [sent] = broker.sent
     assert least <= sent["countdown"] <= most
-    assert sent["headers"][PUT_OFF_HEADER] == times + 1
+    assert sent["notes"]["put_off"] == times + 1
 
 
 def test_a_retry_gives_up_after_its_time(app, world, broker, unix_time):
@@ -146,13 +138,13 @@ def test_a_retry_gives_up_after_its_time(app, world, broker, unix_time):
     task = declare(app, "retry", lock_retry_for=100)
     deliver(task, "2")
     headers = broker.sent[0]["headers"]
-    assert headers[RETRY_UNTIL_HEADER] == NOW + 100
+    assert broker.sent[0]["notes"]["retry_until"] == NOW + 100
     unix_time(NOW + 98)
-    deliver(task, "2", **{**headers, PUT_OFF_HEADER: 9})
-    assert broker.sent[1]["headers"][RETRY_UNTIL_HEADER] == NOW + 100
+    deliver(task, "2", headers=headers, notes={"put_off": 9})
+    assert broker.sent[1]["notes"]["retry_until"] == NOW + 100
     assert broker.sent[1]["countdown"] <= 2 * 1.25
     unix_time(NOW + 100)
-    deliver(task, "2", **broker.sent[1]["headers"])
+    deliver(task, "2", headers=broker.sent[1]["headers"])
     assert len(broker.sent) == 2
     assert stored(app)[0] == "FAILURE"
     assert isinstance(stored(app)[1], LockHeldError)
@@ -162,19 +154,19 @@ def test_a_retry_gives_up_after_its_time(app, world, broker, unix_time):
 def test_a_retry_keeps_whether_its_result_is_wanted(app, world, broker, wanted):
     """What the message says about its result goes along."""
     world.lease("k", "other")
-    deliver(declare(app, "retry"), "2", ignore_result=not wanted)
-    assert broker.sent[0]["ignore_result"] is (not wanted)
+    deliver(declare(app, "retry"), "2", headers={"ignore_result": not wanted})
+    assert broker.sent[0]["headers"]["ignore_result"] is (not wanted)
 
 
-@pytest.mark.skipif(
-    not hasattr(Context, "_filter_x_death_headers"), reason="this Celery keeps them itself"
-)
-def test_a_retry_leaves_the_brokers_own_headers_behind(app, world, broker):
+def test_a_task_that_is_put_off_keeps_the_headers_of_its_sender_alone(app, world, broker):
     """RabbitMQ takes a message with its x-death header for one that goes round in circles."""
     world.lease("k", "other")
-    deliver(declare(app, "retry"), "2", **{"x-death": [{"queue": "q"}], "tenant": "seven"})
-    ours = {PUT_OFF_HEADER, RETRY_UNTIL_HEADER, SINCE_HEADER}
-    assert broker.sent[0]["headers"].keys() == {"tenant", *ours}
+    headers = {"tenant": "seven", "headers": {"trace": 1}, "x-y": 2}
+    brokers = dict.fromkeys(["x-death", "x-first-death-queue", "x-delivery-count"], "added")
+    deliver(declare(app, "retry"), "2", headers={**headers, **brokers})
+    sent = broker.sent[0]["headers"]
+    assert sent.items() >= headers.items()
+    assert sent.keys() == {*headers, "id", "task", "retries", "eta", "dislock"}
 
 
 # wait
@@ -212,15 +204,15 @@ def test_a_waiter_gives_its_slot_to_a_parked_task(app, world, broker, keys, left
     assert bool(world.store.asked("release")) is left
     [sent] = broker.sent
     assert sent["countdown"] < 2
-    assert sent["headers"][RETRY_UNTIL_HEADER] == pytest.approx(time.time() + 7, abs=5)
-    assert (HELD_HEADER in sent["headers"]) is not left
+    assert sent["notes"]["retry_until"] == pytest.approx(time.time() + 7, abs=5)
+    assert ("held" in sent["notes"]) is not left
 
 
 def test_a_waiter_that_gave_its_slot_away_gives_up_after_its_time(app, world, broker):
     """Counted from its first conflict; it leaves the line then."""
     reserve_for_a_turn(world)
     task = declare(app, "wait", lock_wait_timeout=7)
-    deliver(task, "2", **{RETRY_UNTIL_HEADER: NOW - 1})
+    deliver(task, "2", notes={"retry_until": NOW - 1})
     assert isinstance(stored(app)[1], LockHeldError)
     assert broker.sent == []
     assert [owner.partition("@")[0] for _, owner, _ in world.store.asked("release")] == ["2"]
@@ -374,7 +366,7 @@ def test_what_becomes_of_a_task_is_counted_once(
     assert counted == [told]
 
 
-@pytest.mark.parametrize("becomes", ["queue", "full", "raise", "copy", "retry"])
+@pytest.mark.parametrize("becomes", ["queue", "full", "raise", "copy"])
 def test_a_task_that_is_to_be_parked_is_counted_by_what_becomes_of_it(
     app, world, broker, counted, monkeypatch, becomes
 ):
@@ -392,10 +384,7 @@ def test_a_task_that_is_to_be_parked_is_counted_by_what_becomes_of_it(
     lines.answers = [other, answers.get(becomes, other)]
     world.lease(owner="other")
     counted.clear()
-    if becomes == "retry":  # its message was not kept, as that of a task that parks is
-        deliver(export, "2")
-    else:
-        run(export, arrived(export, "2"))
+    run(export, arrived(export, "2"))
     assert [event for event in counted if event[0] == "conflict"] == [("conflict", becomes)]
 
 
@@ -408,7 +397,7 @@ def test_a_replaced_message_is_counted(app, world, counted):
     world.store.reservations.records["dislock:{k}"] = FakeRecord(
         "ab", newest=2, confirmed=2, by="2"
     )
-    deliver(export, headers={"dislock_unique": ["dislock:{k}", "end", "ab", 1]})
+    deliver(export, notes={"unique": ["dislock:{k}", "end", "ab", 1]})
     assert counted == [("message", "replaced")]
 
 
@@ -426,7 +415,7 @@ def test_the_wait_of_a_task_that_was_put_off_counts_from_its_first_conflict(
     for after in (0, 7):
         now[0] += after
         deliver(export, "2", headers=broker.sent[-1]["headers"] if broker.sent else {})
-        assert broker.sent[-1]["headers"][SINCE_HEADER] == 1.6e9
+        assert broker.sent[-1]["notes"]["since"] == 1.6e9
     lease.release()
     counted.clear()
     now[0] += 5
@@ -441,5 +430,5 @@ def test_a_wait_that_cannot_be_is_not_counted(app, world, counted, since):
     @app.task(base=SingletonTask, lock_key="k")
     def export(): ...
 
-    deliver(export, "2", headers={SINCE_HEADER: since})
+    deliver(export, "2", notes={"since": since})
     assert ("acquired", "at_once", 0.0) in counted

@@ -27,15 +27,11 @@ from celery_dislock import (
     signals,
 )
 from celery_dislock.keys.names import reserved_lock
-from celery_dislock.messages.headers import (
-    GIVEN_UP_HEADER,
-    TICKET_HEADER,
-    UNIQUE_HEADER,
-)
+from celery_dislock.messages.headers import HEADER
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.tasks.guard import Guard
-from tests.unit.deliveries import Broker, deliver
+from tests.unit.deliveries import Broker, deliver, noted
 from tests.unit.fakes import FakeLines, FakeRecord
 
 
@@ -358,7 +354,7 @@ def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
         patched.setattr(world.store, "acquire", acquire)
         deliver(task)
         deliver(task, headers=broker.sent[-1]["headers"])
-    owners = broker.sent[-1]["headers"][GIVEN_UP_HEADER]
+    owners = broker.sent[-1]["notes"]["given_up"]
     assert len(set(owners)) == 2
 
     # It has carried out late what it was sent.
@@ -469,7 +465,7 @@ def test_a_running_task_keeps_its_reservation_until_it_is_renewed(app, options, 
     def edit(doc): ...
 
     guard = edit.dislock_guard
-    request = Context(id="a", headers={"dislock_unique": ["dislock:{1}", "end"]})
+    request = Context(id="a", **noted(unique=["dislock:{1}", "end"]))
     assert guard.reservation_of(request).ttl == ttl
 
 
@@ -481,7 +477,7 @@ def reserved(world, task_id="1", mark="ab", number=1, newest=1, **known):
     world.store.reservations.records["dislock:{k}"] = FakeRecord(
         *("ab", "waiting", task_id), number=number, newest=newest, ends=9999.0, **known
     )
-    return {UNIQUE_HEADER: ["dislock:{k}", "end", mark, number]}
+    return noted(unique=["dislock:{k}", "end", mark, number])
 
 
 def told(world):
@@ -508,7 +504,7 @@ def test_a_reserved_task_runs_and_frees_its_key(app, world, options):
     if len(options.get("lock_key", "k")) == 2:
         name = reserved_lock(["dislock:{k}", "dislock:{l}"])
         there.records = {name: there.records["dislock:{k}"]}
-        headers[UNIQUE_HEADER][0] = name
+        headers[HEADER]["unique"][0] = name
     [lock] = there.records
     task = declare(app, lambda _task: states.append(there.of(lock).state), **options)
     assert deliver(task, headers=headers).info is None
@@ -572,7 +568,7 @@ def test_a_replaced_task_ends_as_revoked(app, world, options):
     """Its result names the task by which it was replaced; the body does not run."""
     ran = []
     headers = reserved(world, "2", number=1, newest=2, confirmed=2, by="2")
-    headers[UNIQUE_HEADER][3] = 1
+    headers[HEADER]["unique"][3] = 1
     assert deliver(declare(app, ran.append, **options), headers=headers).info.state == "IGNORED"
     result = app.AsyncResult("1")
     assert result.state == "REVOKED"
@@ -598,7 +594,7 @@ def test_a_replaced_task_gives_up_its_place_in_line_when_its_result_is_stored(
     process = runtime_of(app).process
     process._publisher, process.lines = object(), FakeLines(world.store)
     process.lines.answers = [Replaced("2")]
-    turn = {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}
+    turn = {"ticket": ["dislock:{k}", "1:0:0"]}
     task = declare(app, pytest.fail, lock_on_conflict="queue")
     left = []
 
@@ -614,7 +610,7 @@ def test_a_replaced_task_gives_up_its_place_in_line_when_its_result_is_stored(
 
     monkeypatch.setattr(process.lines, "leave", leave)
     monkeypatch.setattr(task.backend, "mark_as_failure", mark)
-    deliver(task, headers={**reserved(world), **turn})
+    deliver(task, headers=reserved(world), notes=turn)
     assert left == [(("dislock:{k}", "1:0:0", task.name), "REVOKED")] * stores
 
 
@@ -640,7 +636,7 @@ def test_a_reservation_begins_and_ends_where_locks_are_off(app, world, off, unti
     """Else its key would stay taken: messages would be lost for an hour."""
     there = world.store.reservations
     headers = reserved(world)
-    headers[UNIQUE_HEADER][1] = until
+    headers[HEADER]["unique"][1] = until
     states = []
 
     def body(_task):
@@ -708,7 +704,7 @@ def test_a_task_that_takes_no_lock_any_more_frees_its_key(app, world, is_guarded
 def test_a_task_that_is_revoked_or_expired_frees_its_key(app, world, how):
     """Unless it is terminated: its key is free when its process has ended."""
     task = declare(app)
-    request = Context(id="1", task="t", headers=reserved(world))
+    request = Context(id="1", task="t", **reserved(world))
     told_of = {"signum": None, "expired": how == "expired", "terminated": how == "terminated"}
     task_revoked.send(task, request=request, **told_of)
     assert told(world) == ["end"] * (how != "terminated")

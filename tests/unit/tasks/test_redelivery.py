@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock import SingletonTask, StoreError
-from celery_dislock.messages.headers import UNIQUE_HEADER
 from tests.unit.deliveries import Broker, deliver
 
 LOCK = "dislock:{k}"
@@ -22,7 +21,7 @@ def broker(app, world, monkeypatch):
             assert not any(owner.startswith("1@w1:42/") for owner in held)
 
     broker = Checking()
-    monkeypatch.setattr(app, "send_task", broker)
+    monkeypatch.setattr(app, "producer_or_acquire", broker.acquired)
     return broker
 
 
@@ -79,7 +78,7 @@ def test_a_copy_of_a_success_that_is_not_over_is_put_off(app, world, once, ran, 
 def test_a_copy_of_work_that_is_done_frees_its_key(app, world, once, ran):
     """It has begun under the reservation of its message, and nothing else ends that."""
     world.store.marks[LOCK, "1"] = "done 0"
-    deliver(once, "1", headers={UNIQUE_HEADER: [LOCK, "end"]})
+    deliver(once, "1", notes={"unique": [LOCK, "end"]})
     assert ran == []
     assert [call[0] for call in world.store.reservations.asked] == ["begin", "end"]
 

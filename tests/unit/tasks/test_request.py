@@ -16,10 +16,10 @@ from celery.worker.request import Request
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
 from celery_dislock.hooks import recovering
-from celery_dislock.messages.headers import TICKET_HEADER
 from celery_dislock.messages.message import TaskParked, TaskSkipped
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.tasks import request as recovery
+from tests.unit.deliveries import noted
 from tests.unit.fakes import FakeRecord
 
 CHILD = os.getpid() + 1
@@ -32,7 +32,7 @@ class Base:
         self.id, self.hostname, self.worker_pid = "1", "w1", pid
         self.args, self.kwargs = (7,), {}
         self.task = SimpleNamespace(name="t", dislock_guard=guard)
-        self.app, self._context = None, Context(id="1", headers=guard.headers)
+        self.app, self._context = None, Context({"id": "1", **(guard.headers or {})})
         self.message = SimpleNamespace(headers=guard.headers)
         self.events = guard.events
 
@@ -48,8 +48,8 @@ class Base:
 
 class Guard:
     timeout = 30.0
-    parks = False
     headers = None
+    runtime = SimpleNamespace(off=True)
 
     def __init__(self):
         self.events = []
@@ -100,7 +100,7 @@ def test_a_dead_child_s_key_is_free_before_celery_hears_of_it(app, world, alive)
     there.records[mine.lock] = FakeRecord("ab", "running", "1", number=3, ends=2000.0)
     request = recovering(Base)(Guard())
     request.app, request.task = app, export
-    request._context.headers = {"dislock_unique": [mine.lock, "end", "ab", 3]}
+    vars(request._context).update(noted(unique=[mine.lock, "end", "ab", 3]))
     request.on_failure(failure(WorkerLostError("x")))
     assert there.asked == [("end", mine)]
     assert there.of(mine.lock) is None
@@ -159,9 +159,9 @@ def test_who_watches_the_worker_hears_of_those_that_made_room(alive, of_this_tas
         (None, "task-started", {}, None),
         (None, "task-revoked", {"terminated": False}, None),
         (None, "task-revoked", {"terminated": True}, "REVOKED"),
-        ({TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "task-started", {}, "STARTED"),
-        ({TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "task-revoked", {}, "REVOKED"),
-        ({TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "task-succeeded", {}, None),
+        (noted(ticket=["dislock:{k}", "1:0:0"]), "task-started", {}, "STARTED"),
+        (noted(ticket=["dislock:{k}", "1:0:0"]), "task-revoked", {}, "REVOKED"),
+        (noted(ticket=["dislock:{k}", "1:0:0"]), "task-succeeded", {}, None),
     ],
 )
 def test_monitors_see_a_parked_task_start(monkeypatch, headers, event, fields, state):
@@ -173,18 +173,15 @@ def test_monitors_see_a_parked_task_start(monkeypatch, headers, event, fields, s
     assert guard.events == [(event, {**fields, **({"state": state} if state else {})})]
 
 
-@pytest.mark.parametrize(
-    ("parks", "headers", "kept"),
-    [(True, None, 1), (False, None, 0), (False, {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, 1)],
-)
-def test_the_message_is_kept_where_the_task_may_be_parked(monkeypatch, parks, headers, kept):
-    """Or was parked before; of others it would be sent to the pool process twice."""
+@pytest.mark.parametrize("off", [True, False])
+def test_the_message_is_kept_where_the_task_may_be_sent_again(monkeypatch, off):
+    """Any task that locks may be."""
     requests = []
     monkeypatch.setattr(recovery, "keep_message", requests.append)
     guard = Guard()
-    guard.parks, guard.headers = parks, headers
+    guard.runtime = SimpleNamespace(off=off)
     recovering(Base)(guard)
-    assert len(requests) == kept
+    assert len(requests) == (not off)
 
 
 def test_a_hard_time_limit_waits_for_the_child_to_be_gone(alive):

@@ -31,6 +31,7 @@ from celery_dislock.tasks.sending import (
     tell,
 )
 from celery_dislock.tasks.sending import Sending as Call
+from tests.unit.deliveries import noted
 from tests.unit.fakes import FakeClock, FakeRecord, FakeReservations
 
 LOCK = "dislock:{edit:1}"
@@ -121,7 +122,7 @@ def test_a_message_is_reserved_published_and_confirmed(sending):
     assert reserve == ("reserve", asked, nonce, False, True, False)
     assert confirm == ("confirm", asked._replace(ttl=3600.0, mark=nonce))
     [options] = sending.sent
-    assert options["headers"] == {"mine": 1, "dislock_unique": [LOCK, "start", nonce, 0]}
+    assert options["headers"] == {"mine": 1, **noted(unique=[LOCK, "start", nonce, 0])}
     assert (result.id, result.duplicate) == ("a", False)
     assert sending.counted == ["sent"]
 
@@ -188,7 +189,7 @@ def test_messages_that_replace_each_other_are_numbered():
     sending = Sending(lock_on_duplicate="replace")
     for _ in range(3):
         assert sending.send().duplicate is False
-    headers = [options["headers"]["dislock_unique"] for options in sending.sent]
+    headers = [options["headers"]["dislock"]["unique"] for options in sending.sent]
     mark = sending.asked("reserve")[0][1]
     assert headers == [[LOCK, "start", mark, number] for number in (1, 2, 3)]
 
@@ -342,7 +343,7 @@ def test_what_is_sent_again_keeps_its_mark_and_number(again):
     sending = Sending(lock_on_duplicate="replace")
     sending.send(task_id="a")
     headers = sending.sent[0]["headers"]
-    mark = headers["dislock_unique"][2]
+    mark = headers["dislock"]["unique"][2]
     sending.reservations.of(LOCK).state = ""  # its task began
     assert sending.send(task_id="a", headers=headers, **again).duplicate is False
     wanted, _, _, _, is_again = sending.asked("reserve")[1]
@@ -356,7 +357,7 @@ def test_what_is_sent_again_comes_when_it_is_to_come(again):
     """The end of its burst makes no retry, and no task that is put off, come at once."""
     sending = Sending(lock_on_duplicate="replace", lock_replace_for=30)
     sending.reservations.answers = [Reserved(100.0, "ab", 2)]
-    headers = {"dislock_unique": [LOCK, "start", "ab", 2]}
+    headers = noted(unique=[LOCK, "start", "ab", 2])
     sending.send(task_id="a", headers=headers, countdown=60, **again)
     assert sending.sent[0]["countdown"] == 60
 
@@ -365,7 +366,7 @@ def test_what_is_sent_again_comes_when_it_is_to_come(again):
 def test_what_is_sent_again_is_never_dropped(again):
     """Nor does it replace what is newer; it goes on under the number that it has."""
     sending = Sending(lock_on_duplicate="replace")
-    headers = {"dislock_unique": [LOCK, "start", "ab", 3]}
+    headers = noted(unique=[LOCK, "start", "ab", 3])
     sending.reservations.answers = [Taken("newer", is_sent=False)]
     assert sending.send(task_id="a", headers=headers, **again).id == "a"
     assert len(sending.reservations.asked) == 1
@@ -384,7 +385,7 @@ def test_what_is_sent_again_is_never_dropped(again):
 )
 def test_what_is_sent_again_without_a_number_of_this_key_has_none(sending, header):
     """It had no reservation, is of another key now, or somebody has made the header up."""
-    sending.send(task_id="a", headers={"dislock_unique": header}, retries=1)
+    sending.send(task_id="a", headers=noted(unique=header), retries=1)
     wanted = sending.asked("reserve")[0][0]
     assert (wanted.mark, wanted.number) == ("-", 0)
 
@@ -522,7 +523,7 @@ class Request(SimpleNamespace):
 
 
 MINE = Reservation(LOCK, "a", "end", 0.0, "ab", 3)
-HEADERS = {"dislock_unique": [LOCK, "end", "ab", 3]}
+HEADERS = noted(unique=[LOCK, "end", "ab", 3])
 
 
 @pytest.fixture
@@ -543,7 +544,8 @@ def there(app, world):
 )
 def test_the_lock_server_is_told_of_a_message(app, there, call, asked):
     """What becomes of it, if it brings a reservation that may be ours."""
-    tell(app, call, Request(headers=HEADERS))
-    for headers in (None, "forged", {}, {"dislock_unique": "forged"}):
-        tell(app, call, Request(headers=headers))
+    tell(app, call, Request(**HEADERS))
+    for header in (None, "forged", {}, {"v": 1}, {"v": 1, "unique": "forged"}):
+        tell(app, call, Request(dislock=header))
+    tell(app, call, Request(headers=HEADERS))  # a header of that name
     assert there.asked == [asked]

@@ -94,7 +94,7 @@ def test_what_ends_a_task_unrun_leaves_no_traceback(app, world, monkeypatch):
             kind()
         refused = caught.value.__traceback__
         world.store.leases.clear()
-        del kind.request.dislock
+        del kind.request.dislock_delivery
         with pytest.raises(Ignore) as caught:
             kind()
     finally:

@@ -11,14 +11,14 @@ from celery.exceptions import InvalidTaskError, NotRegistered
 from kombu.message import Message
 
 from celery_dislock import SingletonTask
-from celery_dislock.messages.headers import TICKET_HEADER, UNIQUE_HEADER
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.worker.arrivals import ArrivalStep
+from tests.unit.deliveries import noted
 from tests.unit.fakes import FakeLines, FakeRecord
 from tests.unit.parking.test_park import Postman
 
 LOCK = "dislock:{k}"
-TURN = {TICKET_HEADER: [LOCK, "2:0:0"]}
+TURN = noted(ticket=[LOCK, "2:0:0"])
 BODY = [[], {}, {}]
 
 
@@ -139,9 +139,9 @@ def test_what_is_dropped_leaves_its_line(app, world, lines, consumer, caplog, wa
     "headers",
     [
         {},
-        {TICKET_HEADER: [LOCK, "2:1:0"]},
-        {TICKET_HEADER: "garbage"},
-        {TICKET_HEADER: [LOCK, "1:0:0"], "headers": "garbage", "timelimit": 5},
+        noted(ticket=[LOCK, "2:1:0"]),
+        noted(ticket="garbage"),
+        {**noted(ticket=[LOCK, "1:0:0"]), "headers": "garbage", "timelimit": 5},
         None,
     ],
 )
@@ -160,7 +160,7 @@ def test_what_is_dropped_frees_its_key(world, consumer, way):
     """A message that no worker can run has ended, so the next of its key is sent."""
     there = world.store.reservations
     there.records[LOCK] = FakeRecord("ab", "waiting", "2", number=3, ends=2000.0)
-    header = {UNIQUE_HEADER: [LOCK, "end", "ab", 3]}
+    header = noted(unique=[LOCK, "end", "ab", 3])
     drop(consumer, way, message(headers=header), KeyError("locks"))
     assert there.of(LOCK) is None
 

@@ -11,6 +11,7 @@ from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
 from celery_dislock.worker import reservations
 from celery_dislock.worker.reservations import RENEWALS, ReservationStep
+from tests.unit.deliveries import noted
 from tests.unit.fakes import without_strangers
 
 LOCK = "dislock:{edit:1}"
@@ -41,10 +42,10 @@ class Request:
     """A message that a worker has."""
 
     def __init__(self, task, header=None, id="a"):  # noqa: A002 -- as Celery has it
-        headers = {} if header is None else {"dislock_unique": header}
+        headers = {} if header is None else noted(unique=header)
         self.id, self.task = id, task
         self.message = SimpleNamespace(headers=headers)
-        self._context = Context(id=id, headers=headers)
+        self._context = Context(id=id, **headers)
 
 
 @pytest.fixture

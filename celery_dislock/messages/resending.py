@@ -1,0 +1,133 @@
+"""Send a task's message again: at once or after a delay, to where its sender has sent it.
+
+RabbitMQ keeps delayed messages itself if one of the app's queues is a quorum queue: Celery calls
+that native delayed delivery.  It knows whole seconds only, and takes no delay of less than one.
+Elsewhere a delayed message has an ETA, and a worker keeps it until then.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any
+
+from celery.utils.quorum_queues import detect_quorum_queues
+from kombu.transport.native_delayed_delivery import MAX_LEVEL, calculate_routing_key, level_name
+
+from celery_dislock.messages.delivery import delay_of
+from celery_dislock.messages.headers import HEADER, notes_of, with_notes, without_notes
+from celery_dislock.messages.message import DELAYED_DELIVERY, undelayed, without_brokers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from celery import Celery
+    from celery.app.task import Context
+    from kombu.entity import Queue
+
+    from celery_dislock.messages.message import Message
+
+DELAY_LEAST = 1  # seconds that native delayed delivery takes
+# Bytes of a routing key; AMQP writes 255, and the delay stands before it.
+ROUTING_KEY_MOST = 255 - 2 * (MAX_LEVEL + 1)
+
+
+def publish(
+    app: Celery, message: Message, notes: Mapping[str, Any], *, delay: float = 0.0
+) -> float:
+    """
+    Publish a message again.
+
+    Args:
+        app: An app of the broker that the message came from.
+        message: The message.
+        notes: Notes to add for the next delivery.
+        delay: Seconds until it is delivered, >= 0.
+
+    Returns:
+        The seconds until it is delivered, as the broker takes them.
+
+    Raises:
+        Exception: Any error of the broker's client: the broker is away, or refused the message.
+    """
+    with app.producer_or_acquire() as producer:
+        kind = producer.connection.transport.driver_type
+        # Transports other than AMQP know the type of an exchange only after its declaration.
+        is_known = kind == "amqp" or not message.exchange
+        declare = [] if is_known else _queues(app, message.exchange)
+        delayed: dict[str, Any] = {}
+        if delay and _is_delayed_by_broker(app, kind, message):
+            delay = math.ceil(delay)
+            delayed = {
+                "exchange": level_name(MAX_LEVEL),
+                "routing_key": calculate_routing_key(delay, message.routing_key),
+                "expiration": None,  # it would cut the delay short
+            }
+        elif delay:
+            eta = datetime.now(timezone.utc) + timedelta(seconds=delay)
+            delayed = {"headers": {"eta": eta.isoformat()}}
+        message.publish(producer, notes, declare, **delayed)
+        return delay
+
+
+def _queues(app: Celery, exchange: str) -> list[Queue]:
+    """Return those of the app's queues that are bound to an exchange."""
+    queues = app.amqp.queues.values()
+    return [one for one in queues if one.exchange is not None and one.exchange.name == exchange]
+
+
+def _is_delayed_by_broker(app: Celery, kind: str, message: Message) -> bool:
+    """Tell whether the broker can delay a message; Celery has bound its queue to that then."""
+    if not detect_quorum_queues(app, kind)[0]:
+        return False
+    if not 0 < len(message.routing_key.encode()) <= ROUTING_KEY_MOST:
+        return False
+    was_delayed = message.exchange.endswith(DELAYED_DELIVERY)
+    queues = _queues(app, message.exchange)
+    return was_delayed or any(one.exchange.type != "direct" for one in queues)
+
+
+def in_time(app: Celery, options: dict[str, Any]) -> dict[str, Any]:
+    """
+    Return the options of a message with a delay that the broker takes.
+
+    Celery sends whole seconds, rounded down, and lets a worker wait for the rest.
+
+    Args:
+        app: The app that sends the message.
+        options: Options of Celery's ``send_task``.
+    """
+    delay = delay_of(options)
+    if not 0 < delay < DELAY_LEAST + 1:  # of an ETA, some passes until Celery looks
+        return options
+    kind = app.producer_pool.connections.connection.transport.driver_type
+    if not detect_quorum_queues(app, kind)[0]:
+        return options
+    return {**options, "eta": None, "countdown": math.ceil(delay)}
+
+
+def retried(app: Celery, options: dict[str, Any], request: Context) -> dict[str, Any]:
+    """
+    Return the options of a retry, without what belongs to the delivery that is retried.
+
+    Celery copies the headers that it knows of, and where the message was delivered from.
+
+    Args:
+        app: The app that sends the retry.
+        options: Options of Celery's ``send_task``.
+        request: The request of the delivery.
+    """
+    headers = without_brokers(options.get("headers"))
+    kept = without_notes({HEADER: dict(notes_of(request))}).get(HEADER, {})
+    options = {**options, "headers": with_notes(without_notes(headers), kept)}
+    exchange, key = options.get("exchange"), options.get("routing_key")
+    if isinstance(exchange, str) and isinstance(key, str) and not options.get("queue"):
+        exchange, key = options["exchange"], options["routing_key"] = undelayed(exchange, key)
+        was_delayed = exchange.endswith(DELAYED_DELIVERY)
+        queues = app.amqp.queues.values() if was_delayed else _queues(app, exchange)
+        # A delayed message is sent to the queue that Celery has been given, or to the default one.
+        for queue in queues:
+            if queue.routing_key == key and queue.exchange and queue.exchange.type != "direct":
+                del options["exchange"], options["routing_key"]
+                return {**options, "queue": queue}
+    return options
