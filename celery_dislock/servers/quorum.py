@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from celery_dislock import scripts
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
+from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.peers import NoReplyError, Peer, Peers, by_majority
 from celery_dislock.servers.server import Server
@@ -264,6 +265,8 @@ class Quorum(Server):
         told = f"only {len(replies) - len(errors)} of {len(replies)} servers answered"
         error = StoreError(self.name, f"{told}; {errors[0]}")
         error.__cause__ = errors[0]
+        if len(errors) == len(replies) and all(map(is_answer, errors)):
+            error.raw = errors[0].raw
         return error
 
 
