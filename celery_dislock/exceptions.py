@@ -19,7 +19,7 @@ class DislockError(Exception):
     """Base of every error of this package."""
 
     def __post_init__(self) -> None:
-        self.args = tuple(vars(self).values())
+        self.args = tuple(value for name, value in vars(self).items() if value or name != "hint")
 
 
 class SettingsError(DislockError, ValueError, click.ClickException):
@@ -84,8 +84,8 @@ PAUSED = "an operator, who has paused it"  # how a pause is named in place of a 
 class LockHeldError(DislockError):
     """The lock is held by another owner; the body was not run.
 
-    In plain Python, it can also mean that the caller holds one of the keys through another lock
-    and would wait for itself.
+    It can also mean that the caller would wait for itself: it holds one of the keys, but on other
+    terms or together with other keys, or asks outside of the block that holds it.
 
     Attributes:
         key: The key of the lock.
@@ -94,6 +94,7 @@ class LockHeldError(DislockError):
         held_for: Seconds since the holder took the lock; None if that is not known.
         renewed: Seconds since the holder's lease was renewed, or taken if it was not renewed since;
             None if that is not known, or the lease has a fixed expiry.
+        hint: Text that says why the caller may be waiting for itself; empty: it does not.
     """
 
     key: str
@@ -101,13 +102,14 @@ class LockHeldError(DislockError):
     remaining: float
     held_for: float | None = None
     renewed: float | None = None
+    hint: str = ""
 
     def __str__(self) -> str:
         if self.holder.startswith(PAUSED):  # its seconds are those until one may ask again
             return f"lock {self.key!r} is kept free by {self.holder}"
         return (
             f"lock {self.key!r} is held by {self.holder}{so_far(self.held_for, self.renewed)}, "
-            f"for {self.remaining:.1f} s more unless renewed"
+            f"for {self.remaining:.1f} s more unless renewed{self.hint and '; '}{self.hint}"
         )
 
 
@@ -198,15 +200,18 @@ class NotOwnerError(DislockError):
     Attributes:
         key: The key of the lock.
         holder: Text that names the holder; empty if nobody holds the lock.
+        hint: Text that says that the caller has entered the lock elsewhere; empty: it has not.
     """
 
     key: str
     holder: str
+    hint: str = ""
 
     def __str__(self) -> str:
         if not self.holder:
             return f"lock {self.key!r} is not held"
-        return f"lock {self.key!r} is not held here, but by {self.holder}"
+        text = f"lock {self.key!r} is not held here, but by {self.holder}"
+        return f"{text}; {self.hint}" if self.hint else text
 
 
 @dataclass(eq=False, repr=False)

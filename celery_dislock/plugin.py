@@ -31,7 +31,7 @@ from celery_dislock.config.settings import (
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.locks.asynchronous import AsyncLock
 from celery_dislock.locks.making import keys_of, make_lock
-from celery_dislock.locks.runtime import Process, Runtime
+from celery_dislock.locks.runtime import Process, Runtime, flush_all
 from celery_dislock.operating.counting import finish_all
 from celery_dislock.operating.telemetry import Telemetry
 from celery_dislock.parking.process import runtime_of
@@ -436,6 +436,7 @@ def _start_watchdog(**_kwargs: Any) -> None:
 
 worker_process_init.connect(_start_watchdog, weak=False)
 # A pool process ends without atexit.
+worker_process_shutdown.connect(flush_all, weak=False)
 worker_process_shutdown.connect(finish_all, weak=False)
 worker_shutdown.connect(finish_all, weak=False)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from celery_dislock.exceptions import LockHeldError
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from celery_dislock.locks.lease import Lease
     from celery_dislock.servers.requests import Ending
@@ -43,8 +43,6 @@ class Attempt:
         owner: The string that identifies this acquisition.
         holder: Description of the owner for others: task, id, worker, pid.
         sender: Sender of the signals about this lock.
-        caller_ended: Returns whether the caller that must release the lock has ended.
-            None: the lock of a task, which always ends with its execution.
 
     Attributes:
         reservation: The reservation of the task's message, which the acquisition begins and the
@@ -61,7 +59,6 @@ class Attempt:
     owner: str
     holder: Mapping[str, Any]
     sender: object = None
-    caller_ended: Callable[[], bool] | None = None
     holder_json: str = ""
     reservation: Reservation | None = None
     has_begun: bool = False
@@ -80,7 +77,8 @@ class Attempt:
             self.lease.release(ending)
 
 
-class Conflict(NamedTuple):
+@dataclass(frozen=True)
+class Conflict:
     """
     An acquisition that was refused because the lock is held; falsy, unlike a lease.
 
@@ -103,10 +101,10 @@ class Conflict(NamedTuple):
     held_for: float | None = None
     renewed: float | None = None
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[False]:
         return False
 
-    def error(self) -> LockHeldError:
-        """Make the LockHeldError for this conflict."""
+    def error(self, hint: str = "") -> LockHeldError:
+        """Make the LockHeldError for this conflict; *hint*: why the caller may wait for itself."""
         holder = in_words(self.holder)
-        return LockHeldError(self.key, holder, self.remaining, self.held_for, self.renewed)
+        return LockHeldError(self.key, holder, self.remaining, self.held_for, self.renewed, hint)

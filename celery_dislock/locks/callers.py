@@ -1,20 +1,30 @@
-"""The calling thread, greenlet or asyncio task, and the leases that it has.
+"""The calling thread, greenlet or asyncio task, and the leases that it has taken.
 
-In plain Python a thread owns the locks that it takes.  In a greenlet, the greenlet owns them, and
-in a coroutine, the asyncio task.  The lease of a task's execution is also recorded here while the
-body runs, so that no thread waits for a lock that only the same thread could release.
+A lease can be taken again by code that runs inside the block that holds it.  Two things show that:
+the code runs in the thread, greenlet or asyncio task that entered the block, and in a context that
+the block has marked (:mod:`contextvars`).  Neither is enough.  A thread pool enters a block in one
+thread, leaves it in another, and runs other work in the first one meanwhile; a context is copied to
+work that runs beside the block.  If two jobs of a pool share the context of their thread, the job
+tells them apart.  What is not sure is not inside.
+
+The lease of a task's execution is also recorded here while the body runs, so that no thread waits
+for a lock that only the same thread could release.
 
 The record of a thread is in its thread-local storage, that of a greenlet or an asyncio task in a
-weak dictionary.  It is dropped when the thread, greenlet or task ends.  A lease has a weak
-reference to its caller.  Through this reference the watchdog notices that the caller has ended and
-that nobody can release the lease.
+weak dictionary.  It is dropped when the thread, greenlet or task ends.  The lease may live on: its
+block may end elsewhere, and the lock object that took it can release it.  A lease has weak
+references to its caller and to the record of its acquisitions.  Through them the watchdog notices
+that nobody can release it.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -23,7 +33,8 @@ from celery_dislock.servers.bridge import call_of, current_greenlet
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
+    from types import FrameType
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Lease
@@ -34,8 +45,25 @@ if TYPE_CHECKING:
 
 TIMING = {"lock_expire", "lock_watchdog_timeout", "max_renew_times"}
 
+# Functions that run the jobs of thread pools, and their local variables that no two jobs share.
+JOBS = {
+    ("concurrent.futures.thread", "run"): ("self",),
+    ("multiprocessing.pool", "worker"): ("job", "i"),
+    ("gevent.threadpool", "__run_task"): ("thread_result",),
+    ("eventlet.tpool", "tworker"): ("e",),
+}
 
-@dataclass(slots=True, eq=False)
+# The leases in whose blocks a context runs.  Weak: a context may live on, and releases nothing.
+_around: ContextVar[tuple[ref[CallerLease], ...]] = ContextVar("dislock_around", default=())
+
+
+HINT = (
+    "this very {} has entered it and not left it: only code inside that block, in its context, may "
+    "take it again. It is free when the block ends, or the lock object that took it is released"
+)
+
+
+@dataclass(eq=False)
 class CallerLease:
     """
     A lease that a caller has, and its acquisitions.
@@ -52,7 +80,8 @@ class CallerLease:
             the block.
         running: The ``with`` block that is interrupted when the lease is lost; None: no block is.
         block: The acquisition of that block.
-        caller: Who has the lease.
+        caller: Who has taken the lease.
+        job: The job of a thread pool in which it was taken; empty: in none.
     """
 
     lock: Lock
@@ -63,6 +92,12 @@ class CallerLease:
     running: Running | None = None
     block: object = None
     caller: ref[Caller] | None = None
+    job: Sequence[object] = ()
+
+    @property
+    def is_around(self) -> bool:
+        """Whether the code that runs here, in the caller's thread, runs inside the block."""
+        return any(one() is self for one in _around.get()) and self.job == _job_here()
 
     def is_of(self, lock: Lock, runtime: object = None) -> bool:
         """
@@ -135,8 +170,13 @@ class Caller:
         return bool(one.done() or one.get_loop().is_closed())
 
     def hold(self, held: CallerLease) -> None:
-        """Record a lease of this caller."""
-        held.caller = ref(self)
+        """Record a lease of this caller, and mark the context in which it was taken."""
+        held.caller, held.job = ref(self), _job_here()
+        if not held.execution:
+            elsewhere = None if self.kind == "task" else ref(held)
+            held.lease.caller_ended = partial(nobody_is_left, ref(self), elsewhere)
+        live = [one for one in _around.get() if one() is not None]
+        _around.set((*live, ref(held)))
         self._leases.append(held)
 
     def forget(self, held: CallerLease) -> None:
@@ -144,19 +184,33 @@ class Caller:
         if held in self._leases:
             self._leases.remove(held)
 
+    def forget_all(self) -> None:
+        """Forget the leases of a caller that has ended; only their blocks and locks know them."""
+        self._leases.clear()
+
     def find(self, lock: Lock) -> CallerLease | None:
-        """Return this caller's latest lease of one of the lock's keys; None if there is none."""
-        return next(self._of(lock), None) if self._leases else None
+        """Return the latest lease of one of the lock's keys whose block runs here; None: none."""
+        return next((held for held in self._of(lock) if held.is_around), None)
+
+    def has_entered(self, lock: Lock) -> bool:
+        """Return whether this caller has a lease of one of the keys, and runs outside its block."""
+        return any(held.lease.held and not held.is_around for held in self._of(lock))
+
+    def hint(self, lock: Lock) -> str:
+        """Return a text for messages if this caller has entered the lock; empty if not."""
+        if not self.has_entered(lock):
+            return ""
+        return HINT.format("asyncio task" if self.kind == "task" else self.kind)
 
     def refuse_to_wait(self, lock: Lock) -> None:
         """
         Raise an error if the caller would wait for itself.
 
         Raises:
-            LockHeldError: This caller has a lease of one of the keys.
+            LockHeldError: The code that asks runs in a block that holds one of the keys.
         """
-        for held in self._of(lock) if self._leases else ():
-            if held.lease.held:
+        for held in self._of(lock):
+            if held.is_around and held.lease.held:
                 keys = dict(zip(lock.names, lock.keys, strict=True))
                 key = next(keys[name] for name in lock.names if name in held.lock.names)
                 raise LockHeldError(key, self.described(held), held.lease.remaining)
@@ -166,7 +220,7 @@ class Caller:
 
     def _of(self, lock: Lock) -> Iterator[CallerLease]:
         """Return the leases of one of the lock's keys, the latest first."""
-        for held in reversed(self._leases.copy()):
+        for held in reversed(self._leases.copy()) if self._leases else ():
             if held.lock.store.server != lock.store.server:
                 continue
             if held.lease.finished:
@@ -210,10 +264,55 @@ def _record(kind: Kind, one: Any) -> Caller:
     return caller
 
 
-def has_ended(caller: ref[Caller]) -> bool:
-    """Return whether a thread, greenlet or task has ended."""
+def nobody_is_left(caller: ref[Caller], held: ref[CallerLease] | None) -> bool:
+    """
+    Return whether nobody can release a lease any more.
+
+    Args:
+        caller: The thread, greenlet or task that has taken it.
+        held: What it has taken.  A block that holds it may go on elsewhere, and the lock object
+            that took it may release it: both refer to it.  None: only the caller counts.
+    """
     alive = caller()
-    return alive is None or alive.dead
+    if alive is not None:
+        if not alive.dead:
+            return False
+        alive.forget_all()
+    return held is None or held() is None
+
+
+def _job_here() -> Sequence[object]:
+    """Return what identifies the job of a thread pool that runs here; empty: none does."""
+    if threading.current_thread() is threading.main_thread():
+        return ()
+    for frame in _frames():
+        names = JOBS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        if names is not None:
+            found = frame.f_locals
+            job = [_weakly(found[name]) for name in names]
+            if isinstance(found, dict):  # a copy, which would keep alive what the job has
+                found.clear()
+            return job
+    return ()
+
+
+def _weakly(value: object) -> object:
+    try:
+        return ref(value)
+    except TypeError:
+        return value
+
+
+def _frames() -> Iterator[FrameType]:
+    """Return the frames of the caller, also those around a greenlet."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- CPython's, as inspect uses it
+    here = current_greenlet()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+        if frame is None and here is not None:
+            here = here.parent
+            frame = here and here.gr_frame
 
 
 def check_terms(

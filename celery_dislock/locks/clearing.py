@@ -4,10 +4,14 @@ The server did not answer a release, or an exception interrupted an attempt to t
 leases and places in line of such owners are released in batches.  Otherwise a process that hangs
 after the body, in a result backend that is away, would keep its lock: the worker's main process
 renews it.
+
+At the end of a process, and of an event loop, what waits is sent before: nobody would do so later.
 """
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
 BATCH = 500  # releases in one round trip
 RETRY_EVERY = 1.0  # seconds
+FLUSH_WITHIN = 1.0  # most seconds for which the end of a process or an event loop is held up
+FLUSH_POLL = 0.005  # seconds
 CLEAR_FOR = 90.0  # seconds of retries to release an interrupted attempt; its place expires by then
 
 
@@ -48,6 +54,10 @@ class Clearing:
         self._store = store
         self._waiting: dict[str, Waiting] = {}  # by owner
         self._again_at = 0.0
+
+    def __len__(self) -> int:
+        """Return the number of owners that wait."""
+        return len(self._waiting)
 
     def clear(self, release: LateRelease, *, timeout: float = 0.0) -> None:
         """
@@ -77,6 +87,14 @@ class Clearing:
         if self._waiting:
             self._again_at = self._loop.clock()
             self._loop.wake(self._again_at)
+
+    def flush(self, within: float = FLUSH_WITHIN) -> None:
+        """Have what waits sent at once; blocks until it was, for *within* seconds at most."""
+        until = time.monotonic() + within
+        with suppress(RuntimeError):  # no thread can be started any more
+            self.hurry()
+        while self._waiting and time.monotonic() < until:
+            time.sleep(FLUSH_POLL)
 
     def due_at(self) -> float:
         """Return the time of the next try."""

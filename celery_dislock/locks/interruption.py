@@ -63,17 +63,24 @@ class Target(Protocol):
         """Stop throwing exceptions here, because the body has ended."""
 
 
-def running_here() -> Target:
-    """Return an armed target for the calling thread, greenlet or asyncio task."""
+def running_here(block: FrameType | None = None) -> Target:
+    """
+    Return an armed target for the calling thread, greenlet or asyncio task.
+
+    Args:
+        block: The frame of a ``with`` statement, which may be suspended and go on elsewhere.  A
+            thread or greenlet is interrupted only while it runs in that frame: it may do somebody
+            else's work by then.  None: the body ends where it has begun.
+    """
     call = current_call()
     if call is not None:
         return TaskTarget(call)
     by = patched_by()
     if by:
-        return _GreenletTarget(by)
+        return _GreenletTarget(by, block)
     if SIGNAL is not None and threading.current_thread() is threading.main_thread():
         return _MainThreadTarget(SIGNAL)
-    return _ThreadTarget()
+    return _ThreadTarget(block)
 
 
 def refusal() -> str:
@@ -161,7 +168,8 @@ class TaskTarget:
 
 
 class _GreenletTarget:
-    def __init__(self, by: str) -> None:
+    def __init__(self, by: str, block: FrameType | None) -> None:
+        self._block = id(block) if block else 0  # the frame lives as long as the target is armed
         library: Any = import_module(by)  # optional; it has patched this process
         self._greenlet = library.getcurrent()
         hub = import_module(f"{by}.hub" if by == "gevent" else f"{by}.hubs").get_hub()
@@ -175,7 +183,7 @@ class _GreenletTarget:
         self._call_soon(self._throw_now, exc)
 
     def _throw_now(self, exc: BaseException) -> None:
-        if self._armed:
+        if self._armed and _runs_in(self._block, self._greenlet.gr_frame):
             self._greenlet.throw(exc)
 
     def disarm(self) -> None:
@@ -216,15 +224,19 @@ def _raise_pending(_signum: int, _frame: FrameType | None) -> None:
 
 
 class _ThreadTarget:
-    def __init__(self) -> None:
+    def __init__(self, block: FrameType | None) -> None:
+        self._block = id(block) if block else 0
         self._ident = ctypes.c_ulong(threading.get_ident())
         self._mutex = threading.Lock()
         self._armed = True
         self._thrown = False
 
     def throw(self, exc: BaseException) -> None:
+        frames = sys._current_frames()  # noqa: SLF001 -- CPython's, as faulthandler uses them
+        runs_in_it = _runs_in(self._block, frames.get(self._ident.value))
+        del frames
         with self._mutex:
-            if self._armed:
+            if self._armed and runs_in_it:
                 self._thrown = True
                 self._set_async(_raised_as(exc))
 
@@ -253,6 +265,13 @@ class _ThreadTarget:
 
     def _set_async(self, exc: type[BaseException]) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(self._ident, ctypes.py_object(exc))
+
+
+def _runs_in(block: int, frame: FrameType | None) -> bool:
+    """Return whether a stack has the frame of this id; 0: any has."""
+    while block and frame is not None and id(frame) != block:
+        frame = frame.f_back
+    return not block or frame is not None
 
 
 class _Absorbed(BaseException):

@@ -15,6 +15,7 @@ import os
 import time
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
@@ -72,7 +73,6 @@ class Asker(Protocol):
     holder: Mapping[str, Any]
     sender: object
     trace: Any
-    caller_ended: Callable[[], bool] | None
 
 
 class Driver(Protocol):
@@ -118,6 +118,8 @@ class Lease:
             then the lease ends with its expiry.
         reservation: The reservation of its key, which is renewed with it; None: none.
         since: Time before the lock was asked for, on this process's clock.
+        caller_ended: Returns whether nobody is left who could release the lock.  None: somebody is,
+            as with the lock of a task, which always ends with its execution.
     """
 
     def __init__(
@@ -127,9 +129,10 @@ class Lease:
         self.key = driver.key
         self.owner = asker.owner
         self.holder = asker.holder
-        self.sender = asker.sender
+        # Weak, else a lock that nobody else knows would live as long as its lease is renewed.
+        self._sender = None if asker.sender is None else ref(asker.sender)
         self.trace = asker.trace
-        self.caller_ended = asker.caller_ended
+        self.caller_ended: Callable[[], bool] | None = None
         self.tokens = tokens
         self.since = self.renewed_at = since
         self.renewals = 0
@@ -144,6 +147,11 @@ class Lease:
         self._handed_on = ttl < driver.timeout  # until the first renewal sets the full timeout
         self._reason = ""  # of a loss
         self._pid = os.getpid()
+
+    @property
+    def sender(self) -> object:
+        """Sender of the signals about it: its task, or its lock; None if that is gone."""
+        return None if self._sender is None else self._sender()
 
     @property
     def token(self) -> int:

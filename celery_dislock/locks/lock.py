@@ -19,6 +19,7 @@ from celery_dislock.locks.lease import (
     trust_in,
 )
 from celery_dislock.servers.bridge import sleep
+from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Granted, Refused, Replaced
 from celery_dislock.servers.requests import LateRelease, Terms
@@ -175,8 +176,9 @@ class Lock:
                     return self.keep(attempt, *granted)
         except passed_on:
             raise
-        except BaseException:  # also a signal handler's exception, at any instruction
-            self.interrupted(attempt)
+        except BaseException as exc:  # also a signal handler's exception, at any instruction
+            refused = bool(passed_on) and isinstance(exc, StoreError) and is_answer(exc)
+            self.interrupted(attempt, refused=refused)
             raise
 
     def _ask(self, attempt: Attempt, now: float, place: float) -> Granted | Refused:
@@ -352,16 +354,20 @@ class Lock:
         late = LateRelease(self.names, lease.owner, ending)
         self.watchdog.clearing.clear(late, timeout=self.timeout)
 
-    def interrupted(self, attempt: Attempt) -> None:
+    def interrupted(self, attempt: Attempt, *, refused: bool = False) -> None:
         """
         Give up an attempt that an exception has interrupted, unless it has a lease.
 
         If a second exception interrupts this call, or the server does not answer, the watchdog
         gives the attempt up.
+
+        Args:
+            attempt: The attempt.
+            refused: See :meth:`abandon`.
         """
         if attempt.lease is None:
             self.give_up(attempt)
-            if self.abandon(attempt):
+            if self.abandon(attempt, refused=refused):
                 self.watchdog.clearing.cleared(attempt.owner)
 
     def give_up(self, attempt: Attempt) -> None:
@@ -372,9 +378,13 @@ class Lock:
         late = LateRelease(self.names, attempt.owner)
         self.watchdog.clearing.clear(late, timeout=self.timeout)
 
-    def abandon(self, attempt: Attempt) -> bool:
+    def abandon(self, attempt: Attempt, *, refused: bool = False) -> bool:
         """
         Give up an attempt that was not granted in time: its place in line and its leases.
+
+        Args:
+            attempt: The attempt.
+            refused: The server answered its first request with an error: it has granted nothing.
 
         Returns:
             Whether the server answered.
@@ -384,6 +394,8 @@ class Lock:
         except StoreError as exc:
             self.give_up(attempt)
             # A beat that stands by tries again each second, for as long as the server refuses.
+            if refused:
+                return False
             level = logging.DEBUG if self._is_unheard else logging.WARNING
             self._is_unheard = True
             logger.log(

@@ -1,10 +1,10 @@
 """The locks of tasks for plain Python: web views, scripts, and code inside a task's body.
 
-The owner is a thread of one process, or a greenlet if the code runs in one.  As with
-:class:`threading.RLock`, the owner can take a lock again that it holds, on the same terms, and must
-release it once per acquisition.  The acquisitions are counted in this process, without a round
+As with :class:`threading.RLock`, a lock can be taken again on the same terms, and must be released
+once per acquisition.  Who may do so is code inside the block that holds it; see
+:mod:`celery_dislock.locks.callers`.  The acquisitions are counted in this process, without a round
 trip, and all lock objects of the same key share one count.  A lock that the running task holds
-counts as the caller's.
+counts as the caller's.  A lock object that has taken a lock can release it anywhere.
 
 A signal handler may raise an exception at any instruction, as Celery's soft time limit does.  Every
 step that releases something can therefore be repeated, and is repeated once if it is interrupted.
@@ -12,15 +12,16 @@ step that releases something can therefore be repeated, and is repeated once if 
 
 from __future__ import annotations
 
+import logging
 import sys
-import weakref
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 from celery_dislock.config.options import seconds
 from celery_dislock.exceptions import EventLoopError, LockLostError, NotOwnerError, SettingsError
 from celery_dislock.locks.attempt import Attempt, Conflict, to_json
-from celery_dislock.locks.callers import CallerLease, check_terms, current_caller, has_ended
+from celery_dislock.locks.callers import CallerLease, check_terms, current_caller
 from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.leaving import Exit, leave, note
 from celery_dislock.locks.running import Running
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.leaving import Leaving
     from celery_dislock.locks.lock import Lock
@@ -41,11 +43,20 @@ if TYPE_CHECKING:
 
 MAY_WAIT = seconds(at_least=0)  # check of a maximum wait
 THREADS = 1000  # threads and greenlets whose description is kept
+WARNED_MOST = 1000  # keys that are remembered as warned of
+
+logger = logging.getLogger("celery_dislock")
+
+
+class Entry:
+    """One acquisition."""
+
+    __slots__ = ("__weakref__",)
 
 
 class ReentrantLock:
     """
-    A lock that a thread or greenlet owns.  Made by :meth:`celery_dislock.Dislock.lock`.
+    A lock for blocking code.  Made by :meth:`celery_dislock.Dislock.lock`.
 
     Use it in a ``with`` block, which waits for the lock and returns the lease::
 
@@ -78,6 +89,8 @@ class ReentrantLock:
         self._fair = fair
         self._stated = stated  # names of the options given explicitly
         self._made: Lock | None = None
+        # What this object has acquired, in order, until it is released; not for asyncio tasks.
+        self._own: WeakKeyDictionary[object, CallerLease] = WeakKeyDictionary()
 
     def acquire(
         self,
@@ -92,16 +105,15 @@ class ReentrantLock:
             timeout: Maximum seconds to wait, >= 0; None: no limit.
 
         Returns:
-            True if the lock was taken, or taken again by this thread; False if another owner holds
-            it.
+            True if the lock was taken, or taken again inside its block; False if it is held.
 
         Raises:
             SettingsError: *timeout* is negative or not a number, or was given with
                 ``blocking=False``; or the lock has ``on_lost="raise"``, which needs a ``with``
                 block.
-            LockLostError: This thread held the lock before, and has lost it.
-            LockTermsError: This thread holds the lock on other terms.
-            LockHeldError: This thread holds one of the keys through another lock, and would wait
+            LockLostError: This code holds the lock already, and has lost it.
+            LockTermsError: This code holds the lock on other terms.
+            LockHeldError: This code holds one of the keys through another lock, and would wait
                 for itself.
             EventLoopError: An event loop runs in this thread.
             StoreError: The lock server did not answer.  The lock may have been taken.  If so, it
@@ -121,7 +133,7 @@ class ReentrantLock:
 
     def try_acquire(self) -> Lease | Conflict:
         """
-        Take the lock if it is free.  Never waits; one round trip, or none if this thread holds it.
+        Take the lock if it is free.  Never waits; one round trip, or none if it is held here.
 
         Returns:
             The lease, or the conflict, which is falsy and has the holder and remaining seconds.
@@ -135,39 +147,46 @@ class ReentrantLock:
 
     def release(self) -> None:
         """
-        Undo one acquisition of this thread; after the last one, release the lock.
+        Undo one acquisition; after the last one, release the lock.
+
+        It is the latest acquisition of this object, in whatever thread or context that was made,
+        unless a ``with`` block will end it elsewhere.  If this object has acquired nothing, it is
+        the latest one by code around the call.
 
         If the server does not answer, the lock ends with its expiry, and no error is raised.
 
         Raises:
-            NotOwnerError: This thread does not hold the lock; nothing was changed.
+            NotOwnerError: Neither this object nor this code holds the lock; nothing was changed.
             LockLostError: The lock was lost before; another owner may hold it by now.
-            StoreError: This thread does not hold the lock, and the server did not say who does.
+            StoreError: The lock is not held here, and the server did not say who holds it.
         """
-        held = self.held
-        if held is None or not held.entries:
+        latest = self._latest()
+        if latest is None:
             raise self._not_owner()
-        leave(held, next(reversed(held.entries)), None)
+        leave(*latest, None)
 
     def extend(self) -> None:
         """
         Renew the lease now; one round trip.  Usually not needed: the watchdog renews leases.
 
         Raises:
-            NotOwnerError: This thread does not hold the lock.
+            NotOwnerError: Neither this object nor this code holds the lock.
             LockLostError: The lease is lost, or the lock server no longer has it.
             StoreError: The lock server did not answer.  The trust in the lease is unchanged.
         """
         held = self.held
         if held is None:
-            raise self._not_owner()
+            latest = self._latest()
+            if latest is None:
+                raise self._not_owner()
+            held = latest[0]
         held.lease.ensure_held()
         if not held.lock.renew(held.lease):
             raise LockLostError(self.key, held.lease.why_ended)
 
     @property
     def lease(self) -> Lease | None:
-        """The lease of this thread; None if it does not hold the lock."""
+        """The lease of the block around this code; None if it does not hold the lock."""
         held = self.held
         return held.lease if held is not None else None
 
@@ -198,15 +217,17 @@ class ReentrantLock:
         caller = current_caller()
         entering, caller.entering = caller.entering, None
         leaving: Leaving | None = entering() if entering is not None else None
-        entry = object()
+        entry = Entry()
         try:
             answer = self._take(entry, blocking=True, timeout=self._timeout)
             if isinstance(answer, Conflict):
-                raise answer.error()  # noqa: TRY301 -- nothing to undo
+                hint = caller.hint(self._lock_in(self._runtime.process))
+                raise answer.error(hint)  # noqa: TRY301 -- nothing to undo
             answer.entries[entry] = True
             stops = self._options.lock_on_lost == "raise" and not answer.execution
             if stops and answer.running is None:
-                answer.running, answer.block = Running(answer.lease), entry
+                frame = sys._getframe(1)  # noqa: SLF001 -- CPython's, as inspect uses it
+                answer.running, answer.block = Running(answer.lease, frame), entry
                 answer.running.begin()
             if leaving is not None:
                 leaving.entered(self, answer, entry)
@@ -218,12 +239,10 @@ class ReentrantLock:
         return answer.lease
 
     def leave(self, exc: BaseException | None) -> None:
-        """End the last block that has entered here; *exc*: what has ended its body."""
-        held = self.held
-        if held is not None and held.entries:
-            latest = next(reversed(held.entries))
-            blocks = (entry for entry, block in reversed(held.entries.items()) if block)
-            leave(held, next(blocks, latest), exc)
+        """End the last block that was entered without a statement; *exc*: what ended its body."""
+        latest = self._latest(of_block=True)
+        if latest is not None:
+            leave(*latest, exc)
         elif exc is None:
             raise self._not_owner()
         else:
@@ -262,9 +281,27 @@ class ReentrantLock:
                 lock.terms = lock.terms._replace(fair=False)
         return lock
 
+    def _latest(self, *, of_block: bool = False) -> tuple[CallerLease, object] | None:
+        """Return the acquisition that a release undoes; *of_block*: if possible, of a block."""
+        here, caller = self.held, current_caller()
+        own = [
+            (held, entry)
+            for entry, held in list(self._own.items())
+            if entry in held.entries and not (held.lease.finished or held.lease.is_inherited)
+        ]
+        elsewhere = [one for one in own if not isinstance(one[0].entries[one[1]], ref)]
+        found = (
+            [one for one in own if one[0] is here]
+            or [one for one in elsewhere if one[0].caller and one[0].caller() is caller]
+            or elsewhere
+            or ([(here, entry) for entry in here.entries] if here is not None else [])
+        )
+        blocks = [one for one in found if one[0].entries[one[1]]] if of_block else []
+        return next(reversed(blocks or found), None)
+
     @property
     def held(self) -> CallerLease | None:
-        """The caller's lease, and its acquisitions; None if it does not hold the lock."""
+        """The lease of the block around this code, and its acquisitions; None if there is none."""
         lock = self._lock_in(self._runtime.process)
         held = current_caller().find(lock)
         return held if held is not None and held.is_of(lock, self._runtime) else None
@@ -287,19 +324,19 @@ class ReentrantLock:
             if held.execution or held.entries:
                 check_terms(held, self._options, caller, self._stated)
                 held.lease.ensure_held()
-                held.entries[entry] = None
-                return held
+                return self._entered(held, entry, caller)
             held.leave(entry)  # the last release was interrupted
         renewed = None if lock.interval is None else lock.timeout
         thread = caller.thread
         start, holder, written = _described(
             process.host, process.pid, thread.ident, caller.name, renewed
         )
-        caller_ended = partial(has_ended, weakref.ref(caller))
-        attempt = Attempt(process.owner_name(start), holder, self, caller_ended, written)
+        attempt = Attempt(process.owner_name(start), holder, self, written)
         try:
             if blocking:
                 caller.refuse_to_wait(lock)
+                if timeout is None and (hint := caller.hint(lock)):
+                    _warn_of_wait(self.key, caller.name, hint)
                 answer = lock.acquire(attempt, timeout=timeout)
             else:
                 answer = lock.try_acquire(attempt)
@@ -308,11 +345,17 @@ class ReentrantLock:
                 lock.observer.conflict(attempt, answer.key, "refused", who)
                 return answer
             held = CallerLease(lock, answer, runtime=self._runtime)
-            held.entries[entry] = None
+            self._entered(held, entry, caller)
             caller.hold(held)
         except BaseException:
             attempt.end()
             raise
+        return held
+
+    def _entered(self, held: CallerLease, entry: object, caller: Caller) -> CallerLease:
+        held.entries[entry] = None
+        if caller.kind != "task":  # an asyncio task releases itself what it has acquired
+            self._own[entry] = held
         return held
 
     def _take_alone(self, *, blocking: bool, timeout: float | None) -> CallerLease | Conflict:
@@ -320,14 +363,24 @@ class ReentrantLock:
         if self._options.lock_on_lost != "warn" and "lock_on_lost" in self._stated:
             remedy = "it interrupts the body of a `with` block, and nothing else: use one"
             raise self._refusal("on_lost", self._options.lock_on_lost, remedy)
-        return self._take(object(), blocking=blocking, timeout=timeout)
+        return self._take(Entry(), blocking=blocking, timeout=timeout)
 
     def _refusal(self, option: str, value: object, remedy: str) -> SettingsError:
         return SettingsError(f"lock {self.key!r}", option, value, remedy)
 
     def _not_owner(self) -> NotOwnerError:
         holders = self.holders()
-        return NotOwnerError(self.key, ", ".join(holder.who for holder in holders))
+        hint = current_caller().hint(self._lock_in(self._runtime.process))
+        return NotOwnerError(self.key, ", ".join(holder.who for holder in holders), hint)
+
+
+@lru_cache(WARNED_MOST)
+def _warn_of_wait(key: str, thread: str, hint: str) -> None:
+    """Log once that a thread may begin to wait for itself."""
+    logger.warning(
+        "%s waits without a limit for lock %r: %s. If nobody else does that, it waits for itself.",
+        *(thread, key, hint),
+    )
 
 
 @lru_cache(THREADS)

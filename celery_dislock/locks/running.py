@@ -16,6 +16,8 @@ from celery_dislock.servers.bridge import wait_again
 from celery_dislock.servers.records import in_words
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from celery_dislock.locks.lease import Lease
 
 STOPPING = {"raise", "terminate"}  # actions that stop a body
@@ -41,13 +43,17 @@ class Running:
     """
     A running body, which is stopped when its lease ends if the options ask for that.
 
+    Args:
+        lease: The lease.
+        block: See :func:`running_here`.
+
     Attributes:
         target: What is interrupted.
     """
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, block: FrameType | None = None) -> None:
         self._lease = lease
-        self.target = running_here()
+        self.target = running_here(block)
         self._mutex = threading.Lock()
         self._ended = False
         lease.on_end = self._stop

@@ -6,18 +6,23 @@ is never used on both sides of a fork.  The child leaves the objects of its pare
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import logging
 import os
 import socket
+import time
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import count
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar, cast
+from weakref import WeakSet
 
 from celery_dislock.config.settings import ResolvedOptions, app_settings
 from celery_dislock.config.urls import lock_server
 from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.locks.clearing import FLUSH_WITHIN
 from celery_dislock.locks.interruption import patched_by
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.observer import Observer, nothing
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.config.settings import AppSettings
     from celery_dislock.exceptions import StoreError
+    from celery_dislock.locks.clearing import Clearing
     from celery_dislock.servers.replies import Turn
 
 TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
@@ -200,6 +206,7 @@ class Process:
             asks=settings.dislock_renew_for_stalled and is_pool_process(),
             observer=self.observer,
         )
+        _living.add(self)
 
     @cached_property
     def quick_store(self) -> Store:
@@ -239,7 +246,7 @@ class Process:
                 home=self.store.home,
                 hand_over=partial(in_thread, self._hand_over) if self._hand_over else None,
             )
-            closing = _closing(made)
+            closing = _closing(made, self.watchdog.clearing)
             with suppress(StopIteration):  # at its yield
                 closing.__anext__().send(None)
             self._loop_stores[call.loop] = made, closing
@@ -305,9 +312,25 @@ class Process:
         return f"{start}{self._nonce}.{next(self._counter)}"
 
 
-async def _closing(store: Store) -> AsyncGenerator[None, None]:
+async def _closing(store: Store, clearing: Clearing) -> AsyncGenerator[None, None]:
     """Close the store of an event loop when the loop shuts down, as ``asyncio.run`` does it."""
     try:
         yield
     finally:
         await run_on_loop(store.close)
+        if clearing:  # tasks were cancelled, and the process may end by a signal now
+            await asyncio.to_thread(clearing.flush)
+
+
+_living: WeakSet[Process] = WeakSet()
+
+
+def flush_all(**_kwargs: Any) -> None:
+    """Send, at the end of this process, what its watchdogs have not sent yet."""
+    until = time.monotonic() + FLUSH_WITHIN
+    for process in list(_living):
+        if process.pid == os.getpid():
+            process.watchdog.clearing.flush(until - time.monotonic())
+
+
+atexit.register(flush_all)

@@ -272,6 +272,8 @@ class Quorum(Server):
         told = f"only {len(replies) - len(errors)} of {len(replies)} servers answered"
         error = StoreError(self.name, f"{told}; {errors[0]}")
         error.__cause__ = errors[0]
+        if len(errors) == len(replies) and all(map(is_answer, errors)):
+            error.raw = errors[0].raw
         return error
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
 import celery
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from celery import Task
 
+    from celery_dislock.exceptions import LockHeldError
     from celery_dislock.locks.lease import Lease
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.parking.process import ParkingProcess
@@ -43,7 +45,14 @@ if TYPE_CHECKING:
 
 TO_ITS_LINE_MOST = 10.0  # seconds for which a task is put off that has its turn elsewhere
 TO_ITS_LINE_TIMES = 100  # after these it may be forged, and comes less often
+WARNED_MOST = 1000  # tasks and keys that are remembered as warned of
+SENT_BY_HOLDER = (
+    "that task has sent this one: if it waits for this one's result in its body, it waits for "
+    "itself, as its lock is released after its body only"
+)
 CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # in older versions get() waits forever
+
+logger = logging.getLogger("celery_dislock")
 
 
 def is_a_copy(delivery: Delivery, conflict: Conflict) -> bool:
@@ -90,9 +99,28 @@ def _count(delivery: Delivery, conflict: Conflict, outcome: str) -> None:
     delivery.lock.observer.conflict(delivery.attempt, conflict.key, outcome, holder)
 
 
+def _error(delivery: Delivery, conflict: Conflict) -> LockHeldError:
+    """Make the LockHeldError of a delivery."""
+    return conflict.error(_hint(delivery, conflict))
+
+
+def _hint(delivery: Delivery, conflict: Conflict) -> str:
+    """Say if the lock is held by a task that has sent this one, and may wait for it."""
+    request = delivery.request
+    around = {shown_id(one) for one in (request.parent_id, request.root_id) if one}
+    holder = conflict.holder.get("id")
+    return SENT_BY_HOLDER if holder in around - {shown_id(delivery.id)} else ""
+
+
+@lru_cache(WARNED_MOST)
+def _warn_of_wait(name: str, key: str, hint: str) -> None:
+    """Log once that a task may never get its turn."""
+    logger.warning("Tasks %s are parked for lock %r: %s.", name, key, hint)
+
+
 def _skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Skip the task: store REVOKED, and notify its chord and the rest of its chain."""
-    skip(asking.delivery, str(conflict.error()))
+    skip(asking.delivery, str(_error(asking.delivery, conflict)))
 
 
 def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess) -> NoReturn:
@@ -118,7 +146,7 @@ def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess
 def fail(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Fail with a LockHeldError that names the holder."""
     asking.delivery.end_reservation()
-    raise conflict.error()
+    raise _error(asking.delivery, conflict)
 
 
 def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
@@ -129,7 +157,7 @@ def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
     delivery.notes.retry_until = until
     if delivery.is_eager or now >= until:
         fail(asking, conflict)
-    error = conflict.error()
+    error = _error(delivery, conflict)
     put_off(delivery, str(error), at_most=min(conflict.remaining, until - now), error=error)
 
 
@@ -175,6 +203,8 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
         answer = asking.park(asking.parking, conflict, bounds)
     except TaskParked:
         _count(delivery, conflict, "queue")
+        if hint := _hint(delivery, conflict):
+            _warn_of_wait(delivery.task.name, conflict.key, hint)
         raise
     if isinstance(answer, Full):
         _count(delivery, conflict, "full")
@@ -191,12 +221,13 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
 def reject(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Reject the message without requeueing, so that its queue may dead-letter it."""
     delivery = asking.delivery
-    rejection = Reject(str(conflict.error()), requeue=False)
+    error = _error(delivery, conflict)
+    rejection = Reject(str(error), requeue=False)
     delivery.end_reservation()
     if not delivery.is_eager and not CELERY_FAILS_REJECTED:
         task, request = delivery.task, delivery.request
         store_end(task, request, rejection, states.FAILURE, call_errbacks=True)
-    what = f"rejected: {conflict.error()}. Its message goes to the dead-letter exchange, if any."
+    what = f"rejected: {error}. Its message goes to the dead-letter exchange, if any."
     raise delivery.logged(rejection, what)
 
 

@@ -17,8 +17,9 @@ from celery import states
 from celery.exceptions import TimeoutError as CeleryTimeoutError
 
 from celery_dislock.exceptions import NoResultError, StoreError
-from celery_dislock.keys.names import task_id_of_reserved
+from celery_dislock.keys.names import shown_id, task_id_of_reserved
 from celery_dislock.keys.templates import key_of
+from celery_dislock.locks.attempt import current
 from celery_dislock.parking.park import PARKED
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 
 LOOK_EVERY = 2.0  # seconds between two looks at the lock server, while a caller waits
+ITSELF = "it is the task that asks, which would wait for itself"
 STORED_WITHIN = 10.0  # seconds in which a task's result is stored after its lock was released
 
 
@@ -135,6 +137,9 @@ class DuplicateResult:
         """
         if not (self.ignored or self.first.has_result or self.ready()):
             raise NoResultError(self.first.key, self.id, "its sender has asked for none")
+        running = current.get()
+        if running is not None and running.holder.get("id") == shown_id(self.id):
+            raise NoResultError(self.first.key, self.id, ITSELF)
         until = time.monotonic() + timeout if timeout else math.inf
         silent_since, unique_for = math.inf, self.first.guard.options.lock_unique_for
         while True:

@@ -9,9 +9,10 @@ itself, so what must be refused is pinned as well.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery import Celery, shared_task
 from typing_extensions import assert_type
@@ -19,6 +20,7 @@ from typing_extensions import assert_type
 import celery_dislock
 from celery_dislock import (
     AsyncLock,
+    Conflict,
     Dislock,
     DislockError,
     Key,
@@ -34,9 +36,6 @@ from celery_dislock import (
 )
 from celery_dislock.servers.view import Holder, ReservationState
 from celery_dislock.signals import lock_conflict, lock_lost, lock_released
-
-if TYPE_CHECKING:
-    from celery_dislock.locks.attempt import Conflict
 
 app = Celery("shop", broker="redis://localhost:6379/0")
 dislock = Dislock(app)
@@ -179,6 +178,13 @@ def hold() -> None:
         with ExitStack() as stack:
             assert_type(stack.enter_context(dislock.lock(["a", "b"], limit=2)), Lease)
         assert_type(dislock.lock("k", on_lost="raise").try_acquire(), "Lease | Conflict")
+        answer = dislock.lock("k").try_acquire()
+        if isinstance(answer, Conflict):
+            assert_type(answer, Conflict)
+        if not answer:
+            assert_type(answer.holder, Mapping[str, Any])
+            return
+        assert_type(answer, Lease)
         dislock.lock("k", ttl=5)  # type: ignore[arg-type]
         dislock.lock("k", mode="sharde")  # type: ignore[arg-type]
         dislock.lock("k", timeout="5")  # type: ignore[arg-type]
@@ -195,7 +201,10 @@ async def hold_in_a_coroutine() -> None:
         async with AsyncExitStack() as stack:
             assert_type(await stack.enter_async_context(dislock.async_lock(["a", "b"])), Lease)
         assert_type(await lock.acquire(timeout=5), bool)
-        assert_type(await lock.try_acquire(), "Lease | Conflict")
+        answer = await lock.try_acquire()
+        assert_type(answer, "Lease | Conflict")
+        if answer:
+            assert_type(answer, Lease)
         assert_type(await lock.locked(), bool)
         assert_type(await lock.holders(), list[Holder])
         assert_type(await lock.extend(), None)

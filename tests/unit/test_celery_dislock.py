@@ -35,6 +35,12 @@ def test_what_users_catch_is_imported_from_the_top():
         assert issubclass(getattr(celery_dislock, name), celery_dislock.DislockError)
 
 
+def test_what_a_try_may_answer_is_imported_from_the_top():
+    """For the types of a program: a lease, or a conflict, which is false."""
+    assert {"Conflict", "Lease"} <= vars(celery_dislock).keys()
+    assert not celery_dislock.Conflict("k", {}, 5.0)
+
+
 # What a process that sends tasks does not use, and what takes longest to import.
 NOT_IMPORTED = (
     *("celery.app.control", "celery.bin", "celery.worker", "celery.concurrency", "pygments"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from redis.exceptions import ResponseError
 
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
 from celery_dislock.locks.attempt import Attempt, Conflict
@@ -271,3 +272,19 @@ def test_what_was_never_asked_is_not_taken_back(world):
     with pytest.raises(UnreachableError):
         world.lock().acquire(Attempt("a", HOLDER), timeout=600)
     assert world.store.calls == []
+
+
+@pytest.mark.parametrize("granted", ["nothing", "unknown"])
+def test_a_lock_may_stay_taken_only_if_the_server_may_have_granted_it(world, caplog, granted):
+    """An error that the server answered with, as for a wrong database, has granted nothing."""
+    error = StoreError("redis://fake", "no such database")
+    if granted == "nothing":
+        error.raw = ResponseError("no such database")
+
+    def refuse(*_args, **_kwargs):
+        raise error
+
+    world.store.acquire = world.store.release = refuse
+    with pytest.raises(StoreError):
+        acquire(world)
+    assert ("may stay taken" in caplog.text) is (granted == "unknown")

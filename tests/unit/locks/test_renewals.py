@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
-from functools import partial
 
 import pytest
 
 from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.locks.attempt import Attempt
-from celery_dislock.locks.callers import Caller, has_ended
+from celery_dislock.locks.callers import Caller, CallerLease
 from celery_dislock.locks.lease import End
 from celery_dislock.locks.renewals import BATCH
 from celery_dislock.servers.requests import Ending
@@ -224,8 +222,10 @@ def test_a_renewal_answered_after_the_release_says_nothing(world, heard):
 def take_for(world, caller):
     """Take a lock that *caller* must release."""
     holder = {"thread": "short", "worker": "w", "pid": 7}
-    attempt = Attempt("me", holder, None, partial(has_ended, weakref.ref(caller)))
-    return world.lock(lock_watchdog_timeout=30).try_acquire(attempt)
+    lock = world.lock(lock_watchdog_timeout=30)
+    lease = lock.try_acquire(Attempt("me", holder))
+    caller.hold(CallerLease(lock, lease))
+    return lease
 
 
 def test_a_lease_whose_caller_is_gone_is_renewed_no_more(world, caplog, heard):
@@ -263,8 +263,8 @@ def test_a_step_may_be_interrupted_by_another(world):
         inner[-1].release()
         return False
 
-    attempt = Attempt("o", {}, None, caller_ended)
-    world.lock(lock_watchdog_timeout=30).try_acquire(attempt)
+    lease = world.lock(lock_watchdog_timeout=30).try_acquire(Attempt("o", {}))
+    lease.caller_ended = caller_ended
     step = threading.Thread(target=world.run, args=(11,), daemon=True)
     step.start()
     step.join(30)

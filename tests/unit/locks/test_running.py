@@ -17,7 +17,7 @@ def target(monkeypatch):
     target = SimpleNamespace(thrown=[], armed=True)
     target.throw = target.thrown.append
     target.disarm = lambda: setattr(target, "armed", False)
-    monkeypatch.setattr(running, "running_here", lambda: target)
+    monkeypatch.setattr(running, "running_here", lambda _block: target)
     return target
 
 

@@ -432,3 +432,30 @@ def test_a_wait_that_cannot_be_is_not_counted(app, world, counted, since):
 
     deliver(export, "2", notes={"since": since})
     assert ("acquired", "at_once", 0.0) in counted
+
+
+@pytest.mark.parametrize("strategy", ["raise", "wait", "skip"])
+@pytest.mark.parametrize("around", [{"parent_id": "1"}, {"parent_id": "3", "root_id": "1"}])
+def test_a_task_that_its_holder_may_wait_for_says_so(app, world, strategy, around):
+    """It was sent in the body of the holder, or of a task that this one has sent."""
+    world.lease("k", "other")  # of task 1
+    deliver(declare(app, strategy), "2", **around)
+    assert "it waits for itself" in str(stored(app)[1])
+
+
+def test_a_task_that_others_have_sent_says_nothing_of_itself(app, world):
+    world.lease("k", "other")
+    deliver(declare(app, "raise"), "2", parent_id="3", root_id="2")
+    assert str(stored(app)[1]).endswith("unless renewed")
+
+
+def test_a_task_that_is_parked_behind_the_one_that_sent_it_is_warned_of_once(app, world, caplog):
+    """It gets its turn, unless the holder waits for its result: then neither ends."""
+    world.lease("k", "other")
+    for task_id in ("2", "3"):
+        conflict = Conflict("k", {"task": "t", "id": "1", "worker": "w", "pid": 7}, 5.0)
+        request = Context(id=task_id, parent_id="1", root_id="1")
+        delivery = SimpleNamespace(request=request, id=task_id)
+        conflicts._warn_of_wait("shop.task", "k", conflicts._hint(delivery, conflict))
+    (record,) = caplog.records
+    assert "Tasks shop.task are parked for lock 'k': that task has sent" in record.getMessage()

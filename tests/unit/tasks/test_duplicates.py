@@ -13,6 +13,7 @@ from celery.result import AsyncResult
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import NoResultError
+from celery_dislock.locks.attempt import Attempt, current
 from celery_dislock.servers.reservations import Reservation, Taken
 from celery_dislock.tasks import duplicates
 from celery_dislock.tasks.duplicates import LOOK_EVERY, STORED_WITHIN, First, duplicate_of
@@ -274,3 +275,14 @@ def test_a_copy_of_a_duplicate_s_result_is_one_as_well(app):
     again = copy.copy(result)
     assert again.duplicate
     assert again.first is result.first
+
+
+def test_a_task_that_waits_for_its_own_result_is_told_so(backend):
+    """As in the body of a unique task that sends itself: the message that is there is its own."""
+    backend.reserve("running")
+    before = current.set(Attempt("me", {"task": "t", "id": "a", "worker": "w", "pid": 7}))
+    try:
+        with pytest.raises(NoResultError, match="it is the task that asks"):
+            backend.duplicate().get()
+    finally:
+        current.reset(before)
