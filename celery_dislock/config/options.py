@@ -82,6 +82,14 @@ def text(value: object) -> str:
     return value
 
 
+def start_of_names(value: object) -> str:
+    """Check the first part of names in Redis, which have the key in braces after it."""
+    found = text(value)
+    if "{" in found or "}" in found:
+        raise ValueError("give a string without { and }: they mark the key in a lock's name")
+    return found
+
+
 def one_or_several_urls(value: object) -> str | tuple[str, ...]:
     """Check the lock server's URL, or a list of URLs of independent servers."""
     if isinstance(value, str) and value:

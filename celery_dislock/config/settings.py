@@ -37,10 +37,18 @@ from celery_dislock.config.options import (
     one_or_several_urls,
     optional,
     seconds,
+    start_of_names,
     text,
     yes_or_no,
 )
-from celery_dislock.config.urls import HIDDEN, NO_REPLICAS, ONLY_EXCLUSIVE, harmless, shown
+from celery_dislock.config.urls import (
+    HIDDEN,
+    NO_REPLICAS,
+    ONLY_EXCLUSIVE,
+    harmless,
+    keyprefix,
+    shown,
+)
 from celery_dislock.exceptions import SettingsError
 
 logger = logging.getLogger("celery_dislock")
@@ -72,8 +80,9 @@ class AppSettings:
     #: id and with its own retries unspent. `raise`: it fails with StoreError. `run`: it runs
     #: without its lock.
     dislock_on_unavailable: str = declare("retry", one_of("retry", "raise", "run"))
-    #: First part of every name in Redis: `<prefix>:{<key>}`.
-    dislock_prefix: str = declare("dislock", text)
+    #: First part of every name in Redis: `<prefix>:{<key>}`. On a Redis of Celery's own, the
+    #: `global_keyprefix` that Celery has there stands before it.
+    dislock_prefix: str = declare("dislock", start_of_names)
     #: Options of the connections to the lock server, as redis-py's Connection takes them, such as
     #: `socket_timeout`. For sentinel:// also `master_name` and `sentinel_kwargs`.
     dislock_transport_options: dict[str, Any] = declare({}, mapping, secret=True)  # noqa: RUF009
@@ -265,7 +274,7 @@ def refuse_unknown(
 
 
 def app_settings(conf: Mapping[str, Any]) -> AppSettings:
-    """Read and check an app's settings.
+    """Read and check an app's settings; ``dislock_prefix`` has the prefix of Celery's before it.
 
     Raises:
         SettingsError: A setting is unknown, or cannot be used.
@@ -281,7 +290,7 @@ def app_settings(conf: Mapping[str, Any]) -> AppSettings:
     if isinstance(settings.dislock_url, tuple) and settings.dislock_min_replicas:
         replicas = settings.dislock_min_replicas
         raise SettingsError("app.conf", "dislock_min_replicas", replicas, NO_REPLICAS)
-    return settings
+    return replace(settings, dislock_prefix=keyprefix(conf) + settings.dislock_prefix)
 
 
 def apply_options(

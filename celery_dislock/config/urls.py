@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 from celery_dislock.exceptions import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 SINGLE = ("redis://", "rediss://", "redis+socket://", "unix://")
 WITHOUT_TLS = ("redis+socket://", "unix://")
@@ -30,10 +30,11 @@ URL_WANTED = (
     "or redis+cluster://..."
 )
 
+_BACKEND = "result_backend"
 _CELERYS = (  # Celery's settings in order of preference: URL, TLS options, transport options
     ("broker_write_url", "broker_use_ssl", "broker_transport_options"),
     ("broker_url", "broker_use_ssl", "broker_transport_options"),
-    ("result_backend", "redis_backend_use_ssl", "result_backend_transport_options"),
+    (_BACKEND, "redis_backend_use_ssl", "result_backend_transport_options"),
 )
 # Transport options of Celery that are used for locks, too.  Timeouts are not: locks have their own.
 _TAKEN_OVER = ("master_name", "sentinel_kwargs", "min_other_sentinels")
@@ -215,18 +216,53 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
         return url, {}
     if url and not url.startswith(SCHEMES):
         raise SettingsError("app.conf", "dislock_url", shown(url), URL_WANTED)
-    for name, tls, transport in _CELERYS:
-        # Celery's configuration has properties for these, which read the environment first.
-        candidate = _one_url(getattr(conf, name, None) or conf.get(name))
-        if candidate.startswith(SCHEMES) and (not url or url == candidate):
+    for candidate, name, tls, transport in _of_celery(conf):
+        if not url or url == candidate:
             options = _options_of(candidate, conf.get(tls), conf.get(transport) or {})
-            if name == "result_backend" and conf.get(f"redis_backend_{_CREDENTIALS}"):
+            if name == _BACKEND and conf.get(f"redis_backend_{_CREDENTIALS}"):
                 options.setdefault(_CREDENTIALS, conf[f"redis_backend_{_CREDENTIALS}"])
             return candidate, options
     if url:
         return url, {}
     remedy = f"neither the broker nor the result backend is a Redis; {URL_WANTED}"
     raise SettingsError("app.conf", "dislock_url", None, remedy)
+
+
+def keyprefix(conf: Mapping[str, Any]) -> str:
+    """
+    Return the prefix of all that Celery keeps on the lock server; empty: none.
+
+    It separates apps, or environments of one app, that share a Redis.  It belongs to the server,
+    as the TLS options do: a lock server that is not Celery's has none.
+    """
+    url = conf.get("dislock_url")
+    for candidate, name, _, transport in _of_celery(conf):
+        if not url or url == candidate:
+            return _keyprefix(name, conf.get(transport))
+    return ""
+
+
+def any_keyprefix(conf: Mapping[str, Any]) -> str:
+    """Return the first prefix that Celery's Redis servers have; empty: none."""
+    found = (_keyprefix(name, conf.get(transport)) for _, name, _, transport in _of_celery(conf))
+    return next(filter(None, found), "")
+
+
+def _of_celery(conf: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield URL and settings of each server of Celery's that could keep locks."""
+    for name, tls, transport in _CELERYS:
+        # Celery's configuration has properties for these, which read the environment first.
+        url = _one_url(getattr(conf, name, None) or conf.get(name))
+        if url.startswith(SCHEMES):
+            yield url, name, tls, transport
+
+
+def _keyprefix(name: str, transport: Mapping[str, Any] | None) -> str:
+    given = str((transport or {}).get("global_keyprefix") or "")
+    if name == _BACKEND and given and given[-1] not in ":_-.":
+        given += "_"  # as Celery's result backends do
+    # Braces mark the key of a lock in its name.
+    return re.sub("[%{}]", lambda found: f"%{ord(found[0]):02X}", given)
 
 
 def _one_url(given: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,20 @@ def drain(app, old):
         return answer
 
     return run
+
+
+@pytest.mark.parametrize("change", ["without", "with"])
+def test_the_prefix_of_celery_is_part_of_what_the_option_says(redis_url, change):
+    """The whole prefix is given, as workers log it, whatever Celery has there now."""
+    before, now = {"global_keyprefix": "old:"}, {"global_keyprefix": "new:"}
+    conf = {"dislock_prefix": "ours", "broker_url": redis_url, "dislock_url": None}
+    with make_app(redis_url, **conf, broker_transport_options=now) as app:
+        then = before if change == "with" else {}
+        with make_app(redis_url, **conf, broker_transport_options=then) as old:
+            known = runtime_of(old).settings.dislock_prefix
+        with closing(Drain(app, None, known)) as draining:
+            assert draining.there.endswith("prefix old:ours" if then else "prefix ours")
+            assert draining.here.endswith("prefix new:ours")
 
 
 def lock_of(process, key):

@@ -141,11 +141,12 @@ class Facts:
 
     Attributes:
         server: The lock server.
-        prefix: ``dislock_prefix``.
+        prefix: How all names begin: ``dislock_prefix``, with that of Celery's if it has one there.
         home: Name of the app's broker in Redis; empty if the server keeps no lines.
         min_replicas: ``dislock_min_replicas``.
         ours: How the app here describes its locks.
         fleet: What the workers have answered.
+        keyprefix: The ``global_keyprefix`` of the app's broker or result backend; empty: none.
         members: The processes of the lock server.
         locks: What was seen of all locks.
     """
@@ -156,6 +157,7 @@ class Facts:
     min_replicas: int
     ours: Description
     fleet: Fleet
+    keyprefix: str = ""
     members: Sequence[Member] = ()
     locks: Locks = field(default_factory=Locks)
 

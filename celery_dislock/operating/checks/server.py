@@ -141,6 +141,18 @@ def answers(facts: Facts) -> Iterator[Finding]:
         yield ok(f"{one.name} is {KINDS[facts.server.kind]}: {name} {version}{took}.")
 
 
+def names(facts: Facts) -> Iterator[Finding]:
+    """Tell how all names begin, if Celery separates what it keeps in Redis by a prefix."""
+    if facts.keyprefix and facts.prefix.startswith(facts.keyprefix):
+        yield ok(f"All names begin with {facts.prefix!r}: global_keyprefix and dislock_prefix.")
+    elif facts.keyprefix:
+        yield note(
+            f"Celery keeps its own names apart by global_keyprefix ({facts.keyprefix!r}). Names of "
+            f"locks begin with {facts.prefix!r} alone, since their server is another one.",
+            "If other environments have locks there, give each a dislock_prefix of its own.",
+        )
+
+
 def rights(facts: Facts) -> Iterator[Finding]:
     """Find what the server refuses: scripts, commands or keys."""
     refused = [one for one in facts.complaints if not one.passes]
@@ -201,6 +213,7 @@ def clocks(facts: Facts) -> Iterator[Finding]:
 
 CHECKS = (
     ("server", answers),
+    ("prefix", names),
     ("rights", rights),
     ("writes", writes),
     ("sentinels", sentinels),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from celery_dislock.config.urls import any_keyprefix
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.facts import Facts, Fleet, members_of, understood
@@ -60,6 +61,7 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
             settings.dislock_min_replicas,
             ours=about(opened.runtime, options),
             fleet=ask_workers(opened.app, timeout),
+            keyprefix=any_keyprefix(opened.runtime.conf),
         )
         report = examine(facts)
         if json_:

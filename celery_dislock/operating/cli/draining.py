@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import ChainMap
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -82,7 +83,7 @@ class Drain:
     Args:
         app: The app, with its settings of now.
         url: ``dislock_url`` there; None: as the app's.
-        prefix: ``dislock_prefix`` there; None: as the app's.
+        prefix: How names in Redis begin there, as workers log it; None: as the settings say.
 
     Raises:
         SettingsError: A URL cannot be used, or one of both servers keeps no lines.
@@ -98,6 +99,8 @@ class Drain:
         runtime = runtime_of(app)
         conf = ChainMap({name: one for name, one in given.items() if one is not None}, app.conf)
         settings = app_settings(conf)
+        if prefix is not None:  # with what Celery had there before it
+            settings = replace(settings, dislock_prefix=prefix)
         self._prefix, self._old_prefix = runtime.settings.dislock_prefix, settings.dislock_prefix
         self._here = runtime.process
         self._there = ParkingProcess(conf, settings, _Quiet(app))
@@ -230,7 +233,7 @@ class Drain:
 
 @click.command()
 @click.option("--from-url", metavar="URL", help="The lock server that the workers used before.")
-@click.option("--from-prefix", metavar="PREFIX", help="The dislock_prefix that they had before.")
+@click.option("--from-prefix", metavar="PREFIX", help="The prefix that they had before.")
 @click.option(
     "--lost",
     metavar="NAME",

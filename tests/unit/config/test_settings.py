@@ -378,6 +378,7 @@ def test_a_setting_that_does_not_exist_is_refused_in_a_call():
         ("dislock_url", ""),
         ("dislock_url", 5),
         ("dislock_prefix", ""),
+        ("dislock_prefix", "{shop}"),
         ("dislock_transport_options", [1]),
         *(("dislock_min_replicas", wrong) for wrong in (-1, 1.0, True, "1")),
     ],

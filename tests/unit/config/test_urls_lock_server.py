@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from celery import Celery
 
-from celery_dislock.config.urls import lock_server
+from celery_dislock.config.settings import app_settings
+from celery_dislock.config.urls import any_keyprefix, lock_server
 from celery_dislock.exceptions import SettingsError
 
 MASTER = {"master_name": "m"}
@@ -66,6 +67,46 @@ CA = {"ssl_ca_certs": "ca.pem"}
 def test_the_lock_server_is_dislock_url_then_broker_then_backend(conf, url, options):
     """The first of the three that is a Redis, with its own options."""
     assert lock_server(conf) == (url, options)
+
+
+def given(keyprefix):
+    return {"global_keyprefix": keyprefix}
+
+
+BROKER = {"broker_url": "redis://b", "broker_transport_options": given("staging:")}
+BACKEND = {"result_backend": "redis://c", "result_backend_transport_options": given("results")}
+
+
+@pytest.mark.parametrize(
+    ("conf", "prefix", "keyprefix"),
+    [
+        ({"broker_url": "redis://b"}, "dislock", ""),
+        (BROKER, "staging:dislock", "staging:"),
+        ({**BROKER, "dislock_prefix": "ours"}, "staging:ours", "staging:"),
+        ({**BROKER, "broker_url": "sentinel://b"}, "staging:dislock", "staging:"),
+        # Named as the lock server or not, it is the broker; another server, or database, is not.
+        ({**BROKER, "dislock_url": "redis://b"}, "staging:dislock", "staging:"),
+        ({**BROKER, "dislock_url": "redis://b/1"}, "dislock", "staging:"),
+        ({**BROKER, "dislock_url": ["redis://b", "redis://c", "redis://d"]}, "dislock", "staging:"),
+        ({**BROKER, "dislock_url": "memory://"}, "dislock", "staging:"),
+        # Of the server that keeps the locks, and no other.
+        ({**BROKER, "broker_url": "amqp://b"}, "dislock", ""),
+        ({**BROKER, **BACKEND}, "staging:dislock", "staging:"),
+        ({**BROKER, **BACKEND, "broker_url": "amqp://b"}, "results_dislock", "results_"),
+        ({**BROKER, **BACKEND, "dislock_url": "redis://c"}, "results_dislock", "staging:"),
+        ({**BACKEND, "broker_url": "redis://b"}, "dislock", "results_"),
+        # Braces mark the key.
+        ({**BROKER, "broker_transport_options": given("{a}%")}, "%7Ba%7D%25dislock", "%7Ba%7D%25"),
+        ({**BROKER, "broker_transport_options": given("")}, "dislock", ""),
+        ({**BROKER, "broker_transport_options": None}, "dislock", ""),
+        ({"dislock_url": "redis://a"}, "dislock", ""),
+        ({}, "dislock", ""),
+    ],
+)
+def test_celerys_prefix_on_its_server_is_part_of_ours(conf, prefix, keyprefix):
+    """Environments that share a Redis by it do not share locks; doctor is told of any."""
+    assert app_settings(conf).dislock_prefix == prefix
+    assert any_keyprefix(conf) == keyprefix
 
 
 def test_the_brokers_url_may_come_from_the_environment(monkeypatch):

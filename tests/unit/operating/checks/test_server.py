@@ -33,6 +33,20 @@ def test_processes_that_do_not_answer(kind, away, level, text):
     assert (is_, text in what) == (level, True)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "level", "text"),
+    [
+        ("staging:dislock", "ok", "All names begin with 'staging:dislock'"),
+        ("dislock", "note", "('staging:'). Names of locks begin with 'dislock' alone"),
+    ],
+)
+def test_the_prefix_of_celerys_names(prefix, level, text):
+    """It is named, and that the locks have none if they are on another server."""
+    [one] = server.names(facts(prefix=prefix, keyprefix="staging:"))
+    assert (one.level, text in one.what) == (level, True)
+    assert not list(server.names(facts()))
+
+
 def test_valkey_is_named_as_such():
     """It claims to be a Redis, for old clients."""
     info = {"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "8.0.1"}
