@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask
