@@ -175,7 +175,8 @@ class Caller:
         if not held.execution:
             elsewhere = None if self.kind == "task" else ref(held)
             held.lease.caller_ended = partial(nobody_is_left, ref(self), elsewhere)
-        live = [one for one in _around.get() if one() is not None]
+        around = _around.get()
+        live = [one for one in around if one() is not None] if around else ()
         _around.set((*live, ref(held)))
         self._leases.append(held)
 
@@ -190,6 +191,8 @@ class Caller:
 
     def find(self, lock: Lock) -> CallerLease | None:
         """Return the latest lease of one of the lock's keys whose block runs here; None: none."""
+        if not self._leases:
+            return None
         return next((held for held in self._of(lock) if held.is_around), None)
 
     def has_entered(self, lock: Lock) -> bool:
@@ -198,7 +201,7 @@ class Caller:
 
     def hint(self, lock: Lock) -> str:
         """Return a text for messages if this caller has entered the lock; empty if not."""
-        if not self.has_entered(lock):
+        if not (self._leases and self.has_entered(lock)):
             return ""
         return HINT.format("asyncio task" if self.kind == "task" else self.kind)
 
@@ -209,7 +212,7 @@ class Caller:
         Raises:
             LockHeldError: The code that asks runs in a block that holds one of the keys.
         """
-        for held in self._of(lock):
+        for held in self._of(lock) if self._leases else ():
             if held.is_around and held.lease.held:
                 keys = dict(zip(lock.names, lock.keys, strict=True))
                 key = next(keys[name] for name in lock.names if name in held.lock.names)
@@ -220,7 +223,7 @@ class Caller:
 
     def _of(self, lock: Lock) -> Iterator[CallerLease]:
         """Return the leases of one of the lock's keys, the latest first."""
-        for held in reversed(self._leases.copy()) if self._leases else ():
+        for held in reversed(self._leases.copy()):
             if held.lock.store.server != lock.store.server:
                 continue
             if held.lease.finished:

@@ -16,7 +16,7 @@ import logging
 import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from celery_dislock.config.options import seconds
 from celery_dislock.exceptions import EventLoopError, LockLostError, NotOwnerError, SettingsError
@@ -46,12 +46,6 @@ THREADS = 1000  # threads and greenlets whose description is kept
 WARNED_MOST = 1000  # keys that are remembered as warned of
 
 logger = logging.getLogger("celery_dislock")
-
-
-class Entry:
-    """One acquisition."""
-
-    __slots__ = ("__weakref__",)
 
 
 class ReentrantLock:
@@ -89,8 +83,8 @@ class ReentrantLock:
         self._fair = fair
         self._stated = stated  # names of the options given explicitly
         self._made: Lock | None = None
-        # What this object has acquired, in order, until it is released; not for asyncio tasks.
-        self._own: WeakKeyDictionary[object, CallerLease] = WeakKeyDictionary()
+        # What this object has acquired, in order; that of asyncio tasks is not needed here.
+        self._own: dict[object, CallerLease] = {}
 
     def acquire(
         self,
@@ -217,7 +211,7 @@ class ReentrantLock:
         caller = current_caller()
         entering, caller.entering = caller.entering, None
         leaving: Leaving | None = entering() if entering is not None else None
-        entry = Entry()
+        entry = object()
         try:
             answer = self._take(entry, blocking=True, timeout=self._timeout)
             if isinstance(answer, Conflict):
@@ -283,12 +277,14 @@ class ReentrantLock:
 
     def _latest(self, *, of_block: bool = False) -> tuple[CallerLease, object] | None:
         """Return the acquisition that a release undoes; *of_block*: if possible, of a block."""
-        here, caller = self.held, current_caller()
         own = [
             (held, entry)
             for entry, held in list(self._own.items())
             if entry in held.entries and not (held.lease.finished or held.lease.is_inherited)
         ]
+        if len(own) == 1 and own[0][0].entries[own[0][1]] is None:  # the usual case: no block's
+            return own[0]
+        here, caller = self.held, current_caller()
         elsewhere = [one for one in own if not isinstance(one[0].entries[one[1]], ref)]
         found = (
             [one for one in own if one[0] is here]
@@ -355,6 +351,9 @@ class ReentrantLock:
     def _entered(self, held: CallerLease, entry: object, caller: Caller) -> CallerLease:
         held.entries[entry] = None
         if caller.kind != "task":  # an asyncio task releases itself what it has acquired
+            for old, its in list(self._own.items()) if self._own else ():
+                if old not in its.entries:
+                    self._own.pop(old, None)
             self._own[entry] = held
         return held
 
@@ -363,7 +362,7 @@ class ReentrantLock:
         if self._options.lock_on_lost != "warn" and "lock_on_lost" in self._stated:
             remedy = "it interrupts the body of a `with` block, and nothing else: use one"
             raise self._refusal("on_lost", self._options.lock_on_lost, remedy)
-        return self._take(Entry(), blocking=blocking, timeout=timeout)
+        return self._take(object(), blocking=blocking, timeout=timeout)
 
     def _refusal(self, option: str, value: object, remedy: str) -> SettingsError:
         return SettingsError(f"lock {self.key!r}", option, value, remedy)
