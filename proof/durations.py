@@ -7,10 +7,11 @@ which keeps what it promises cannot miss, and one which does not keep it surely 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from proof.events import MOMENTS, Hold, Violation, faults, holds, operations
+from proof.events import Hold, Violation, faults, holds, operations
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from proof.history import Event
 
-TOLD_WITHIN = 3.0  # seconds in which the main process sees a death, and has told the lock server
+TOLD_WITHIN = 1.5  # seconds in which a main process, which looks four times each, tells of a death
 BEYOND = 2  # timeouts beyond those of its renewals: of its grant, and of a hand-off
 
 
@@ -55,44 +56,28 @@ def caps(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
 
 def crashes(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """
-    Nobody is refused a lock by a pool process that has died, once its main process has told.
+    Nobody is refused a lock by a pool process that has died, once its main process has told of it.
 
-    These processes kill themselves in their bodies.  Others that were killed together with their
-    main process, perhaps before they had noted what they hold, keep it for a timeout.
+    These processes kill themselves in their bodies.  Nobody else may have the lock by then: from
+    the grant on nothing else is killed, and nothing keeps a request from being answered.
     """
-    elsewhere = {e.process for e in events if e.what in {"operation", "beat", "probe"}}
     died = {e.about: e.at for e in events if e.kind == "killed" and e.more.get("by") == "itself"}
-    killed = [e.at for e in events if e.kind == "killed" and e.about not in died.keys() | elsewhere]
-    wrong = faults(events, spares="spares_leases", kills=False)
+    elsewhere = {e.process for e in events if e.what in {"operation", "beat", "probe"}}
+    killed = [e for e in events if e.kind == "killed" and e.about not in died.keys() | elsewhere]
+    wrong = faults(events, spares="spares_leases", kills=False) + [(e.at, e.at) for e in killed]
     by_key: dict[str, list[Hold]] = defaultdict(list)
     for hold in holds(events):
         by_key[hold.key].append(hold)
-
-    def calm(since: float) -> bool:
-        return not any(b <= since + TOLD_WITHIN and since <= end for b, end in wrong)
-
-    def over(hold: Hold) -> float:
-        """Return when a hold can be in nobody's way any more."""
-        if hold.left is None and hold.process not in died:
-            return hold.until + hold.timeout + TOLD_WITHIN
-        ended, within = (
-            (died[hold.process], TOLD_WITHIN) if hold.left is None else (hold.left, MOMENTS)
-        )
-        return ended + (within if calm(ended) else hold.timeout + TOLD_WITHIN)
-
-    freed: dict[str, float] = defaultdict(float)  # by the probes themselves
+    free_since: dict[str, float] = defaultdict(float)  # when an earlier question was not refused
     for probe in sorted(operations(events, "probe").values(), key=lambda one: one.begin):
         key, told = probe.keys[0], probe.end or probe.begin
-        since = probe.begin - probe.lasts - TOLD_WITHIN
-        of_key = [one for one in by_key[key] if one.since <= told]
-        dead = [one for one in of_key if since < died.get(one.process, 0.0) and one.left is None]
-        in_the_way = any(over(one) >= probe.begin for one in of_key) or freed[key] >= probe.begin
-        is_known = not any(since <= at <= told for at in killed)
-        if dead and not in_the_way and is_known:
-            counts["questions after a death"] += 1
-            if probe.is_refused:
-                text = f"{key}: refused, and {dead[-1]} is dead"
-                yield Violation("crash", text, probe.begin)
-        if not probe.is_refused:  # its own lease may stay
-            is_calm = probe.freed is not None and probe.answered and calm(probe.freed)
-            freed[key] = max(freed[key], told if is_calm else told + 2 * probe.lasts)
+        last = next((one for one in reversed(by_key[key]) if one.since <= told), None)
+        if last is None or last.left is not None or free_since[key] >= last.since:
+            continue
+        took = probe.begin - died.get(last.process, math.inf)
+        calm = not any(begin <= told and last.since <= end for begin, end in wrong)
+        if probe.is_refused and calm and took > TOLD_WITHIN:
+            yield Violation("crash", f"{key}: refused, and {last} is dead", probe.begin)
+        elif not probe.is_refused:
+            free_since[key] = told
+            counts["locks of the dead that were free at once"] += calm and took > 0

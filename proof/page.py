@@ -54,7 +54,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
 SEEN = {
     **dict.fromkeys(("tick", "silent", "again", "missed"), "ticks"),
     "at least": "held on after the body",
-    "crash": "questions after a death",
+    "crash": "locks of the dead that were free at once",
     "cap": "holds that reach their cap",
     "all or none": "refusals of several locks",
 }

@@ -17,6 +17,7 @@ from proof.operating import operate, probe
 from proof.tasking import (
     BURSTS,
     COUNTDOWN,
+    DIES,
     KEYS,
     MAY_FAIL,
     PARKS,
@@ -50,7 +51,7 @@ def main() -> None:
             reserved.add(headers["id"])
 
     before_task_publish.connect(look, weak=False)
-    names = [*TASKS, *(name for name in BURSTS if name in TASKS)]  # these more often
+    names = [*TASKS, *(name for name in (DIES, *BURSTS) if name in TASKS)]  # these more often
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
         name, number = chance.choice(names), chance.randrange(KEYS)
         for _ in range(chance.randint(2, BURST) if name in BURSTS else 1):

@@ -59,7 +59,7 @@ PARKS = {name for name, options in ALL_TASKS.items() if options["lock_on_conflic
 MAY_FAIL = {"raise", "reject"}
 COUNTDOWN = {"debounce": 0.2}  # seconds
 BURSTS = {"debounce", "latest"}  # several are sent at a time, to replace each other
-DEATHS = 1 / 3  # of the bodies that may die
+DEATHS = 1 / 2  # of the bodies that may die
 RUNAWAY = 8  # timeouts: a body that goes on beyond its cap
 
 site = Site.of_this_process()
