@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from itertools import pairwise
@@ -168,6 +169,10 @@ def test_of_ticks_that_the_broker_did_not_take_the_last_one_goes_out():
         assert min(b - a for a, b in pairwise(ticks)) >= 2 - STEP
 
 
+@pytest.mark.skipif(
+    "while rem_secs < 0" in inspect.getsource(crontab.is_due),
+    reason="with a deadline, Celery 5.5 looks for minutes at when a crontab was due last",
+)
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize(("deadline", "messages"), [(None, 1), (HOUR, 1), (60, 0)])
 def test_a_tick_is_not_sent_later_than_celery_would_send_it(deadline, messages, killed):
