@@ -8,7 +8,8 @@ from __future__ import annotations
 from hashlib import sha1
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.beat import BeatLock, StandBy
+from celery_dislock.beat import BeatLock
+from celery_dislock.beat.reasons import StandBy
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import Lock

@@ -109,7 +109,12 @@ class Lock:
         return self._take(attempt, 0.0, place=0.0)
 
     def acquire(
-        self, attempt: Attempt, *, timeout: float | None, gives_way: bool = False
+        self,
+        attempt: Attempt,
+        *,
+        timeout: float | None,
+        gives_way: bool = False,
+        place: float = PLACE_TIMEOUT,
     ) -> Lease | Conflict:
         """
         Take the lock, and wait in line for it, first come, first served.  Blocks.
@@ -127,17 +132,19 @@ class Lock:
             timeout: Maximum seconds to wait; None: no limit.
             gives_way: Return at once if the lock is reserved for a parked task: its message may
                 need the slot in which the caller waits.
+            place: Seconds without a request after which the attempt counts as dead, and its place
+                in line is passed over; longer than *timeout* or ASK_AGAIN, whichever is less.
 
         Returns:
             The lease, or the conflict that remained after *timeout*.  After a conflict the attempt
-            is no longer in line.  One that gives way keeps its place, for PLACE_TIMEOUT.
+            is no longer in line.  One that gives way keeps its place, for *place*.
 
         Raises:
             StoreError: As for :meth:`try_acquire`.  The place in line is given up, or expires.
             ForbiddenError: The server's access rules forbid this user to wait in line.
         """
         until = math.inf if timeout is None else self.clock() + timeout
-        return self._take(attempt, until, place=PLACE_TIMEOUT, gives_way=gives_way)
+        return self._take(attempt, until, place=place, gives_way=gives_way)
 
     def _take(
         self, attempt: Attempt, until: float, *, place: float, gives_way: bool = False
@@ -170,7 +177,7 @@ class Lock:
                     unheard += 1
                     self.pause(self._rest(exc, unheard, left))
                     continue
-                granted = self._granted(handed, attempt.asked_at or 0.0)
+                granted = self._granted(handed, attempt.asked_at or 0.0, place)
                 if granted is not None:
                     return self.keep(attempt, *granted)
         except passed_on:
@@ -207,16 +214,16 @@ class Lock:
         return handed
 
     def _granted(
-        self, handed: Handed | None, asked_at: float
+        self, handed: Handed | None, asked_at: float, place: float
     ) -> tuple[tuple[int], float, float] | None:
         """Return token, time and expiry of a hand-off that can be used; None: ask again."""
         # Ask again for the other locks of several, and for the full length of a fixed expiry.
         if handed is None or len(self.names) > 1 or self.options.lock_expire is not None:
             return None
-        # The place was set after the first request, for PLACE_TIMEOUT, and the server measured what
-        # remained of it at the grant.  So this time is never later than the real grant.  A failover
-        # may have lost the later requests: so one that has waited for long asks again.
-        since = min(self.clock(), asked_at + PLACE_TIMEOUT - handed.place_left)
+        # The place was set after the first request, and the server measured what remained of it at
+        # the grant.  So this time is never later than the real grant.  A failover may have lost the
+        # later requests: so one that has waited for long asks again.
+        since = min(self.clock(), asked_at + place - handed.place_left)
         is_trusted = self.clock() < since + trust_in(handed.ttl)
         return ((handed.token,), since, handed.ttl) if is_trusted else None
 

@@ -6,14 +6,16 @@
 -- ARGV[2]   token
 -- ARGV[3]   beat_us     now, by the beat's clock
 -- ARGV[4]   apart_us    most difference of the clocks with which a beat may send
--- ARGV[5]   entry, last_us, ...   the schedule as this beat knows it
+-- ARGV[5]   followed    1: another beat may have sent meanwhile, of which this one knows nothing   0: none
+-- ARGV[6]   entry, last_us, ...   the schedule as this beat knows it
 --
 -- Returns   {0}           not leading: nothing was changed
 --           {1, entry, last_us, before_us, ...}   all that was known; before_us as in the record
 --           {2, now_us}   the beat's clock is wrong; this is the server's
 -- Touches the records, and reads the lock; see _beat.lua.  Forgets what is not in the schedule, and was
--- not sent for thirty days.  Signs what has gone out: this beat knows of it, and may send it again if the
--- schedule says so, as after an edit.
+-- not sent for thirty days.  Signs all that is known: this beat knows of it, and may send it again if the
+-- schedule says so, as after an edit.  If nothing is known, the server has lost what those before have sent:
+-- for a beat that followed another one, all entries begin anew.
 -- Safe to send twice: what the first call has noted is told by the second, and is what this beat knows.
 
 -- include: _beat
@@ -22,7 +24,7 @@ if not leads(KEYS[1]) then return {NOT_LEADING} end
 if clock_is_wrong(ARGV[4]) then return {WRONG_CLOCK, string.format('%.0f', now_us)} end
 
 local mine = {}
-for i = 5, #ARGV, 2 do mine[ARGV[i]] = ARGV[i + 1] end
+for i = 6, #ARGV, 2 do mine[ARGV[i]] = ARGV[i + 1] end
 
 local told, known = {DONE}, redis.call('HGETALL', runs)
 for i = 1, #known, 2 do
@@ -33,9 +35,14 @@ for i = 1, #known, 2 do
   elseif by then
     mine[entry] = nil
     for _, part in ipairs({entry, last, before}) do told[#told + 1] = part end
-    if before == '-' then write_run(entry, last, before) end
+    write_run(entry, last, before)
   end
 end
-for entry, last in pairs(mine) do write_run(entry, last, '-') end
+local anew = #known == 0 and ARGV[5] == '1'
+for entry, last in pairs(mine) do
+  last = anew and beat_us or last
+  if anew then for _, part in ipairs({entry, last, '-'}) do told[#told + 1] = part end end
+  write_run(entry, last, '-')
+end
 if #known > 0 then redis.call('PEXPIRE', runs, KEPT_MS) end
 return told

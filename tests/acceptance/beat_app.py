@@ -11,8 +11,6 @@ from typing import Any
 from celery import Celery
 from celery.beat import Scheduler
 
-THIRD = 3
-
 app = Celery("beats")
 app.conf.update(json.loads(os.environ["BEAT_CONF"]))
 
@@ -28,17 +26,17 @@ def often() -> None:
 
 
 def dies_as_it_sends() -> None:
-    """End this beat with a signal, at its third message: before it is sent, or after."""
-    when, name = os.environ["BEAT_DIES"].split()
+    """End this beat with a signal, at its third message or another: before it is sent, or after."""
+    when, name, nth = f"{os.environ['BEAT_DIES']} 3".split()[:3]
     send, sent = Scheduler.apply_async, 0
 
     def apply_async(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
         nonlocal sent
         sent += 1
-        if when == "before" and sent == THIRD:
+        if when == "before" and sent == int(nth):
             os.kill(os.getpid(), getattr(signal, name))
         result = send(self, *args, **kwargs)
-        if when == "after" and sent == THIRD:
+        if when == "after" and sent == int(nth):
             os.kill(os.getpid(), getattr(signal, name))
         return result
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import Celery, current_app
+from kombu.exceptions import OperationalError
 
 from celery_dislock import Dislock, beat
 from celery_dislock.locks.lock import Lock
@@ -16,7 +18,7 @@ from tests.integration.lua_server import LuaServer
 from tests.integration.schedulers import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 TIMEOUT = 3.0  # seconds; dislock_beat_timeout
 STEP = 0.25  # seconds between two rounds of the beats' loops
@@ -69,13 +71,14 @@ class Beat:
     Attributes:
         scheduler: Its scheduler.
         alive: Whether it was not killed.
+        halted: Whether it was halted for a while; then it sends late what it had begun to send.
         around: Called with "before" and "after" each command, and around each message.
     """
 
     def __init__(
         self, world: World, clock_ahead: float = 0.0, made: Any = None, **conf: Any
     ) -> None:
-        self.world, self.clock_ahead, self.alive = world, clock_ahead, True
+        self.world, self.clock_ahead, self.alive, self.halted = world, clock_ahead, True, False
         self.around: Callable[[str], None] = lambda _when: None
         self.app = app = Celery("beats", set_as_current=False)
         Dislock(app)
@@ -229,6 +232,25 @@ class World:
             if one.entry == entry:
                 first.setdefault(one.id, one)
         return sorted(first.values(), key=lambda one: one.tick)
+
+
+@contextmanager
+def broker_away(
+    *beats: Beat, error: Exception | type[Exception] = OperationalError
+) -> Iterator[None]:
+    """Let the broker take no message of these beats."""
+    sends = {one: one.sends for one in beats}
+
+    def refuse(*_message: str) -> None:
+        raise error
+
+    for one in beats:
+        one.sends = refuse
+    try:
+        yield
+    finally:
+        for one in beats:
+            one.sends = sends[one]
 
 
 def records(world: World) -> dict[str, str]:

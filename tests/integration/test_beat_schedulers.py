@@ -12,11 +12,12 @@ from celery.schedules import crontab
 
 from celery_dislock import beat
 from celery_dislock.exceptions import StoreError
-from tests.integration.beats import STEP, TIMEOUT, Killed, World
+from tests.integration.beats import STEP, TIMEOUT, Killed, World, broker_away
 from tests.integration.schedulers import KINDS, schedules_in
 
 TAKEOVERS = 200
 EVERY = 2.0  # seconds, of an entry that is due more often than a takeover takes
+SELDOM = 4 * TIMEOUT  # seconds, of one that is not
 SLACK = 3 * STEP + 0.02  # seconds: rounds of the loops
 HOUR = 3600
 
@@ -62,6 +63,7 @@ def end_at_random(world, one):
             if world.rng.random() < 0.5:
                 one.alive = False
                 raise Killed
+            one.halted = True
             world.run(world.rng.uniform(0, 3 * TIMEOUT), but=one)
 
     one.around = around
@@ -89,7 +91,8 @@ def test_takeovers_at_random(kept, seed):
     assert max(gaps) <= EVERY + TIMEOUT + SLACK
     minutes = [int(one.tick // 60) for one in minutely]
     assert minutes == list(range(minutes[0], minutes[-1] + 1))
-    assert max(one.at - one.tick for one in often + minutely) <= TIMEOUT + SLACK
+    late = [one.at - one.tick for one in often + minutely if not one.by.halted]
+    assert max(late) <= TIMEOUT + SLACK
     for one in Counter(one.id for one in world.sent).values():
         assert one <= 2
 
@@ -107,6 +110,17 @@ def dies_as_it_sends(one, when):
     one.sends = sends
 
 
+def make_one_off(row, of, when):
+    """Let a row be sent once: after its interval, or at a time."""
+    from django_celery_beat.models import ClockedSchedule
+
+    row.one_off = True
+    if of == "clocked":
+        at = datetime.fromtimestamp(when, timezone.utc)
+        row.interval, row.clocked = None, ClockedSchedule.objects.create(clocked_time=at)
+    row.save()
+
+
 def kill_as_it_sends(world, when):
     """Kill the leader at its next message; those that stand by wait for its lease."""
     leader = world.leader
@@ -119,18 +133,67 @@ def kill_as_it_sends(world, when):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_beat_killed_as_it_sends(kept, when):
     """Its tick goes out under one id, later ticks have others, and each is counted once."""
-    world = World({"often": EVERY}, kept=kept)
-    world.run(7)
+    world = World({"seldom": SELDOM}, kept=kept)
+    world.run(STEP)
     for _ in range(3):
         world.beats.append(world.start())
         kill_as_it_sends(world, when)
-        world.run(TIMEOUT + 3 * EVERY)
+        world.run(TIMEOUT + 3 * STEP)
     twice = [one for one in Counter(one.id for one in world.sent).values() if one > 1]
     assert twice == ([2] * 3 if when == "after" else [])
-    ticks = [one.tick for one in world.ticks("often")]
-    assert min(later - sooner for sooner, later in pairwise(ticks)) >= EVERY - STEP
+    ticks = [one.tick for one in world.ticks("seldom")]
+    gaps = [later - sooner for sooner, later in pairwise(ticks)]
+    assert gaps == pytest.approx([SELDOM] * 2, abs=2 * STEP + (when == "before") * TIMEOUT)
     if hasattr(kept, "row"):
-        assert kept.row("often").total_run_count == len(ticks)
+        assert kept.row("seldom").total_run_count == len(ticks)
+
+
+def test_a_tick_that_the_broker_did_not_take(kept):
+    """The leader sends it when the broker is back, whatever the schedule shows by then."""
+    world = World({"hourly": HOUR, "often": EVERY}, beats=1, kept=kept)
+    world.run(STEP)
+    world.advance(HOUR - STEP)
+    world.beats[0].watchdog.tick()
+    with broker_away(*world.beats):
+        world.run(5.5 * EVERY)
+    world.run(2 * EVERY)
+    assert Counter(one.entry for one in world.sent)["hourly"] == 1
+    often = world.ticks("often")
+    assert len(often) == sum(one.entry == "often" for one in world.sent)
+    assert min(later.tick - sooner.tick for sooner, later in pairwise(often)) >= EVERY - SLACK
+
+
+@pytest.mark.parametrize("of", ["interval", "clocked"])
+def test_a_one_off_entry_that_the_broker_did_not_take(table, of):
+    """It is disabled at once, and goes out all the same; not if it was deleted."""
+    world = World({"once": EVERY, "deleted": EVERY}, beats=1, kept=table)
+    for name in ("once", "deleted"):
+        make_one_off(table.row(name), of, world.now + EVERY)
+    world.run(STEP)
+    with broker_away(*world.beats):
+        world.run(2 * EVERY)
+        assert not table.row("once").enabled
+        table.row("deleted").delete()
+    world.run(2 * EVERY)
+    assert [one.entry for one in world.sent] == ["once"]
+    row = table.row("once")
+    assert (row.enabled, row.total_run_count) == (False, 0)
+
+
+def test_an_entry_of_redbeat_that_was_disabled_while_the_broker_was_away(redbeat):
+    """It is not sent any more."""
+    world = World({"hourly": HOUR}, beats=1, kept=redbeat)
+    world.run(STEP)
+    world.advance(HOUR - STEP)
+    world.beats[0].watchdog.tick()
+    with broker_away(*world.beats):
+        world.run(EVERY)
+    app, entries = world.beats[0].app, redbeat.scheduler.Entry
+    entry = entries.from_key(entries.generate_key(app, "hourly"), app=app)
+    entry.enabled = False
+    entry.save()
+    world.run(2 * EVERY)
+    assert not world.sent
 
 
 def test_an_outage_of_the_lock_server_repeats_nothing(kept):
@@ -156,15 +219,8 @@ def test_an_outage_of_the_lock_server_repeats_nothing(kept):
 @pytest.mark.parametrize("of", ["interval", "clocked"])
 def test_one_off_entries_of_a_table_go_out_once(table, when, of):
     """The leader that sent it was killed before that was in the table; then it is disabled."""
-    from django_celery_beat.models import ClockedSchedule
-
     world = World({"once": EVERY}, kept=table)
-    row = table.row("once")
-    row.one_off = True
-    if of == "clocked":
-        at = datetime.fromtimestamp(world.now + EVERY, timezone.utc)
-        row.interval, row.clocked = None, ClockedSchedule.objects.create(clocked_time=at)
-    row.save()
+    make_one_off(table.row("once"), of, world.now + EVERY)
     world.run(STEP)
     kill_as_it_sends(world, when)
     world.beats.append(world.start())

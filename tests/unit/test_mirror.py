@@ -12,7 +12,7 @@ PACKAGE = Path(celery_dislock.__file__).parent
 # Shown by the tests of what uses them.
 BY_OTHERS = {
     *("operating/checks/table", "operating/cli/group", "operating/locks", "operating/metrics"),
-    *("operating/web", "locks/observer", "servers/driver"),
+    *("operating/web", "locks/observer", "servers/driver", "beat/reasons"),
     *("servers/memory", "servers/outage", "servers/server"),
     *("testing", "testing/redis_server"),
 }

@@ -2,14 +2,18 @@
 
 The beat that has the lock of ``dislock_beat_key`` leads.  The watchdog renews its lease, whatever
 the schedule does meanwhile.  The others wait in line for the lock, so one of them takes over at
-once when the leader stops, and after ``dislock_beat_timeout`` at most when it is killed.
+once when the leader stops, and after ``dislock_beat_timeout`` at most when it is killed.  A place
+in line decides nothing else: when the lease has ended, whoever asks first leads, and the place of
+one that was killed as it stood by holds nobody up.
 
 When each entry was last sent is kept beside the lock.  The leader claims a tick there before it
 sends the message, in one script.  That refuses a beat whose lease has ended, a tick that another
 beat has claimed, and a beat whose clock is wrong.  After sending, the leader notes that the message
-has gone out.  If it is killed in between, nobody knows whether the message went out, and the next
-leader sends it again under the same task id.  The id of a tick is made from the entry and the time
-when that was sent before, so all messages of one tick have one id.
+has gone out.  If it is killed in between, nobody knows whether the message went out; if the broker
+does not take it, nobody has it.  Such a tick is sent under the same task id, by this leader as soon
+as the broker takes it or by the next one, but only as long as its entry is not due again: the later
+tick takes its place.  The id of a tick is made from the entry and the time when that was sent
+before, so all messages of one tick have one id.
 
 The watchdog renews the lease of a beat whose loop goes round, or sleeps.  If a send or the database
 of the schedule hangs, the renewals end after ``HANGS`` timeouts, and another beat leads.
@@ -24,23 +28,38 @@ import logging
 import math
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_OID, uuid5
 
 from celery.beat import ScheduleEntry, Scheduler
-from celery.utils.time import maybe_make_aware
+from kombu.exceptions import OperationalError
 
+from celery_dislock.beat.entries import copy_of, is_over, name_of, to_time, to_us
+from celery_dislock.beat.reasons import (
+    AWAY,
+    CLOCK,
+    DROPPED,
+    GONE_OUT,
+    HELD,
+    HUNG,
+    KEPT,
+    LOST,
+    NO_SCHEDULE,
+    PAUSE,
+    UNSENDABLE,
+    StandBy,
+)
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.urls import MEMORY, shown
 from celery_dislock.exceptions import LockKeyError, SettingsError, StoreError
 from celery_dislock.keys.templates import check_key
-from celery_dislock.locks.attempt import Attempt, Conflict
+from celery_dislock.locks.attempt import WAITED, Attempt, Conflict
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.scripts import TICK, TICKS
 from celery_dislock.scripts.names import beat_of
 from celery_dislock.servers.records import LEADER, in_words, text
+from celery_dislock.servers.requests import Terms
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -49,51 +68,14 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lock import Lock
     from celery_dislock.scripts import Script
 
-WAIT_MOST = 5.0  # seconds in line until beat's own loop goes round
+WAIT_MOST = 2.0  # seconds in line until beat's own loop goes round
+PLACE_MORE = 1.0  # seconds beyond that until its place in line counts as that of a dead beat
+PASSES = Terms(fair=False)  # those in line, once the lock is free: one of them may be dead
 HANGS = 4  # timeouts for which the loop may stand still, as in a send
-PAUSE = 1.0  # seconds until a beat that was refused asks again
 NOT_LEADING, DONE, WRONG_CLOCK, SENT_SINCE, PAUSED = range(5)  # as in _beat.lua
 HAS_GONE_OUT = "-"
 
-EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-MICROSECOND = timedelta(microseconds=1)
-
-# Why a beat stands by.
-HELD = "Beat stands by, lock %r: it is held by %s."
-AWAY = "Beat stands by, lock %r: it sends nothing until the lock server answers: %s"
-NO_SCHEDULE = "Beat stands by, lock %r: it cannot take over the schedule: %s: %s"
-LOST = "Beat stands by, lock %r: its lease has ended, and another beat may lead."
-CLOCK = (
-    "Beat stands by, lock %r: its clock differs by %.0f s from the lock server's, which is more "
-    "than dislock_beat_timeout. Set the clock right."
-)
-
-HUNG = (
-    "Beat hangs, lock %r: its loop has stood still for more than %g s, so its lease is renewed no "
-    "more, and another beat may lead. Look at its connections to the broker and to its schedule."
-)
-
 logger = logging.getLogger("celery_dislock")
-
-
-class StandBy(BaseException):
-    """
-    This beat must not send now.
-
-    ``except Exception`` does not catch it: schedulers put that around each entry, and go on.
-
-    Args:
-        why: What is logged, unless it was the last thing that was logged; empty: nothing.
-        about: Arguments of that.
-        level: Level of that.
-        pause: Seconds until the beat tries again.
-    """
-
-    def __init__(
-        self, why: str = "", *about: object, level: int = logging.WARNING, pause: float = PAUSE
-    ) -> None:
-        super().__init__(why)
-        self.why, self.about, self.level, self.pause = why, about, level, pause
 
 
 class BeatLock:
@@ -114,6 +96,10 @@ class BeatLock:
         super().__init__(app, *args, **kwargs)  # type: ignore[call-arg]
         self.lock_key = None  # turns RedBeat's own lock off
         self._claimed_us = self._began_us = 0
+        # Ticks that were claimed, and have not gone out as far as is known: when their entries were
+        # sent before, and when they were claimed.
+        self._unsent: dict[str, tuple[int, int]] = {}
+        self._followed = False  # whether another beat may have sent since this one knew all
         self._said = ""
         self._ticks = False
 
@@ -144,6 +130,9 @@ class BeatLock:
             if not self.leads or self._clock_was_set():
                 self._take_over()
             pause: float = super().tick(*args, **kwargs)  # type: ignore[misc]
+            if self._unsent and pause > 0:  # what is due goes first, and takes the place of older
+                self._send_again()
+                pause = min(pause, PAUSE) if self._unsent else pause
         except StandBy as exc:
             self._heap = None  # the entry that was not sent is not in it any more
             if exc.why and exc.why != self._said:
@@ -157,11 +146,8 @@ class BeatLock:
 
     def reserve(self, entry: Any) -> Any:
         """Claim a tick of the entry, before the scheduler takes note that it was sent."""
-        self._claimed_us = now_us = to_us(entry.default_now())
-        told = self._ask(TICK, now_us, name_of(entry), to_us(entry.last_run_at))
-        if told:
-            self._put(entry, int(told[0]))
-            raise StandBy(pause=0.0)
+        self._claim(entry)
+        self._unsent.pop(name_of(entry), None)  # this tick takes its place
         return super().reserve(entry)  # type: ignore[misc]
 
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +159,13 @@ class BeatLock:
             tick = f"{self._lock.names[0]} {before_us} {name_of(entry)}"
             options = {"task_id": str(uuid5(NAMESPACE_OID, tick)), **(entry.options or {})}
             entry = copy_of(entry, options=options)
-        sent = super().apply_async(entry, *args, **kwargs)  # type: ignore[misc]
+        name = name_of(entry)
+        try:
+            sent = super().apply_async(entry, *args, **kwargs)  # type: ignore[misc]
+        except Exception as exc:
+            self._not_sent(name, (before_us, self._claimed_us), exc)
+            raise
+        self._unsent.pop(name, None)
         with suppress(StandBy):  # a later claim says so
             self._ask(TICK, self._claimed_us, name_of(entry), HAS_GONE_OUT)
         return sent
@@ -199,10 +191,14 @@ class BeatLock:
         }
         name = process.owner_name(f"{process.host}:{process.pid}/")
         attempt = self._attempt = Attempt(name, holder, self)
+        lock, within = self._lock, min(self.max_interval, WAIT_MOST)
+        lock.terms = PASSES
         try:
-            answer = self._lock.acquire(attempt, timeout=min(self.max_interval, WAIT_MOST))
+            answer = lock.acquire(attempt, timeout=within, place=within + PLACE_MORE)
         except StoreError as exc:
             raise StandBy(AWAY, exc) from exc
+        finally:
+            self._followed = self._followed or attempt.how == WAITED
         if isinstance(answer, Conflict):
             raise StandBy(HELD, in_words(answer.holder), level=logging.INFO, pause=0.0)
         answer.on_end = self._says_if_it_hangs
@@ -238,13 +234,13 @@ class BeatLock:
 
     def _go_on(self) -> None:
         """Take over when each entry was last sent."""
-        entries = {name_of(entry): entry for entry in self.schedule.values()}
+        entries = self._entries()
         now_us = to_us(self.app.now())
         self._began_us = self._asked_us()
         mine = [part for name in entries for part in (name, to_us(entries[name].last_run_at))]
-        told = iter(self._ask(TICKS, now_us, *mine))
+        told = iter(self._ask(TICKS, now_us, int(self._followed), *mine))
         catches_up = runtime_of(self.app).settings.dislock_beat_catch_up
-        again = []
+        self._unsent.clear()
         for name, last, before in zip(told, told, told, strict=True):
             claimed = before != HAS_GONE_OUT.encode()
             entry = entries.get(text(name)) or (claimed and self._load(text(name)))
@@ -256,11 +252,51 @@ class BeatLock:
             if not catches_up and entry.is_due()[0]:
                 self._put(entry, now_us)
             elif catches_up and claimed:
-                again.append((copy_of(entry, last_run_at=to_time(int(before), entry)), int(last)))
+                self._unsent[text(name)] = int(before), last_us
+        self._followed = False
         self._heap = None
-        # Sending may save the schedule, and read it anew from a file: what is put must be in it.
-        for entry, self._claimed_us in again:
-            self.apply_entry(entry, producer=self.producer)
+
+    def _entries(self) -> dict[str, Any]:
+        return {name_of(entry): entry for entry in self.schedule.values()}
+
+    def _send_again(self) -> None:
+        """Send the ticks that were claimed and have not gone out, until the broker takes none."""
+        entries, producer = self._entries(), self.producer
+        for name, (before_us, claimed_us) in list(self._unsent.items()):
+            entry = entries.get(name) or self._load(name)
+            if not entry or is_over(entry, self.app):
+                logger.warning(DROPPED, self._lock.key, name)
+                del self._unsent[name]
+                continue
+            entry = copy_of(entry, last_run_at=to_time(before_us, entry))
+            self._claim(entry)  # another one may lead, too, or nobody may send now
+            self._claimed_us = claimed_us
+            try:
+                self.apply_async(entry, producer=producer, advance=False)
+            except Exception:
+                if name in self._unsent:  # the broker takes nothing yet
+                    return
+                logger.exception(UNSENDABLE, self._lock.key, name)
+            else:
+                logger.info(GONE_OUT, self._lock.key, name)
+
+    def _not_sent(self, name: str, tick: tuple[int, int], error: Exception) -> None:
+        """Keep a tick that the broker did not take; one that cannot be sent at all is lost."""
+        # A scheduler raises its own error while it handles that of the broker's client.
+        errors = (error, error.__context__)
+        if not any(isinstance(one, (OperationalError, OSError)) for one in errors):
+            self._unsent.pop(name, None)
+        elif self._unsent.get(name) != tick:
+            self._unsent[name] = tick
+            logger.warning(KEPT, self._lock.key, name, error)
+
+    def _claim(self, entry: Any) -> None:
+        name, self._claimed_us = name_of(entry), to_us(entry.default_now())
+        told = self._ask(TICK, self._claimed_us, name, to_us(entry.last_run_at))
+        if told:
+            self._unsent.pop(name, None)
+            self._put(entry, int(told[0]))
+            raise StandBy(pause=0.0)
 
     def _is_newer(self, known_us: int, last_us: int, *, claimed: bool) -> bool:
         """
@@ -275,7 +311,7 @@ class BeatLock:
         return last_us <= known_us < self._made_us
 
     def _load(self, name: str) -> Any:
-        """Return an entry that the schedule does not show, as RedBeat's does; None: not there."""
+        """Return an entry that the schedule does not show; None: it is not there any more."""
         with suppress(AttributeError, KeyError):
             return self.Entry.from_key(self.Entry.generate_key(self.app, name), app=self.app)
         return None
@@ -329,6 +365,7 @@ class TableLock(BeatLock):
     """
 
     if TYPE_CHECKING:
+        Model: Any
         _schedule: dict[str, Any]
 
     def __init__(self, app: Celery, *args: Any, **kwargs: Any) -> None:
@@ -350,8 +387,15 @@ class TableLock(BeatLock):
         self._initial_read = True
         super()._go_on()
 
+    def _load(self, name: str) -> Any:
+        """Return a one-off entry, which is disabled as soon as it was claimed."""
+        row = self.Model.objects.filter(name=name, one_off=True).first()
+        return row and self.Entry(row, app=self.app)
+
     def _put(self, entry: Any, last_us: int, runs: int = 0) -> None:
         super()._put(entry, last_us, runs)
+        if entry.name not in self._schedule:
+            return
         row = entry.model
         row.last_run_at, row.total_run_count = entry.last_run_at, entry.total_run_count
         self._dirty.add(entry.name)
@@ -391,33 +435,3 @@ def check_beat(app: Celery) -> None:
     if url == MEMORY or not runtime.process.store.lock_server.keeps_lines:
         remedy = "beats need one lock server, which all of them reach"
         raise SettingsError("app.conf", "dislock_url", url if url == MEMORY else shown(url), remedy)
-
-
-def name_of(entry: Any) -> str:
-    """Return an entry's name as text that can be sent: any key of a dict may be one."""
-    return str(entry.name).encode(errors="backslashreplace").decode()
-
-
-def to_us(when: datetime | None) -> int:
-    """Return a time of an entry in microseconds since 1970; 0 if it was never sent."""
-    return 0 if when is None else (maybe_make_aware(when) - EPOCH) // MICROSECOND
-
-
-def to_time(us: int, entry: Any) -> datetime:
-    """Return what :func:`to_us` was given, in the time zone in which an entry has its times."""
-    when, known = EPOCH + us * MICROSECOND, entry.last_run_at
-    if known is None:
-        return when
-    # Celery takes a time without a zone for UTC.
-    return when.astimezone(known.tzinfo) if known.tzinfo else when.replace(tzinfo=None)
-
-
-def copy_of(entry: Any, **changed: Any) -> Any:
-    """
-    Return a copy of an entry: one that is in the schedule is saved, with all that was changed.
-
-    The module ``copy`` would call its class as Celery's own is called, and without the app.
-    """
-    made = object.__new__(type(entry))
-    made.__dict__ = {**vars(entry), **changed}
-    return made

@@ -1,0 +1,82 @@
+"""Entries of schedules: their times, copies, and how late a tick may be."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+
+import pytest
+from celery import Celery
+from celery.beat import ScheduleEntry
+from celery.schedules import crontab, schedule
+
+from celery_dislock.beat.entries import copy_of, is_over, name_of, to_time, to_us
+
+NOW = datetime(2024, 5, 6, 0, 10, tzinfo=timezone.utc)
+
+
+@pytest.fixture
+def app():
+    app = Celery("entries", set_as_current=False)
+    app.now = lambda: NOW
+    return app
+
+
+@pytest.mark.parametrize("zone", [timezone.utc, timezone(timedelta(hours=2)), None])
+def test_a_time_goes_there_and_back(zone):
+    """In the zone in which the entry has its times, to the microsecond."""
+    when = datetime(2024, 5, 6, 7, 8, 9, 123457, tzinfo=zone)
+    assert to_time(to_us(when), SimpleNamespace(last_run_at=when)) == when
+
+
+def test_an_entry_that_was_never_sent():
+    """It has no time, and gets one of its server's."""
+    assert to_us(None) == 0
+    assert to_us(to_time(5, SimpleNamespace(last_run_at=None))) == 5
+
+
+def test_a_copy_leaves_the_entry_alone(app):
+    """It is of the same class, and has the app."""
+    entry = ScheduleEntry("daily", "task", schedule=schedule(5.0), app=app)
+    copy = copy_of(entry, options={"queue": "q"})
+    assert (type(copy), copy.app, copy.name, copy.options) == (
+        ScheduleEntry,
+        app,
+        "daily",
+        {"queue": "q"},
+    )
+    assert entry.options == {}
+
+
+@pytest.mark.parametrize("name", ["daily", 7, b"\xff", None, "\ud800"])
+def test_any_name_is_text(name):
+    """Text that can be sent."""
+    assert name_of(SimpleNamespace(name=name)).encode()
+
+
+@pytest.mark.parametrize(
+    ("deadline", "every", "over"),
+    [
+        (None, {}, False),
+        (600, {}, False),
+        (599, {}, True),
+        (599, {"minute": "*/5"}, False),
+        (0, {"minute": "*/5"}, False),
+        (0, {"minute": "*/7"}, True),
+    ],
+)
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo"])
+def test_how_late_a_tick_of_a_crontab_may_be(app, deadline, every, over, zone):
+    """Ten minutes after midnight; as beat_cron_starting_deadline says, to the second."""
+    app.conf.update(beat_cron_starting_deadline=deadline, timezone=zone, enable_utc=zone == "UTC")
+    hour = {} if every else {"hour": 9 if zone == "Asia/Tokyo" else 0, "minute": 0}
+    when = crontab(**hour, **every, app=app)
+    assert is_over(ScheduleEntry("daily", "task", schedule=when, app=app), app) is over
+
+
+def test_other_schedules_have_no_deadline(app):
+    """As in Celery.  An entry that is disabled is over whatever its schedule says."""
+    app.conf.beat_cron_starting_deadline = 1
+    entry = ScheduleEntry("daily", "task", schedule=schedule(86400.0), app=app)
+    assert not is_over(entry, app)
+    assert is_over(copy_of(entry, enabled=False), app)
