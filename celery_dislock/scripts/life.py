@@ -23,7 +23,7 @@ from celery_dislock.scripts.names import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from celery_dislock.scripts import Argument, Script
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 TTL_MS = 60_000  # of most keys, if nobody deletes them
 LATER = 1 << 53  # than any token
+TERMS = TTL_MS, "{}", "x", 1
 MESSAGE = '{"headers":{}}'
 BYTES_MOST = 1_000_000  # of a line
 
@@ -71,7 +72,6 @@ class Life:
         """Yield the calls of the scripts, in their order.  The first takes its key alone, too."""
         lock, home = [self._lock], self._home
         lines, store = self._lists
-        terms = TTL_MS, "{}", "x", 1
         yield scripts.MARK, [mark_of(self._lock, "t")], ("x", TTL_MS)
         yield scripts.COUNT, [self._index], (self._counts, TTL_MS, 9, 9, "field", 1)
         yield scripts.COUNTS, [self._index], ()
@@ -81,18 +81,18 @@ class Life:
         yield scripts.RELEASE, [self._sweep], ("a", 0)
         # A lease, and a beat that has another token.
         beat = [self._lock, beat_of(self._lock)]
-        yield scripts.ACQUIRE, lock, ("a", *terms, 0, 1)
+        yield scripts.ACQUIRE, lock, ("a", *TERMS, 0, 1)
         yield scripts.RENEW, lock, ("a", TTL_MS)
         yield scripts.RENEW_STALLED, lock, ("a", TTL_MS, 0, 0)
         yield scripts.TICKS, beat, ("a", 0, 0, TTL_MS, "entry", 0)
         yield scripts.TICK, beat, ("a", 0, 0, TTL_MS, "entry", 0)
         yield scripts.LOOK, lock, (0, 1)
         # A waiter that is handed the lock.
-        yield scripts.ACQUIRE, lock, ("b", *terms, TTL_MS, 1)
+        yield scripts.ACQUIRE, lock, ("b", *TERMS, TTL_MS, 1)
         yield scripts.RELEASE_DEAD, lock, ("a", 0, home)
         # Two tasks are parked, and leave the line.
-        yield _parking(scripts.PARK, lock, "t", *terms, home)
-        yield _parking(scripts.PARK, lock, "u", *terms, home)
+        yield self._parking(scripts.PARK, "t")
+        yield self._parking(scripts.PARK, "u")
         yield scripts.FREE, lock, ("b", LATER, home, 1)
         yield scripts.GIVE_BACK, lock, ("t:0:0",)
         yield scripts.SWEEP, lock, (home,)
@@ -109,16 +109,12 @@ class Life:
         yield scripts.RESERVE, unique, ("i", TTL_MS, 0, "nonce", 1)
         yield scripts.CONFIRM, unique, (*message, TTL_MS, 0)
         yield scripts.BEGIN, unique, (*begins, 0)
-        yield scripts.ACQUIRE_UNIQUE, lock, ("d", *terms, 0, 1, *begins)
-        yield _parking(scripts.PARK_UNIQUE, lock, "v", *terms, home, more=begins)
+        yield scripts.ACQUIRE_UNIQUE, lock, ("d", *TERMS, 0, 1, *begins)
+        yield self._parking(scripts.PARK_UNIQUE, "v", *begins)
         yield scripts.RELEASE_UNIQUE, lock, ("d", 0, home, "v:0:0", 0, *message, "end")
         yield scripts.UNRESERVE, unique, (*message, "end")
 
-
-def _parking(
-    script: Script, lock: list[str], task: str, *terms: Argument, more: Sequence[Argument] = ()
-) -> Step:
-    """Park a task; *terms* end with its home."""
-    ticket = f"{task}:0:0", f"{task}@", 0, MESSAGE
-    bounds = 0, BYTES_MOST, "skip", "", ""
-    return script, lock, (f"{task}@1", *terms, *ticket, *bounds, *more)
+    def _parking(self, script: Script, task: str, *begins: Argument) -> Step:
+        asked = f"{task}@1", *TERMS, self._home, f"{task}:0:0", f"{task}@", 0, MESSAGE
+        bounds = 0, BYTES_MOST, "skip", "", ""
+        return script, [self._lock], (*asked, *bounds, self._lists[0], 0, *begins)
