@@ -218,7 +218,10 @@ def _controls(controls: Sequence[Result]) -> str:
 
 def _simulations(simulations: Sequence[Result]) -> str:
     heads = ("seed", "steps", "histories", "seconds", "stopped", "broken")
-    rows = ([{"stopped": 0, **one}[name] for name in heads] for one in simulations)
+    rows = (
+        [{"stopped": 0, **one, "seed": str(one["seed"])}[name] for name in heads]
+        for one in simulations
+    )
     return table(["given up" if name == "stopped" else name for name in heads], rows)
 
 
