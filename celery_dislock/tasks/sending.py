@@ -48,7 +48,7 @@ from celery_dislock.messages.delivery import (
 )
 from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER, reservation_of
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.outage import Outage
+from celery_dislock.servers.connections import Outage
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.tasks.duplicates import First, duplicate_of
 

@@ -12,8 +12,8 @@ PACKAGE = Path(celery_dislock.__file__).parent
 # Shown by the tests of what uses them.
 BY_OTHERS = {
     *("operating/checks/table", "operating/cli/group", "operating/locks", "operating/metrics"),
-    *("operating/web", "locks/observer", "servers/driver"),
-    *("servers/memory", "servers/outage", "servers/server"),
+    *("operating/web", "locks/observer", "servers/connecting", "servers/requests"),
+    *("servers/memory", "servers/server"),
     *("testing", "testing/redis_server"),
 }
 
