@@ -20,7 +20,7 @@ ARGS   ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit check docs site screenshots bench proof faults test-all clean
+.PHONY: help demo test unit check docs site screenshots bench road proof faults test-all clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ screenshots: $(SITE)  ## take the pictures of the page of locks for the document
 
 bench: $(PAGES)  ## measure beside the peers, and write docs/benchmarks.md; ARGS="--url redis://..."
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+road: $(PAGES)  ## count what each journey passes, from a task to its socket; ARGS=-v names the modules
+	@$(BIN)/python -m benchmarks.road $(ARGS)
 
 proof: $(PAGES)  ## run workloads under faults, and judge their history; ARGS="--minutes 60 --seed 7", ARGS=--simulate
 	@$(BIN)/python -m proof $(ARGS)

@@ -33,8 +33,8 @@ from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.renewals import BATCH
 from celery_dislock.locks.watchdog import Watchdog
-from celery_dislock.scripts import RENEW
-from celery_dislock.servers.replies import Granted, milliseconds
+from celery_dislock.scripts import RENEW, milliseconds
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store
 from celery_dislock.testing.redis_server import RedisServer
 

@@ -29,7 +29,7 @@ from celery_dislock.locks.observer import Observer, nothing
 from celery_dislock.locks.running import is_pool_process
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.servers.bridge import current_call, in_thread, run_on_loop, wait_for
-from celery_dislock.servers.outage import Outage
+from celery_dislock.servers.connections import Outage
 from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:

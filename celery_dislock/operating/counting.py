@@ -39,8 +39,8 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.native import mutex
 from celery_dislock.locks.observer import FOREVER, nothing
 from celery_dislock.operating.metrics import BUCKETS, COUNTED, MICROSECONDS, PARTS, SUM
+from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import counts_of, index_of_counts
-from celery_dislock.servers.replies import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

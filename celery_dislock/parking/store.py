@@ -17,6 +17,7 @@ from kombu.utils.json import dumps
 from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
+from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.records import MODES, text
@@ -28,7 +29,6 @@ from celery_dislock.servers.replies import (
     Replaced,
     Swept,
     messages,
-    milliseconds,
     refused,
     turns,
 )

@@ -87,3 +87,8 @@ UNLISTED = 6  # of park.lua
 NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
 
 TAKE_UP_MS = int(NUMBER.findall(read_lua("_record"))[0])
+
+
+def milliseconds(seconds: float) -> int:
+    """Convert seconds to milliseconds, rounded up so that no lease ends early."""
+    return -int(-seconds * 1000 // 1)

@@ -25,8 +25,8 @@ from redis.exceptions import AskError, ClusterDownError, MovedError, TryAgainErr
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.servers.connections import AWAY, SOCKET_TIMEOUT, connection_maker
-from celery_dislock.servers.driver import BLOCKING
+from celery_dislock.servers.connecting import connection_maker
+from celery_dislock.servers.connections import AWAY, BLOCKING, SOCKET_TIMEOUT
 from celery_dislock.servers.node import RESEND_PAUSE, RESENDS, Node
 from celery_dislock.servers.pipeline import LEAST, ask_all
 from celery_dislock.servers.server import Member, Server
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Command
-    from celery_dislock.servers.driver import Driver
+    from celery_dislock.servers.connections import Command, Driver
     from celery_dislock.servers.pipeline import Call
 
     Address = tuple[str, int]

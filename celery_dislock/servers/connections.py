@@ -13,11 +13,12 @@ import contextlib
 import re
 import select
 import sys
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import hiredis
 import redis
-from kombu.utils.imports import symbol_by_name
-from redis.backoff import NoBackoff
 from redis.exceptions import (
     AskError,
     ClusterDownError,
@@ -28,17 +29,12 @@ from redis.exceptions import (
     ResponseError,
     TryAgainError,
 )
-from redis.retry import Retry
 
-from celery_dislock.config.urls import HIDDEN, redis_options, redis_url
-from celery_dislock.exceptions import DamagedLockError, ForbiddenError, SettingsError, StoreError
+from celery_dislock.exceptions import DamagedLockError, ForbiddenError, StoreError
 from celery_dislock.redaction import Ours, reason_of
-from celery_dislock.servers.driver import BLOCKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from celery_dislock.servers.driver import Driver
 
     Command = tuple[str | bytes | float, ...]
     # Given the seconds to find the server; None: the timeout in the options.
@@ -47,8 +43,6 @@ if TYPE_CHECKING:
     Confirm = Callable[[redis.Connection, float | None], None]
 
 SOCKET_TIMEOUT = 2.0  # seconds to wait for a reply, and to connect
-
-DOTTED = re.compile(r"\w+([.:]\w+)+")  # the name of an object in a module
 
 CLUSTER_ERRORS = {  # redis-py 5 raises them as plain ResponseError
     "ASK": AskError,
@@ -68,8 +62,80 @@ AROUND = re.compile(
 # Part of the error of a script that misses a key because the slot is being moved.
 ON_ANOTHER_NODE = "attempted to access a non local key"
 
+NUMBERS = (int, float)  # types of what is packed as text
+
 # Errors which mean that the server is away: redis-py's, and an OSError that redis-py passes on.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
+
+
+def packed(command: Command) -> bytes:
+    """
+    Return a command as it is sent, its numbers as text.
+
+    hiredis 3.5 can crash the process if a signal handler raises while hiredis packs an int.
+    """
+    parts: Any = [str(part) if isinstance(part, NUMBERS) else part for part in command]
+    sent: bytes = hiredis.pack_command(tuple(parts))
+    return sent
+
+
+def send(connection: redis.Connection, *command: str | bytes | float) -> None:
+    """Send a command on a connection, which connects first if it is not connected."""
+    connection.send_packed_command([packed(command)], check_health=False)
+
+
+class _Packer:
+    """Pack what redis-py sends by itself, as :func:`packed` does; it may have several words."""
+
+    def __init__(self, packer: Any) -> None:
+        self._pack = packer.pack
+
+    def pack(self, *command: Any) -> Any:
+        return self._pack(*[str(part) if isinstance(part, NUMBERS) else part for part in command])
+
+
+def blocking_connection(
+    kind: type[redis.Connection], arguments: Mapping[str, Any]
+) -> redis.Connection:
+    """Make one of redis-py's connections, which blocks."""
+    connection = kind(**arguments)
+    connection._command_packer = _Packer(connection._command_packer)  # noqa: SLF001
+    return connection
+
+
+class Mutex(Protocol):
+    """A mutex, as :mod:`threading` has them."""
+
+    def acquire(self, *, timeout: float = ...) -> bool:
+        """Take it; return False if it was not free within these seconds."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, kind: Any, exc: Any, trace: Any, /) -> Any: ...  # noqa: PYI036 -- its types differ
+
+
+class Driver(NamedTuple):
+    """
+    A way to wait.
+
+    Attributes:
+        pause: Called with the seconds to wait between two attempts.
+        connection: Makes a connection, which need not be connected yet, given a class of redis-py's
+            and its keyword arguments.  It has the methods of that class that are used here.
+        mutex: Makes a mutex; who has it may wait.
+    """
+
+    pause: Callable[[float], None] = time.sleep
+    connection: Callable[[type[redis.Connection], Mapping[str, Any]], redis.Connection] = (
+        blocking_connection
+    )
+    mutex: Callable[[], Mutex] = threading.RLock
+
+
+BLOCKING = Driver()
 
 
 class Answered(Ours):  # like NoScriptError: the connection can still be used
@@ -144,9 +210,9 @@ class Wire:
         """Send a command on this connection, after *before*; see :meth:`start`."""
         try:
             if before:
-                connection.send_packed_command(connection.pack_command(*before), check_health=False)
+                send(connection, *before)
                 connection.read_response()
-            connection.send_packed_command(connection.pack_command(*command), check_health=False)
+            connection.send_packed_command([packed(command)], check_health=False)
         except BaseException:
             close(connection)
             raise
@@ -174,32 +240,31 @@ class Wire:
         Returns:
             The reply, strings as bytes.
         """
+        is_clean = False  # a reply may still come
         try:
             reply = read(connection, within)
             if self._confirm:
                 self._confirm(connection, None)
             if then:
                 then(connection, reply)
+            is_clean = True
         except (NoScriptError, Answered):
-            self._keep(connection)
+            is_clean = True
             raise
         except BaseException as exc:
             breaks_off = isinstance(exc, Silence) or not isinstance(exc, (RedisError, OSError))
             # redis-py may have closed it.  To connect again would wait, and come in any order.
             if undo and breaks_off and connection._sock is not None:  # noqa: SLF001 -- no other way
                 with contextlib.suppress(RedisError, OSError):
-                    connection.send_packed_command(
-                        connection.pack_command(*undo()), check_health=False
-                    )
+                    send(connection, *undo())
             close(connection)
             raise
-        self._keep(connection)
+        finally:
+            if is_clean:
+                self._idle.append(connection)
+                if self._closed:
+                    self.close_idle()
         return reply
-
-    def _keep(self, connection: redis.Connection) -> None:
-        self._idle.append(connection)
-        if self._closed:
-            self.close_idle()
 
     def close(self) -> None:
         """Close the idle connections, and from now on each one after its use."""
@@ -211,83 +276,6 @@ class Wire:
         with contextlib.suppress(IndexError):  # other threads take from the stack, too
             while True:
                 self._idle.pop().disconnect()
-
-
-def connection_maker(
-    name: str, url: str, options: Mapping[str, Any], driver: Driver = BLOCKING
-) -> Callable[..., redis.Connection]:
-    """
-    Return a function that makes connections to this URL.
-
-    Keyword arguments of that function override those of the URL and the options.
-
-    Args:
-        name: The URL without its password, for messages.
-        url: redis://, rediss:// or unix://; Celery's redis+socket:// is accepted, too.
-        options: Keyword arguments of redis-py's Connection, in addition to those of the URL.
-            ``ssl`` turns redis:// into rediss://, as in Celery's ``broker_use_ssl``.
-            ``credential_provider`` may be a dotted name, as in kombu, and replaces user and
-            password.
-        driver: Makes the connections.
-
-    Raises:
-        SettingsError: redis-py does not accept the URL or an option.
-    """
-    settings: dict[str, Any] = {
-        "socket_timeout": SOCKET_TIMEOUT,
-        "socket_connect_timeout": SOCKET_TIMEOUT,
-        "retry": Retry(NoBackoff(), 0),
-        **redis_options(options),
-    }
-    if settings.pop("ssl", False) and url.startswith("redis://"):
-        url = f"rediss{url.removeprefix('redis')}"
-    url = redis_url(url)
-    if not url.startswith("unix://"):
-        settings.setdefault("socket_keepalive", True)
-    try:
-        pool = redis.ConnectionPool.from_url(url, **settings)
-        if "credential_provider" in pool.connection_kwargs:
-            _use_provider(pool.connection_kwargs)
-        driver.connection(pool.connection_class, pool.connection_kwargs)
-    except SettingsError:
-        raise
-    except TypeError as exc:  # not an option of the connection class that the URL selects
-        option, names = "dislock_transport_options", sorted(settings)
-        raise SettingsError("app.conf", option, names, unknown_option(exc)) from None
-    except (ValueError, RedisError):
-        # Raised without its cause, which may quote the password.
-        remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
-        raise SettingsError("app.conf", "dislock_url", name, remedy) from None
-    kind, arguments = pool.connection_class, pool.connection_kwargs
-
-    def make(**more: Any) -> redis.Connection:
-        return driver.connection(kind, {**arguments, **more})
-
-    return make
-
-
-def _use_provider(arguments: dict[str, Any]) -> None:
-    given = arguments["credential_provider"]
-    option, remedy = "dislock_transport_options", "give a redis.CredentialProvider, or its name"
-    # The repr of a provider object may show its password.
-    named = isinstance(given, str) and DOTTED.fullmatch(given)
-    shown = {"credential_provider": given if named else HIDDEN}
-    try:
-        provider = symbol_by_name(given)() if isinstance(given, str) else given
-    except (ImportError, AttributeError, TypeError, ValueError) as exc:
-        why = f"{remedy}: it could not be made ({type(exc).__name__})"
-        raise SettingsError("app.conf", option, shown, why) from None
-    if not isinstance(provider, redis.CredentialProvider):
-        raise SettingsError("app.conf", option, shown, remedy)
-    for name in ("username", "password"):
-        arguments.pop(name, None)
-    arguments["credential_provider"] = provider
-
-
-def unknown_option(exc: Exception) -> str:
-    """Return which connection option is unknown, without the rest of the error's text."""
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(exc))
-    return f"redis-py has no option {found[1]!r} here" if found else "one of them has a wrong type"
 
 
 def connect_within(connect: Connect, within: float | None) -> redis.Connection:
@@ -357,6 +345,32 @@ def demoted(exc: BaseException) -> bool:
 def is_answer(error: StoreError) -> bool:
     """Tell whether the error is the server's reply.  If not, the server counts as away."""
     return isinstance(error.raw, ResponseError)
+
+
+class Outage:
+    """The outage of a server, if there is one: notices when it begins and ends, to log it once."""
+
+    def __init__(self) -> None:
+        self._lasts = False
+        self._refuses = False  # while it lasts: the server answers, with an error
+
+    def begins(self, error: Exception | None = None) -> bool:
+        """Take note of a failure, and of its error; return whether it is the first in a row."""
+        self._refuses = isinstance(error, StoreError) and is_answer(error)
+        first, self._lasts = not self._lasts, True
+        return first
+
+    def ends(self, *, took: bool = True) -> bool:
+        """
+        Take note of an answer; return whether that ends an outage.
+
+        Args:
+            took: Whether something free was taken.  If not, a server that refused it may still do
+                so: one without memory answers what it reads, and goes on with what it has.
+        """
+        ends = self._lasts and (took or not self._refuses)
+        self._lasts = self._lasts and not ends
+        return ends
 
 
 def close(connection: redis.Connection | None) -> None:

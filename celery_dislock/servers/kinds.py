@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.urls import CLUSTER, MEMORY, SENTINEL
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.servers.driver import BLOCKING
+from celery_dislock.servers.connections import BLOCKING
 from celery_dislock.servers.node import single
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from celery_dislock.servers.driver import Driver
+    from celery_dislock.servers.connections import Driver
     from celery_dislock.servers.server import Server
 
 

@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.bridge import current_call, sleep, wait_for
-from celery_dislock.servers.driver import Driver, as_text
+from celery_dislock.servers.connections import Driver
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -115,10 +115,6 @@ class LoopConnection(asyncio.Protocol):
             self._redis._writer.transport.abort()  # noqa: SLF001 -- TLS would wait for an answer
         self.disconnect()
 
-    def pack_command(self, *command: Any) -> list[bytes]:
-        """Pack a command."""
-        return [hiredis.pack_command(as_text(command))]
-
     def send_packed_command(self, command: Sequence[bytes], *, check_health: bool = False) -> None:  # noqa: ARG002
         """Send what is packed; waits only to connect, if that was not done."""
         _require_coroutine()
@@ -127,10 +123,6 @@ class LoopConnection(asyncio.Protocol):
         if self._lost is not None:
             raise self._lost
         self._transport.write(b"".join(command))
-
-    def send_command(self, *command: Any, check_health: bool = False) -> None:
-        """Pack and send a command; see :meth:`send_packed_command`."""
-        self.send_packed_command(self.pack_command(*command), check_health=check_health)
 
     def can_read(self, timeout: float) -> bool:
         """Wait for a reply, for so many seconds; return whether it, or an end, has come."""

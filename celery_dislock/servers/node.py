@@ -22,17 +22,18 @@ from celery_dislock import scripts
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.scripts.names import KINDS
+from celery_dislock.servers.connecting import connection_maker
 from celery_dislock.servers.connections import (
     AWAY,
+    BLOCKING,
     Answered,
     Wire,
     close,
     connect_within,
-    connection_maker,
     locks_of,
+    send,
     store_error,
 )
-from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.pipeline import Batch
 from celery_dislock.servers.server import Member, Server
 
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Command, Connect
-    from celery_dislock.servers.driver import Driver
+    from celery_dislock.servers.connections import Command, Connect, Driver
     from celery_dislock.servers.pipeline import Call
 
 # Scripts whose work replicas may have to confirm.
@@ -121,11 +121,10 @@ class Node(Server):
         undo: Callable[[], Command] | None = None
         if script is scripts.ACQUIRE:
             undo = partial(scripts.RELEASE.by_text, keys, arguments[0], 0)
+        command = script.by_digest(keys, *arguments)
+        text = partial(script.by_text, keys, *arguments)
         try:
-            try:
-                return self._exchange(script.by_digest(keys, *arguments), before, then, undo)
-            except NoScriptError:
-                return self._exchange(script.by_text(keys, *arguments), before, then, undo)
+            return self._exchange(command, text, before=before, then=then, undo=undo)
         except DamagedLockError as exc:
             exc.reason = self._wrong_kind(keys) or exc.reason
             exc.args = (exc.server, exc.reason, exc.lock)
@@ -136,10 +135,7 @@ class Node(Server):
 
     def send(self, *command: str | bytes | int) -> Any:
         """Send a command; see :meth:`Server.send`."""
-        try:
-            return self._exchange(command)[0]
-        except NoScriptError as exc:
-            raise self._error(exc) from None
+        return self._exchange(command)[0]
 
     def watchers(self) -> list[tuple[str, str]]:
         """Return the Sentinels, and what is wrong with each; see :meth:`Sentinels.roll_call`."""
@@ -152,19 +148,27 @@ class Node(Server):
     def _exchange(
         self,
         command: Command,
+        text: Callable[[], Command] | None = None,
+        *,
         before: tuple[bytes, ...] | None = None,
         then: Callable[[redis.Connection, Any], None] | None = None,
         undo: Callable[[], Command] | None = None,
     ) -> tuple[Any, bool]:
+        """Send a command, and again if its reply is lost; *text*: if its script is not known."""
         sent = self._resends == 0  # then the caller resends, and may have sent it before
-        for attempt in range(1 + self._resends):
+        attempt = 0
+        while True:
             connection = None
             try:
                 connection = self._wire.connected()
                 resent, sent = sent and attempt > 0, True
-                sending = self._wire.send(connection, command, before)
-                return self._wire.finish(sending, then, undo=undo), resent
-            except (NoScriptError, _TooFewReplicas):
+                self._wire.send(connection, command, before)
+                return self._wire.finish(connection, then, undo=undo), resent
+            except NoScriptError as exc:
+                if text is None:
+                    raise self._error(exc) from None
+                command, text = text(), None
+            except _TooFewReplicas:
                 raise
             except AWAY as exc:
                 self._wire.close_idle()  # they are older than the failure, too
@@ -174,9 +178,9 @@ class Node(Server):
                     error = self._error(exc)
                     raise (error if sent else _unreachable(error)) from None
                 self._pause(attempt * RESEND_PAUSE)
+                attempt += 1
             except RedisError as exc:
                 raise store_error(self.name, exc, locks_of(command)) from None
-        raise AssertionError("unreachable")  # pragma: no cover
 
     def _wrong_kind(self, locks: Sequence[str]) -> str:
         """Describe the key that has a wrong type; empty if none has, or no reply arrives."""
@@ -196,8 +200,7 @@ class Node(Server):
         if reply[0] not in {scripts.GRANTED, scripts.PARKED}:
             return
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
-        wait = connection.pack_command(b"WAIT", self.min_replicas, int(patience * 1000))
-        connection.send_packed_command(wait, check_health=False)
+        send(connection, b"WAIT", self.min_replicas, int(patience * 1000))
         have = connection.read_response()
         if have < self.min_replicas:
             raise _TooFewReplicas(
@@ -258,7 +261,7 @@ class Node(Server):
         connection: redis.Connection | None = None
         try:
             connection = connect_within(self._connect, within)
-            connection.send_packed_command(connection.pack_command(*command), check_health=False)
+            send(connection, *command)
             return connection.read_response(disable_decoding=True)
         except (RedisError, OSError) as exc:
             raise self._error(exc) from None

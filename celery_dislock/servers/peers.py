@@ -23,14 +23,8 @@ from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.connections import (
-    Silence,
-    Wire,
-    connection_maker,
-    locks_of,
-    store_error,
-)
-from celery_dislock.servers.driver import BLOCKING
+from celery_dislock.servers.connecting import connection_maker
+from celery_dislock.servers.connections import BLOCKING, Silence, Wire, locks_of, store_error
 from celery_dislock.servers.pipeline import LEAST, Batch, ask_all, ask_each
 from celery_dislock.servers.server import Member
 
@@ -38,8 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Command
-    from celery_dislock.servers.driver import Driver
+    from celery_dislock.servers.connections import Command, Driver
     from celery_dislock.servers.pipeline import Call
 
     # Returns whether these replies of a majority decide, whatever the other servers say.
@@ -66,7 +59,7 @@ class Peer:
     One of the servers.
 
     Args:
-        url: See :func:`celery_dislock.servers.connections.connection_maker`.
+        url: See :func:`celery_dislock.servers.connecting.connection_maker`.
         options: Options of its connections; see there.
         clock: Monotonic clock in seconds.
         driver: Makes its connections.

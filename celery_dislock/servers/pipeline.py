@@ -15,7 +15,14 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from celery_dislock.clock import monotonic
 from celery_dislock.exceptions import StoreError
 from celery_dislock.redaction import Ours
-from celery_dislock.servers.connections import AWAY, close, connect_within, read, store_error
+from celery_dislock.servers.connections import (
+    AWAY,
+    close,
+    connect_within,
+    packed,
+    read,
+    store_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -225,8 +232,7 @@ def _send_all(
 
 
 def _send_packed(connection: redis.Connection, commands: Sequence[Command]) -> None:
-    packed = [b"".join(connection.pack_command(*command)) for command in commands]
-    connection.send_packed_command([b"".join(packed)], check_health=False)
+    connection.send_packed_command([b"".join(map(packed, commands))], check_health=False)
 
 
 def _read_all(connection: redis.Connection, calls: Sequence[Call], within: float) -> list[Any]:

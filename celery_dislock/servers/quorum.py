@@ -21,8 +21,7 @@ from celery_dislock import scripts
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.servers.connections import is_answer
-from celery_dislock.servers.driver import BLOCKING
+from celery_dislock.servers.connections import BLOCKING, is_answer
 from celery_dislock.servers.peers import NoReplyError, Peer, Peers, by_majority
 from celery_dislock.servers.server import Server
 from celery_dislock.servers.view import LIMIT_RECORD
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.driver import Driver
+    from celery_dislock.servers.connections import Driver
     from celery_dislock.servers.peers import Decides
     from celery_dislock.servers.pipeline import Call
     from celery_dislock.servers.server import Member

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.scripts import GRANTED, REPLACED_BY, TAKE_UP_MS
+from celery_dislock.scripts import REPLACED_BY, TAKE_UP_MS
 from celery_dislock.servers.records import holder_of, renewed_ago, text
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ def refused(
     return Refused(text(owner).removeprefix("~"), remaining, who, nth, place, held_for, renewed)
 
 
-def acquired(reply: Sequence[Any], before: int = 0) -> list[int] | Refused:
+def refusal(reply: Sequence[Any], before: int = 0) -> Refused:
     """
-    Parse a reply of acquire.lua: the fencing tokens, or the lease that is in the way.
+    Parse a reply of acquire.lua that grants nothing: the lease that is in the way.
 
     Args:
         reply: The reply.
@@ -152,8 +152,6 @@ def acquired(reply: Sequence[Any], before: int = 0) -> list[int] | Refused:
         Replaced: The task must not run.
     """
     state, *answer = reply
-    if state == GRANTED:
-        return [int(token) for token in answer]
     if state == REPLACED_BY:
         raise Replaced(text(answer[-1]))
     nth, *lease = answer
@@ -171,11 +169,6 @@ def turns(reply: Sequence[bytes]) -> list[Turn]:
 def messages(reply: Sequence[bytes]) -> dict[str, bytes]:
     """Parse tickets and their messages."""
     return {text(ticket): message for ticket, message in zip(*[iter(reply)] * 2, strict=True)}
-
-
-def milliseconds(seconds: float) -> int:
-    """Convert seconds to milliseconds, rounded up so that no lease ends early."""
-    return -int(-seconds * 1000 // 1)
 
 
 def renewed(replies: Sequence[Any]) -> bool | StoreError:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from celery_dislock.scripts import RELEASE, RELEASE_UNIQUE
-from celery_dislock.servers.records import MODES
-from celery_dislock.servers.replies import milliseconds
+from celery_dislock.scripts import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from celery_dislock.scripts import Script
     from celery_dislock.servers.reservations import Reservation
 
     Argument = str | int
@@ -35,11 +32,6 @@ class Terms(NamedTuple):
     mode: str = "exclusive"
     limit: int | Sequence[int] = 1
     fair: bool = True
-
-    def written(self, first: int, end: int) -> tuple[Argument, Argument]:
-        """Return the mode and the limits of the locks from *first* to *end* for a script."""
-        limit, mode = self.limit, MODES[self.mode]
-        return mode, limit if isinstance(limit, int) else ",".join(map(str, limit[first:end]))
 
 
 ALONE = Terms()
@@ -67,13 +59,6 @@ class Ending(NamedTuple):
     ticket: str = ""
     settles: float = 0.0
     reservation: Reservation | None = None
-
-    def call(self, home: str) -> tuple[Script, tuple[Argument, ...]]:
-        """Return the script, and its arguments after the owner; *home* as for the store."""
-        times = milliseconds(self.at_least), home, self.ticket, milliseconds(self.settles)
-        if self.reservation is None:
-            return RELEASE, times
-        return RELEASE_UNIQUE, (*times, *self.reservation.ends)
 
 
 RELEASED = Ending()

@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock.keys.names import reserved_name
-from celery_dislock.scripts import BEGIN, CONFIRM, LOOK, RESERVE, UNRESERVE
+from celery_dislock.scripts import BEGIN, CONFIRM, LOOK, RESERVE, UNRESERVE, milliseconds
 from celery_dislock.scripts.names import unique_of
 from celery_dislock.servers.records import text
-from celery_dislock.servers.replies import Replaced, milliseconds
+from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.view import state_of
 
 if TYPE_CHECKING:

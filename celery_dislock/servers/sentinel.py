@@ -26,22 +26,22 @@ from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group, redis_options
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.redaction import Ours, reason_of
+from celery_dislock.servers.connecting import connection_maker, unknown_option
 from celery_dislock.servers.connections import (
+    BLOCKING,
     SOCKET_TIMEOUT,
+    Outage,
     close,
     connect_within,
-    connection_maker,
     read,
-    unknown_option,
+    send,
 )
-from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.node import Node
-from celery_dislock.servers.outage import Outage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from celery_dislock.servers.driver import Driver
+    from celery_dislock.servers.connections import Driver
 
     Address = tuple[str, int]
 
@@ -109,7 +109,7 @@ class Sentinel:
     ) -> Said | None:
         try:
             for command in ("MASTER", "GET-MASTER-ADDR-BY-NAME"):
-                connection.send_command("SENTINEL", command, master, check_health=False)
+                send(connection, "SENTINEL", command, master)
             state, named = read(connection, within), read(connection, within)
         except BaseException:
             close(connection)

@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import StoreError
+from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import mark_of, wake_list
-from celery_dislock.servers.connections import is_answer
-from celery_dislock.servers.driver import BLOCKING
+from celery_dislock.servers.connections import BLOCKING, is_answer
 from celery_dislock.servers.kinds import server_for
-from celery_dislock.servers.records import text
+from celery_dislock.servers.records import MODES, text
 from celery_dislock.servers.replies import (
     FirstInLine,
     Granted,
     Handed,
     Refused,
-    acquired,
     looked,
-    milliseconds,
+    refusal,
     renewed,
     turns,
 )
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.driver import Driver
+    from celery_dislock.servers.connections import Driver
     from celery_dislock.servers.replies import Looked, Turn
     from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms
     from celery_dislock.servers.reservations import Reservation
@@ -126,25 +125,23 @@ class Store:
             if reservation is None
             else (scripts.ACQUIRE_UNIQUE, reservation.begins)
         )
+        who = owner, milliseconds(ttl), holder, MODES[terms.mode]
+        how = milliseconds(place), int(terms.fair), *more
         tokens: list[int] = []
         try:
-            for together in self.lock_server.together(locks):
+            for group in [locks] if len(locks) == 1 else self.lock_server.together(locks):
                 before = len(tokens)
-                answer = acquired(
-                    self.lock_server.run(
-                        script,
-                        together,
-                        *(owner, milliseconds(ttl), holder),
-                        *terms.written(before, before + len(together)),
-                        *(milliseconds(place), int(terms.fair), *more),
-                    ),
-                    before,
-                )
-                if isinstance(answer, Refused):
+                limit: int | str
+                if isinstance(terms.limit, int):
+                    limit = terms.limit
+                else:
+                    limit = ",".join(map(str, terms.limit[before : before + len(group)]))
+                reply, _ = self.lock_server.exchange(script, group, *who, limit, *how)
+                if reply[0] != scripts.GRANTED:
                     if not place:
                         self._give_back(locks[:before], owner)
-                    return answer
-                tokens += answer
+                    return refusal(reply, before)
+                tokens += map(int, reply[1:])
         except StoreError:
             self._give_back(locks[: len(tokens)], owner)
             raise
@@ -217,7 +214,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        script, terms = ending.call(self.home)
+        script, terms = _sent(ending, self.home)
         return self._end(script, locks, owner, *terms) == len(locks)
 
     def release_dead(
@@ -244,16 +241,16 @@ class Store:
     def _end(self, script: Script, locks: Sequence[str], owner: str, *terms: str | int) -> int:
         ended, error = 0, None
         given: list[Turn] = []
-        for together in self.lock_server.together(locks):
+        for group in [locks] if len(locks) == 1 else self.lock_server.together(locks):
             try:
-                reply, resent = self.lock_server.exchange(script, together, owner, *terms)
+                reply, resent = self.lock_server.exchange(script, group, owner, *terms)
             except StoreError as exc:  # of one node; go on with the others
                 error = exc
                 continue
             if isinstance(reply, list):
                 reply, told = reply
                 given += turns(told)
-            ended += len(together) if resent and script is not scripts.RELEASE_DEAD else reply
+            ended += len(group) if resent and script is not scripts.RELEASE_DEAD else reply
         if given and self._hand_over is not None:
             self._hand_over(given)
         if error is not None:
@@ -351,7 +348,7 @@ class Store:
         errors: list[StoreError | None] = [None] * len(releases)
         sent: dict[Script, list[tuple[int, tuple[str | int, ...]]]] = {}
         for number, (locks, owner, ending) in enumerate(releases):
-            script, terms = ending.call(nobody)
+            script, terms = _sent(ending, nobody)
             sent.setdefault(script, []).extend((number, (lock, owner, *terms)) for lock in locks)
         for script, numbered in sent.items():
             calls = [call for _, call in numbered]
@@ -423,3 +420,11 @@ class Store:
     def close(self) -> None:
         """Close the connections that are not in use."""
         self.lock_server.close()
+
+
+def _sent(ending: Ending, home: str) -> tuple[Script, tuple[str | int, ...]]:
+    """Return the script that ends leases in this way, and its arguments after the owner."""
+    times = milliseconds(ending.at_least), home, ending.ticket, milliseconds(ending.settles)
+    if ending.reservation is None:
+        return scripts.RELEASE, times
+    return scripts.RELEASE_UNIQUE, (*times, *ending.reservation.ends)

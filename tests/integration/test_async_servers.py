@@ -14,6 +14,7 @@ import redis.asyncio
 
 from celery_dislock import Dislock, LockHeldError, SettingsError, StoreError
 from celery_dislock.servers.bridge import run_on_loop
+from celery_dislock.servers.connections import send
 from celery_dislock.servers.loop_connection import LoopConnection
 from tests.holding import wait_for
 from tests.integration.servers import (
@@ -173,10 +174,10 @@ def test_what_a_server_pushes_is_no_reply(redis_url, redis_client):
         await run_on_loop(connection.connect)
 
         def ask():
-            connection.send_command("CLIENT", "TRACKING", "ON", "BCAST")
+            send(connection, "CLIENT", "TRACKING", "ON", "BCAST")
             assert connection.read_response() == b"OK"
             redis_client.set("x", "1")  # which the server tells before it answers
-            connection.send_command("PING")
+            send(connection, "PING")
             assert connection.read_response() == b"PONG"
             connection.disconnect()
 

@@ -19,7 +19,7 @@ from celery_dislock.exceptions import StoreError, UnreachableError
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import cluster as cluster_module
-from celery_dislock.servers.driver import Driver
+from celery_dislock.servers.connections import Driver
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.requests import Ending

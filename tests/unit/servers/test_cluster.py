@@ -10,7 +10,7 @@ from redis.exceptions import AskError, MovedError
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import ACQUIRE, RENEW
 from celery_dislock.servers.cluster import REDIRECTS
-from celery_dislock.servers.driver import Driver
+from celery_dislock.servers.connections import Driver
 from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.node import RESENDS
 

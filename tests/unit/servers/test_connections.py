@@ -6,7 +6,8 @@ import pytest
 import redis
 
 from celery_dislock.exceptions import DamagedLockError, ForbiddenError, StoreError
-from celery_dislock.servers.connections import connection_maker, demoted, locks_of, store_error
+from celery_dislock.servers.connecting import connection_maker
+from celery_dislock.servers.connections import demoted, locks_of, store_error
 
 LOCK = "dislock:{k}"
 EVALSHA = (b"EVALSHA", "f" * 40, 2, LOCK, "dislock:{l}", "owner", 7)

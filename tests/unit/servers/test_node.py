@@ -25,9 +25,6 @@ class Connection:
         if self._connecting:
             raise self._connecting
 
-    def pack_command(self, *command):
-        return [b" ".join(command)]
-
     def send_packed_command(self, packed, *, check_health):
         pass
 

@@ -10,7 +10,6 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import RENEW
 from celery_dislock.servers.pipeline import Batch, ask_all, ask_each
 
-END = b"\0"  # of a command, where the real one counts bytes
 CALLS = [("dislock:{a}", "a/1", 9000), ("dislock:{b}", "b/1", 9000)]
 
 
@@ -18,17 +17,13 @@ class Connection:
     """Answers with what it is given, one by one; an exception is raised."""
 
     def __init__(self, *replies, silent=False):
-        self.sent = []
         self.closed = False
         self._replies = list(replies)
         self._silent = silent
 
-    def pack_command(self, *command):
-        return [b" ".join(p if isinstance(p, bytes) else str(p).encode() for p in command) + END]
-
     def send_packed_command(self, packed, *, check_health):
+        assert packed
         assert not check_health
-        self.sent += [tuple(one.split(b" ", 2)[:2]) for one in b"".join(packed).split(END) if one]
 
     def can_read(self, *, timeout):
         assert timeout >= 0

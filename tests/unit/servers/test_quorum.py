@@ -7,7 +7,7 @@ import pytest
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.scripts import ACQUIRE, LOOK, MARK, RELEASE, RELEASE_DEAD, RENEW, TAKE_OVER
 from celery_dislock.scripts import FREE as FREE_SCRIPT
-from celery_dislock.servers.driver import Driver
+from celery_dislock.servers.connections import Driver
 from celery_dislock.servers.peers import NoReplyError, by_majority
 from celery_dislock.servers.quorum import FORGET_AFTER, PAUSE, Names, Quorum, drift
 from celery_dislock.servers.replies import Granted, Refused

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from celery_dislock.servers import sentinel
-from celery_dislock.servers.driver import Driver
+from celery_dislock.servers.connections import Driver
 from celery_dislock.servers.sentinel import CONFIRMED_FOR, LEFT_ALONE, Said, Sentinels, choose, said
 from tests.unit.fakes import FakeClock
 

@@ -1,0 +1,100 @@
+"""Make the connections of a URL: what its options mean, and what is wrong with them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import redis
+from kombu.utils.imports import symbol_by_name
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from celery_dislock.config.urls import HIDDEN, redis_options, redis_url
+from celery_dislock.exceptions import SettingsError
+from celery_dislock.servers.connections import BLOCKING, SOCKET_TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from celery_dislock.servers.connections import Driver
+
+DOTTED = re.compile(r"\w+([.:]\w+)+")  # the name of an object in a module
+
+
+def connection_maker(
+    name: str, url: str, options: Mapping[str, Any], driver: Driver = BLOCKING
+) -> Callable[..., redis.Connection]:
+    """
+    Return a function that makes connections to this URL.
+
+    Keyword arguments of that function override those of the URL and the options.
+
+    Args:
+        name: The URL without its password, for messages.
+        url: redis://, rediss:// or unix://; Celery's redis+socket:// is accepted, too.
+        options: Keyword arguments of redis-py's Connection, in addition to those of the URL.
+            ``ssl`` turns redis:// into rediss://, as in Celery's ``broker_use_ssl``.
+            ``credential_provider`` may be a dotted name, as in kombu, and replaces user and
+            password.
+        driver: Makes the connections.
+
+    Raises:
+        SettingsError: redis-py does not accept the URL or an option.
+    """
+    settings: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT,
+        "socket_connect_timeout": SOCKET_TIMEOUT,
+        "retry": Retry(NoBackoff(), 0),
+        **redis_options(options),
+    }
+    if settings.pop("ssl", False) and url.startswith("redis://"):
+        url = f"rediss{url.removeprefix('redis')}"
+    url = redis_url(url)
+    if not url.startswith("unix://"):
+        settings.setdefault("socket_keepalive", True)
+    try:
+        pool = redis.ConnectionPool.from_url(url, **settings)
+        if "credential_provider" in pool.connection_kwargs:
+            _use_provider(pool.connection_kwargs)
+        driver.connection(pool.connection_class, pool.connection_kwargs)
+    except SettingsError:
+        raise
+    except TypeError as exc:  # not an option of the connection class that the URL selects
+        option, names = "dislock_transport_options", sorted(settings)
+        raise SettingsError("app.conf", option, names, unknown_option(exc)) from None
+    except (ValueError, RedisError):
+        # Raised without its cause, which may quote the password.
+        remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
+        raise SettingsError("app.conf", "dislock_url", name, remedy) from None
+    kind, arguments = pool.connection_class, pool.connection_kwargs
+
+    def make(**more: Any) -> redis.Connection:
+        return driver.connection(kind, {**arguments, **more})
+
+    return make
+
+
+def _use_provider(arguments: dict[str, Any]) -> None:
+    given = arguments["credential_provider"]
+    option, remedy = "dislock_transport_options", "give a redis.CredentialProvider, or its name"
+    # The repr of a provider object may show its password.
+    named = isinstance(given, str) and DOTTED.fullmatch(given)
+    shown = {"credential_provider": given if named else HIDDEN}
+    try:
+        provider = symbol_by_name(given)() if isinstance(given, str) else given
+    except (ImportError, AttributeError, TypeError, ValueError) as exc:
+        why = f"{remedy}: it could not be made ({type(exc).__name__})"
+        raise SettingsError("app.conf", option, shown, why) from None
+    if not isinstance(provider, redis.CredentialProvider):
+        raise SettingsError("app.conf", option, shown, remedy)
+    for name in ("username", "password"):
+        arguments.pop(name, None)
+    arguments["credential_provider"] = provider
+
+
+def unknown_option(exc: Exception) -> str:
+    """Return which connection option is unknown, without the rest of the error's text."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(exc))
+    return f"redis-py has no option {found[1]!r} here" if found else "one of them has a wrong type"
