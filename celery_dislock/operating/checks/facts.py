@@ -123,7 +123,7 @@ class Locks:
 
     Attributes:
         locks, leases, waiting: How many there are.
-        of_tasks: How many locks are held by tasks, or waited for by tasks.
+        of_tasks: Whether tasks hold a lock, or wait for one.
         suspects: The locks that something may be wrong with; the longest lines with their places.
         unread: Why a lock could not be read.
         away: Why the locks of one server of several could not be read.
@@ -132,7 +132,7 @@ class Locks:
     locks: int = 0
     leases: int = 0
     waiting: int = 0
-    of_tasks: int = 0
+    of_tasks: bool = False
     suspects: list[LockState] = field(default_factory=list)
     unread: list[StoreError] = field(default_factory=list)
     away: list[StoreError] = field(default_factory=list)
@@ -220,8 +220,7 @@ class Facts:
             seen.locks += 1
             seen.leases += len(lock.holders)
             seen.waiting += lock.waiting
-            there: list[Holder | Waiter] = [*lock.holders, *lock.line, *lock.turns]
-            seen.of_tasks += any(one.task for one in there)
+            seen.of_tasks = seen.of_tasks or _is_of_task(lock)
             if row.troubles or lock.waiting or lock.limit is not None:
                 seen.suspects.append(lock)
         seen.suspects.sort(key=lambda lock: -lock.waiting)
@@ -230,3 +229,8 @@ class Facts:
                 if lock.waiting:
                     seen.suspects[at] = overview.lock(lock.name, most=PLACES_MOST)
         self.locks = seen
+
+
+def _is_of_task(lock: LockState) -> bool:
+    there: list[Holder | Waiter] = [*lock.holders, *lock.line, *lock.turns]
+    return any(one.task for one in there)

@@ -100,7 +100,7 @@ def test_workers_that_do_not_answer_as_they_should(fleet, text):
 @pytest.mark.parametrize(
     ("seen", "tasks", "level"),
     [
-        (Locks(of_tasks=1), {}, "serious"),
+        (Locks(of_tasks=True), {}, "serious"),
         (Locks(leases=1), {"export": {}}, "serious"),
         (Locks(waiting=1), {"export": {}}, "serious"),
         (Locks(leases=1, waiting=1), {}, "warning"),  # plain Python needs no worker
