@@ -8,14 +8,15 @@ from celery import Celery
 
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.templates import check_key
+from celery_dislock.operating.site import Site
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.view import TROUBLES, shown_key
+from celery_dislock.servers.view import shown_key
 from celery_dislock.tasks.actions import Actions
 from celery_dislock.words import for_people
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
@@ -65,6 +66,11 @@ class AppLocks:
         return overview
 
     @property
+    def site(self) -> Site:
+        """What is known beside the locks, asked anew."""
+        return Site(self.overview, self.runtime.settings.dislock_prefix, self.app)
+
+    @property
     def actions(self) -> Actions:
         """
         What a person can do to locks.
@@ -86,6 +92,9 @@ class AppLocks:
         return self.runtime.lock_names([check_key(key)])[0]
 
 
+SOUND = 100  # rank of a lock with which nothing is wrong
+
+
 class ListedLock(NamedTuple):
     """
     A lock of a list.
@@ -95,22 +104,17 @@ class ListedLock(NamedTuple):
         name: The lock's name in Redis.
         state: What the lock server knows of it; None if it cannot be read.
         problem: Why it cannot be read.
+        troubles: What is wrong with it, the worst first, each with the seconds for which it is so,
+            if they are known; see :func:`celery_dislock.operating.checks.troubles.judged`.
+        rank: A number that sorts what is wrong to the top, the worst first.
     """
 
     key: str
     name: str
     state: LockState | None
     problem: StoreError | None = None
-
-    @property
-    def troubles(self) -> Sequence[str]:
-        """What keeps tasks from running: some of :data:`TROUBLES`, in that order."""
-        return self.state.troubles if self.state else TROUBLES[:1]
-
-    @property
-    def rank(self) -> int:
-        """A number that sorts what is wrong to the top, the worst first."""
-        return min(map(TROUBLES.index, self.troubles), default=len(TROUBLES))
+    troubles: Mapping[str, float | None] = {}
+    rank: int = SOUND
 
     @property
     def holders(self) -> Sequence[Holder]:
@@ -132,13 +136,15 @@ def rows(
     overview: Overview, pattern: str = "*", failed: list[StoreError] | None = None
 ) -> Iterator[ListedLock]:
     """
-    Read all locks whose keys match; see :meth:`Overview.locks`.
+    Read all locks whose keys match, with the first place of their lines.
+
+    See :meth:`Overview.locks`.
 
     Raises:
         StoreError: A server did not answer.
     """
     for names in overview.names(pattern, failed):
-        for name, lock in zip(names, overview.look(names), strict=True):
+        for name, lock in zip(names, overview.look(names, most=1), strict=True):
             if isinstance(lock, StoreError):
                 yield ListedLock(shown_key(name), name, None, lock)
             elif lock.exists:

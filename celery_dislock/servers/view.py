@@ -31,7 +31,6 @@ from celery_dislock.words import plain
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-TROUBLES = ("damaged", "overdue", "stuck", "set aside", "paused")  # the worst first
 OVERDUE = MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
 REPEAT = "Set it again while all of them answer, or take it back"
 
@@ -229,17 +228,16 @@ class LockState(NamedTuple):
         return bool(self.waiting) and not (self.holders or self.is_paused)
 
     @property
-    def troubles(self) -> list[str]:
-        """What keeps tasks from running: some of :data:`TROUBLES`, in that order."""
-        is_so = (False, self.is_overdue, self.is_stuck, self.aside, self.is_paused)
-        return [what for what, so in zip(TROUBLES, is_so, strict=True) if so]
+    def has_leases_alone(self) -> bool:
+        """Whether the lock server knows nothing of it beside its leases."""
+        return not (
+            self.waiting or self.turns or self.aside or self.reservation or self.limit_differs
+        ) and (self.ticked is None and self.limit is None)
 
     @property
     def exists(self) -> bool:
         """Whether the lock server knows anything of it."""
-        return bool(
-            self.holders or self.waiting or self.turns or self.aside or self.reservation
-        ) or bool(self.limit is not None or self.limit_differs)
+        return bool(self.holders) or not self.has_leases_alone
 
 
 def state_of(server: str, name: str, reply: Sequence[Any], first: int = 0) -> LockState:

@@ -8,12 +8,15 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from celery import Celery
 from celery.exceptions import TaskRevokedError
 from click.testing import CliRunner
 
 from celery_dislock.operating.cli import dislock as command
+from celery_dislock.operating.cli.doctor import ask_workers
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+from tests.acceptance.rabbitmq import own_rabbitmq
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -117,3 +120,13 @@ def test_a_worker_that_dies_hands_a_paused_lock_to_nobody(fleet, scene):
     dislock("resume", scene.key)
     assert parked.get(timeout=LIMIT)["held"] is True
     scene.wait_until_free()
+
+
+def test_a_rabbitmq_that_is_full_is_told_as_such(tmp_path):
+    """Its disk or memory is nearly full, so it reads no messages, and its clients wait for ever."""
+    with own_rabbitmq(tmp_path) as rabbitmq:
+        app = Celery("shop", broker=rabbitmq.url, set_as_current=False)
+        assert ask_workers(app, 0.2).error == ""
+        rabbitmq.control("set_disk_free_limit", "100000GB")
+        wait_for("the alarm", lambda: "blocked" in ask_workers(app, 0.2).error)
+        app.close()

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock as command
+from celery_dislock.operating.cli.table import width_of
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.replies import Parked
 from celery_dislock.servers.store import Store
@@ -97,9 +98,53 @@ def reserve(redis_client, key, state):
     redis_client.set(f"{name_of(key)}:unique", record, px=9000)
 
 
+def pass_time(redis_client, key, seconds):
+    """Let a reservation be older, as if nobody had touched it for so long."""
+    name = f"{name_of(key)}:unique"
+    record = redis_client.get(name).split(" ")
+    for at in (2, 3, 5):  # since, first and ends
+        record[at] = str(int(record[at]) - int(seconds * 1000))
+    redis_client.set(name, " ".join(record), keepttl=True)
+
+
 class TestList:
+    def test_a_purged_message_is_told_within_minutes(self, dislock, app, redis_client):
+        """By lists and by doctor; one that waits in its queue is a backlog, and no trouble."""
+
+        @app.task(base=SingletonTask, name="report", lock_unique_until="end", shared=False)
+        def report(n): ...
+
+        (key,) = report.dislock_guard.keys((1,), {})
+        report.delay(1)
+        pass_time(redis_client, key, 400)
+        assert json.loads(dislock("ls", "--json").stdout)[0]["troubles"] == []
+        app.control.purge()
+        assert json.loads(dislock("ls", "--json").stdout)[0]["troubles"] == ["unmet"]
+        assert " unmet 6 min " in dislock("ls").stdout
+        told = json.loads(dislock("doctor", "--json", "--timeout", "0.1").stdout)["findings"]
+        [found] = [one for one in told if one["check"] == "reservations"]
+        assert (found["level"], "nothing waits in celery" in found["what"]) == ("warning", True)
+        assert "  unmet: Reserved for a message " in dislock("show", key).stdout
+        assert dislock("free", key, "--yes").exit_code == 0
+        assert dislock("ls").stderr == "No lock matches.\n"
+
+    def test_a_row_is_a_line_of_80_columns(self, dislock, store, redis_client, app):
+        """Through a pipe, with ids as Celery makes them, several leases, and keys of strangers."""
+        who = {"id": str(uuid.uuid4()), "worker": "celery@worker-1.example.com"}
+        keys = ["export:7", "k" * 160, "\u4e2d\u6587" * 25, "\U0001f512" * 30, "\x1b[31m\n\t" * 9]
+        for key in keys:
+            hold(store, key, **who)
+        park(app, "export:7", task="\u4e2d" * 90)
+        for asked, rows in ((("ls",), len(keys)), (("line", "export:7"), 1)):
+            printed = dislock(*asked, env={"COLUMNS": "80"}).stdout.splitlines()
+            assert len(printed) == rows + 1
+            assert max(map(width_of, printed)) <= 80
+            assert who["id"] not in "".join(printed)
+        assert who["id"] in dislock("show", "export:7").stdout
+        assert who["id"] in dislock("ls", "--json").stdout
+
     def test_all_that_is_known_of_is_listed(self, dislock, store, app, redis_client):
-        """Held, waited for, reserved, paused: a row each, by key, trouble on top."""
+        """Held, waited for, reserved, paused: a row each, trouble on top."""
         for key in ("c", "a"):
             hold(store, key)
         park(app, "a")
@@ -107,14 +152,14 @@ class TestList:
         reserve(redis_client, "d", "w")
         reserve(redis_client, "e", "-")  # only numbers are kept: it is free
         printed = dislock("ls").stdout.splitlines()
-        assert [row.split()[0] for row in printed] == ["KEY", "b", "a", "c", "d"]
-        assert printed[2].split()[-1] == "7)"
-        assert "shop.export[id-1] on celery@w1" in printed[2]
-        assert "paused" in printed[1]
-        assert "waiting, " in printed[4]
+        assert [row.split()[0] for row in printed] == ["KEY", "a", "b", "c", "d"]
+        assert " no worker " in printed[1]  # sweeps the line
+        assert "shop.export[id-1] on celery@w1" in printed[1]
+        assert " paused " in printed[2]
+        assert "reserved for id-9, waiting" in printed[4]
         told = json.loads(dislock("ls", "--json").stdout)
-        assert [one["key"] for one in told] == ["b", "a", "c", "d"]
-        assert (told[1]["waiting"], told[0]["limit"]) == (1, 0)
+        assert [one["key"] for one in told] == ["a", "b", "c", "d"]
+        assert (told[0]["waiting"], told[1]["limit"]) == (1, 0)
         assert told[3]["reservation"]["id"] == "id-9"
 
     @pytest.mark.parametrize("command", ["ls", "show", "line", "top", "doctor"])

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from celery_dislock import Dislock
 from celery_dislock.operating.cli import dislock
 from celery_dislock.parking.process import runtime_of
-from tests.holding import wait_for
+from celery_dislock.servers.store import Store
+from tests.holding import name_of, wait_for
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
 from tests.leaks import SECRET
 from tests.redis_server import RedisServer
@@ -78,6 +79,42 @@ def test_a_full_server(own_redis_server):
         [(level, what)] = Report(url).found("writes")
         assert (level, "maxmemory" in what) == ("serious", True)
         assert client.keys() == keys
+
+
+def test_tasks_without_a_worker(own_redis_server):
+    """Nobody runs them, and nobody goes on with their line: that is serious."""
+    url = own_redis_server.url
+    with Dislock.from_url(url) as locks, locks.lock("a"):
+        assert [level for level, _ in Report(url).found("workers")] == ["warning"]
+        store = Store(url)
+        store.acquire([name_of("export:7")], "id@w:1/1", 60.0, '{"task": "export", "id": "id"}')
+        report = Report(url)
+        assert report.told["serious"]
+        [(level, what)] = report.found("workers")
+        assert (level, "But tasks hold locks" in what) == ("serious", True)
+        store.close()
+
+
+def test_a_broker_that_refuses(own_redis_server):
+    """It is there, so nobody is told to start it; what helps is said."""
+    url, broker = own_redis_server.url, {"broker_url": own_redis_server.url}
+
+    def remedies():
+        found = Report(url, **broker).told["findings"]
+        return [one["remedy"] for one in found if one["check"] == "workers"]
+
+    assert remedies()[0].startswith("Start one")
+    with own_redis_server.client() as client:
+        client.config_set("maxmemory", 1)
+        assert remedies()[0].startswith("Its memory is full")
+        client.config_set("maxmemory", 0)
+        client.acl_setuser("bob", enabled=True, passwords=["+x"], commands=["+@read"], keys=["*"])
+        broker["broker_url"] = url.replace("redis://", "redis://bob:x@")
+        assert remedies()[0].startswith("Allow its user")
+        broker["broker_url"] = url.replace("redis://", "redis://bob:wrong@")
+        assert "password" in remedies()[0]
+    broker["broker_url"] = "redis://localhost:1/0"
+    assert remedies()[0].startswith("Start it")
 
 
 def test_a_server_that_is_away(own_redis_server):

@@ -51,7 +51,7 @@ def test_a_terminal_is_refreshed_until_ctrl_c(held):
         stdin=shown,
         stdout=shown,
         stderr=shown,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "60", "LINES": "12"},
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "12"},
     )
     os.close(shown)
     text = b""

@@ -14,14 +14,16 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.locks import rows
 from celery_dislock.servers.connections import is_answer
-from celery_dislock.servers.overview import Overview
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from celery_dislock.operating.locks import ListedLock
+    from celery_dislock.operating.site import Site
     from celery_dislock.servers.server import Server
-    from celery_dislock.servers.view import LockState
+    from celery_dislock.servers.view import Holder, LockState, Waiter
 
     # What a process tells of an app's locks: see celery_dislock.operating.inspection.
     Description = Mapping[str, Any]
@@ -118,6 +120,7 @@ class Locks:
 
     Attributes:
         locks, leases, waiting: How many there are.
+        of_tasks: Whether tasks hold a lock, or wait for one.
         suspects: The locks that something may be wrong with; the longest lines with their places.
         unread: Why a lock could not be read.
         away: Why the locks of one server of several could not be read.
@@ -126,6 +129,7 @@ class Locks:
     locks: int = 0
     leases: int = 0
     waiting: int = 0
+    of_tasks: bool = False
     suspects: list[LockState] = field(default_factory=list)
     unread: list[StoreError] = field(default_factory=list)
     away: list[StoreError] = field(default_factory=list)
@@ -139,8 +143,8 @@ class Facts:
     Attributes:
         server: The lock server.
         prefix: ``dislock_prefix``.
-        home: Name of the app's broker in Redis; empty if the server keeps no lines.
         min_replicas: ``dislock_min_replicas``.
+        site: Reads the locks, and knows what is beside them.
         ours: How the app here describes its locks.
         fleet: What the workers have answered.
         members: The processes of the lock server.
@@ -149,8 +153,8 @@ class Facts:
 
     server: Server
     prefix: str
-    home: str
     min_replicas: int
+    site: Site
     ours: Description
     fleet: Fleet
     members: Sequence[Member] = ()
@@ -168,9 +172,10 @@ class Facts:
         return len(self.answering) < enough
 
     @property
-    def overview(self) -> Overview:
-        """Reads the locks."""
-        return Overview(self.server, self.prefix)
+    def needs_workers(self) -> bool:
+        """Whether workers are missed if there are none: tasks hold locks, or wait for them."""
+        seen = self.locks
+        return bool(seen.of_tasks or (self.ours["tasks"] and (seen.leases or seen.waiting)))
 
     @property
     def sides(self) -> dict[str, Description]:
@@ -186,29 +191,36 @@ class Facts:
             or any(one.parked for lock in self.locks.suspects for one in lock.line)
         )
 
-    def look(self, is_suspect: Callable[[LockState, Facts], bool]) -> None:
+    def look(self, judged: Callable[[Iterable[ListedLock], Site], Iterable[ListedLock]]) -> None:
         """
         Look at all locks.  Blocks for a round trip per hundred locks, and one per line.
 
         Args:
-            is_suspect: Tells which of them to remember.
+            judged: Tells what is wrong with the locks of a list.
 
         Raises:
             StoreError: No server answered.
         """
-        seen = Locks()
-        for lock in self.overview.locks(failed=seen.away):
-            if isinstance(lock, StoreError):
-                seen.unread.append(lock)
+        seen, overview = Locks(), self.site.overview
+        for row in judged(rows(overview, failed=seen.away), self.site):
+            lock = row.state
+            if lock is None:
+                seen.unread += filter(None, [row.problem])
                 continue
-            seen.locks += lock.exists
+            seen.locks += 1
             seen.leases += len(lock.holders)
             seen.waiting += lock.waiting
-            if is_suspect(lock, self):
+            seen.of_tasks = seen.of_tasks or _is_of_task(lock)
+            if row.troubles or lock.waiting or lock.limit is not None:
                 seen.suspects.append(lock)
         seen.suspects.sort(key=lambda lock: -lock.waiting)
         for at, lock in enumerate(seen.suspects[:LINES_MOST]):
             with suppress(StoreError):  # of one node of several
                 if lock.waiting:
-                    seen.suspects[at] = self.overview.lock(lock.name, most=PLACES_MOST)
+                    seen.suspects[at] = overview.lock(lock.name, most=PLACES_MOST)
         self.locks = seen
+
+
+def _is_of_task(lock: LockState) -> bool:
+    there: list[Holder | Waiter] = [*lock.holders, *lock.line, *lock.turns]
+    return any(one.task for one in there)

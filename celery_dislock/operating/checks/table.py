@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from celery_dislock.operating.checks.facts import Facts
+    from celery_dislock.operating.site import Site
 
 OK = "ok"
 NOTE = "note"  # good to know
@@ -60,18 +61,19 @@ class Row(NamedTuple):
     Attributes:
         check: The check's name.
         finding: Makes the finding: :data:`serious`, :data:`warning` or :data:`note`.
-        is_so: Tells whether something is so of one of them, with the facts; a text says more of it.
+        is_so: Tells whether something is so of one of them, with the facts, or with what is known
+            beside a lock; a text says more of it.
         what: What is wrong, before the names.
         remedy: What to do about it.
     """
 
     check: str
     finding: Callable[..., Finding]
-    is_so: Callable[[Any, Facts], object]
+    is_so: Callable[[Any, Any], object]
     what: str
     remedy: str
 
-    def finds(self, things: Mapping[str, Any], facts: Facts) -> Iterator[Finding]:
+    def finds(self, things: Mapping[str, Any], facts: Facts | Site) -> Iterator[Finding]:
         """Yield what is found of these, by their names."""
         found = {name: self.is_so(one, facts) for name, one in things.items()}
         about = [name for name, so in found.items() if so]

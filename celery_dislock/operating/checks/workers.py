@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.operating.checks.table import Row, note, number, ok, serious, some, warning
@@ -59,17 +60,43 @@ ROWS = (
 )
 
 
+# What to do about a broker that cannot be asked, by what it says, or the operating system.
+REMEDIES = {
+    r"used memory > 'maxmemory'|\bOOM\b": "Its memory is full, and it takes no messages: raise its "
+    "maxmemory, or purge what nobody needs.",
+    r"blocked": "It takes no messages, because its memory or its disk is nearly full: rabbitmq-"
+    "diagnostics alarms. Free some, or raise the watermark.",
+    r"MISCONF|NOREPLICAS": "It takes no messages: look at its log, its disk and its replicas.",
+    r"read only replica|READONLY": "Name its master in broker_url: a replica takes no messages.",
+    r"LOADING|loading the dataset": "Wait until it has loaded its data.",
+    r"max number of clients": "Raise its limit of connections, or end some (broker_pool_limit).",
+    r"Authentication|username|ACCESS_REFUSED - Login|NOAUTH|WRONGPASS": "Correct the user and the "
+    "password in broker_url.",
+    r"permission|NOPERM|ACCESS_REFUSED|NOT_ALLOWED - access": "Allow its user what Celery needs "
+    "(ACL SETUSER, or rabbitmqctl set_permissions).",
+    r"DB index|vhost|NOT_ALLOWED": "Correct the database or the virtual host in broker_url.",
+    r"TLS|SSL|certificate": "Correct broker_use_ssl, or the port and the certificates.",
+    r"not known|nodename|name resolution|No address": "Correct the host in broker_url.",
+    r"refused|no answer|timed out|reset|closed|unreachable|No route|broke|No such file": "Start "
+    "it, or correct broker_url.",
+}
+UNKNOWN = "Look at the broker's log."
+
+
 def answers(facts: Facts) -> Iterator[Finding]:
     """Tell which workers answer, and which of them know nothing of locks."""
     fleet = facts.fleet
+    missed = serious if facts.needs_workers else warning
+    but = " But tasks hold locks, or wait for them." if facts.needs_workers else ""
     if fleet.error:
-        yield warning(
-            f"The workers could not be asked: {fleet.error}",
-            "Start the broker. Until then nothing can be told about workers.",
+        found = (does for says, does in REMEDIES.items() if re.search(says, fleet.error))
+        yield missed(
+            f"The broker did not let the workers be asked: {fleet.error.rstrip('.')}.{but}",
+            f"{next(found, UNKNOWN)} Until then nothing can be told about workers.",
         )
     elif not fleet.answers:
-        yield warning(
-            "No worker answers.",
+        yield missed(
+            f"No worker answers.{but}",
             "Start one, or give them more time: --timeout 5. A worker with the pool solo does not "
             "answer while a task runs.",
         )
@@ -98,27 +125,28 @@ def each(facts: Facts) -> Iterator[Finding]:
 
 
 def places(facts: Facts) -> Iterator[Finding]:
-    """Find workers that lock elsewhere than this command looks, and tasks locked in two places."""
+    """Find tasks that are locked in two places, or workers that lock elsewhere than is looked."""
     there = {name: one for name, one in facts.fleet.described.items() if not one.get("no_server")}
-    ours = _by_value({"": facts.ours}, _place)
-    if facts.ours["no_server"] is None and there and not ours.keys() & _by_value(there, _place):
+    ours = {"this command": facts.ours} if facts.ours["no_server"] is None else {}
+    apart = {
+        task
+        for task in _tasks(facts)
+        if len(_by_value({w: one for w, one in there.items() if task in one["tasks"]}, _place)) > 1
+    }
+    groups = _groups(_by_value({**there, **ours}, _place))
+    if apart:
+        yield serious(
+            f"Workers lock the same tasks on different servers or under different prefixes, so "
+            f"these may run twice at a time: {some(apart)}. Locks are at {groups}.",
+            "Give all of them the same dislock_url and dislock_prefix.",
+            there,
+        )
+    elif ours and there and not _by_value(ours, _place).keys() & _by_value(there, _place):
         yield warning(
-            f"This command looks at {some(ours)}, and the workers lock at "
-            f"{some(_by_value(there, _place))}.",
+            f"This command looks elsewhere than the workers lock: {groups}.",
             "Use the workers' configuration (-A, --dislock-url). Different spellings of one "
             "host count as different.",
         )
-    for name in _tasks(facts):
-        apart = _by_value(
-            {side: one for side, one in there.items() if name in one["tasks"]}, _place
-        )
-        if len(apart) > 1:
-            yield serious(
-                f"Workers lock {name} on different servers or under different prefixes, so it may "
-                f"run twice at a time: {_groups(apart)}.",
-                "Give all of them the same dislock_url and dislock_prefix.",
-                there,
-            )
 
 
 def tasks(facts: Facts) -> Iterator[Finding]:
@@ -138,7 +166,8 @@ def tasks(facts: Facts) -> Iterator[Finding]:
 
 
 def options(facts: Facts) -> Iterator[Finding]:
-    """Find options that differ between workers, or from the app here."""
+    """Find options that differ between workers, or from the app here: one finding a difference."""
+    found: dict[tuple[bool, str, str], list[str]] = {}
     for name in _tasks(facts):
         sides = {
             side: one["tasks"][name] for side, one in facts.sides.items() if name in one["tasks"]
@@ -149,12 +178,15 @@ def options(facts: Facts) -> Iterator[Finding]:
             among = _by_value(workers, lambda given, o=option: given.get(o, "the default"))
             if len(values) > 1:
                 twice = len(among) > 1 and option in DECIDE
-                so = ", so it may run twice at a time" if twice else ""
-                yield (serious if twice else warning)(
-                    f"{option} of {name} differs{so}: {_groups(values)}.",
-                    "Finish the deployment, or look for a setting that only some of them have.",
-                    [name],
-                )
+                found.setdefault((twice, option, _groups(values)), []).append(name)
+    for (twice, option, groups), names in found.items():
+        they = "it" if len(names) == 1 else "they"
+        so = f", so {they} may run twice at a time" if twice else ""
+        yield (serious if twice else warning)(
+            f"{option} of {some(names)} differs{so}: {groups}.",
+            "Finish the deployment, or look for a setting that only some of them have.",
+            names,
+        )
 
 
 CHECKS = (

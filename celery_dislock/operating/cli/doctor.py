@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 import click
 
@@ -17,8 +20,10 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.facts import Facts, Fleet, members_of, understood
 from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding, findings
+from celery_dislock.operating.checks.troubles import judged
 from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, write_json
 from celery_dislock.operating.inspection import about
+from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within, patient
 from celery_dislock.redaction import reason_of
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import plain
@@ -28,9 +33,11 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
+    from celery_dislock.operating.checks.facts import Description
+
 WIDTH = 100  # columns of the text, if a terminal has them
+BLOCKS_WITHIN = 0.3  # seconds for RabbitMQ to say that it takes no messages
 COLORS = {"serious": "red", "warning": "yellow", "note": "cyan", "ok": "green"}
-ANSWERS_WITHIN = 4.0  # seconds for the broker, which may be slower than a lock server
 
 
 @click.command()
@@ -56,8 +63,8 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
         facts = Facts(
             store.lock_server,
             settings.dislock_prefix,
-            store.home,
             settings.dislock_min_replicas,
+            opened.site,
             ours=about(opened.runtime, options),
             fleet=ask_workers(opened.app, timeout),
         )
@@ -101,7 +108,7 @@ def examine(facts: Facts) -> Report:
     checks, found = [*workers.CHECKS, *server.CHECKS], []
     if not facts.away:
         try:
-            facts.look(locks.is_suspect)
+            facts.look(judged)
             checks += locks.CHECKS
         except StoreError as exc:
             found.append(Finding("locks", NOTE, f"The locks could not be looked at: {exc}"))
@@ -118,23 +125,41 @@ def ask_workers(app: Celery, timeout: float) -> Fleet:
         app: The app.
         timeout: Seconds to wait for their answers; blocks for the broker, too.
     """
-    conf = app.conf
-    if app.connection_for_write().transport.driver_type == "redis":
-        # Kombu waits for ever for a Redis broker that does not answer.
-        within = max(ANSWERS_WITHIN, 2 * timeout)
-        given = {"socket_timeout": within, "socket_connect_timeout": ANSWERS_WITHIN}
-        conf.broker_transport_options = {**given, **(conf.broker_transport_options or {})}
+    # The connections of Celery's pool, which it publishes with, have these options, too.
+    app.conf.broker_transport_options = patient(app, max(ANSWERS_WITHIN, 2 * timeout))
+    blocked: list[str] = []
     try:
-        with app.connection_for_write() as connection:
-            connection.ensure_connection(max_retries=1, interval_start=0, timeout=ANSWERS_WITHIN)
-            connection.default_channel  # noqa: B018 -- Redis connects here
-        names = sorted(_replies(app, "ping", timeout=timeout))
-        # Those that have answered are asked by name, so that the last answer ends the wait.
-        known = {"destination": names, "limit": len(names), "timeout": timeout}
-        answers = _replies(app, "dislock", **known) if names else {}
+        ask = partial(_ask, app, timeout, blocked)
+        answers = answer_within(2 * ANSWERS_WITHIN + 2 * timeout, ask)
     except Exception as exc:  # noqa: BLE001 -- of any broker
-        return Fleet({}, reason_of(exc))
-    return Fleet({name: understood(answers.get(name)) for name in names})
+        return Fleet({}, next(iter(blocked), "") or reason_of(exc))
+    return Fleet(answers)
+
+
+def _ask(app: Celery, timeout: float, blocked: list[str]) -> dict[str, Description | None]:
+    with app.connection_for_write() as connection:
+        connection.ensure_connection(max_retries=1, interval_start=0, timeout=ANSWERS_WITHIN)
+        connection.default_channel  # noqa: B018 -- Redis connects here
+    if app.connection_for_write().transport.driver_name == "py-amqp":
+        _try_to_send(app, blocked)
+    names = sorted(_replies(app, "ping", timeout=timeout))
+    # Those that have answered are asked by name, so that the last answer ends the wait.
+    known = {"destination": names, "limit": len(names), "timeout": timeout}
+    answers = _replies(app, "dislock", **known) if names else {}
+    return {name: understood(answers.get(name)) for name in names}
+
+
+def _try_to_send(app: Celery, blocked: list[str]) -> None:
+    """Send RabbitMQ a message that goes nowhere: if it takes none, it says why, and waits."""
+    options = {**app.conf.broker_transport_options, "on_blocked": blocked.append}
+    connection = app.connection_for_write(transport_options=options)
+    connection.Producer().publish("", exchange="", routing_key=f"dislock.{uuid4()}")
+    with suppress(TimeoutError):
+        connection.drain_events(timeout=BLOCKS_WITHIN)
+    if blocked:
+        connection.collect()  # it would not answer a close
+        raise ConnectionError(blocked[0])
+    connection.release()
 
 
 def _replies(app: Celery, command: str, **how: Any) -> dict[str, Any]:

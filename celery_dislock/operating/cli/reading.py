@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from celery_dislock.operating.checks.troubles import judged, troubles_of
 from celery_dislock.operating.cli.session import (
     FOUND,
-    NOTHING,
     as_json,
     by_key,
     duration,
@@ -34,19 +34,31 @@ if TYPE_CHECKING:
 
 SHOWN = 60  # characters of a task's arguments
 
-# Columns of `ls`: what each has of a lock that can be read, and of one holder of it.
-LISTED: Mapping[str, Callable[[ListedLock, Holder | None], object]] = {
-    "KEY": lambda row, _: row.key,
-    "TROUBLE": lambda row, _: ", ".join(_since(row.state, what) for what in row.troubles),
-    "HELD FOR": lambda _, holder: holder and for_people(holder.held),
-    "RENEWED": lambda _, holder: holder and _renewed(holder),
-    "LEFT": lambda _, holder: holder and for_people(holder.remaining),
-    "WAITING": lambda row, _: row.waiting,
-    "RESERVED": lambda row, _: row.state and _reserved(row.state.reservation),
-    "LIMIT": lambda row, _: row.state and _limit(row.state),
-    "HOLDER": lambda row, holder: (
-        f"cannot be read: {row.problem.reason}" if row.problem else holder and holder.who
+
+def _held_by(row: ListedLock) -> str | None:
+    """Say who holds a lock, or why it is listed if nobody does."""
+    if row.problem:
+        return f"cannot be read: {row.problem.reason}"
+    if row.holders:
+        several = f"{len(row.holders)} leases: " if len(row.holders) > 1 else ""
+        return several + max(row.holders, key=lambda one: one.held).who
+    reserved = row.state and row.state.reservation
+    return f"nobody; reserved for {reserved.id}, {reserved.state}" if reserved else None
+
+
+# Columns of `ls`.
+LISTED: Mapping[str, Callable[[ListedLock], object]] = {
+    "KEY": lambda row: row.key,
+    "TROUBLE": lambda row: ", ".join(
+        what if since is None else f"{what} {for_people(since)}"
+        for what, since in row.troubles.items()
     ),
+    "HELD FOR": lambda row: row.holders and for_people(row.longest),
+    "WAITING": lambda row: row.waiting,
+    "LIMIT": lambda row: (
+        str(row.state.limit) if row.state and row.state.limit is not None else None
+    ),
+    "HOLDER": _held_by,
 }
 
 # Columns of `line`.
@@ -78,7 +90,7 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
     the reason.
     """
     with session(context) as opened:
-        listed = list(rows(opened.overview, pattern))
+        listed = list(judged(rows(opened.overview, pattern), opened.site))
         if any(option is not None for option in only.values()):
             listed = list(_chosen(listed, **only))
         listed.sort(key=lambda row: (row.rank, row.key))
@@ -86,7 +98,7 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
             lines = ",\n ".join(to_json(as_dict(row), default=str) for row in listed)
             click.echo(f"[{lines}]")
         elif listed:
-            write_table(LISTED, by_holder(listed))
+            write_table(LISTED, ((row,) for row in listed))
         else:
             tell("No lock matches.")
 
@@ -102,11 +114,18 @@ def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa
     reserved.
     """
     with session(context) as opened:
-        locks = look_at_all(opened.overview, which.names(opened))
+        site = opened.site
+        locks = look_at_all(site.overview, which.names(opened))
         if json_:
-            _write_json_of_each([_with_troubles(lock) for lock in locks])
+            _write_json_of_each(
+                [_as_dict(lock, [one.name for one in troubles_of(lock, site)]) for lock in locks]
+            )
         else:
-            write_lines(line for lock in locks for line in described(lock))
+            for lock in locks:
+                write_lines(described(lock))
+                write_lines(
+                    f"  {one.name}: {one.told(lock, site)}" for one in troubles_of(lock, site)
+                )
         if not any(lock.exists for lock in locks):
             context.exit(FOUND)
 
@@ -147,11 +166,11 @@ def as_dict(row: ListedLock) -> dict[str, Any]:
     """Return a lock of a list as JSON has it."""
     if row.state is None:
         return {"key": row.key, "name": row.name, "error": str(row.problem)}
-    return _with_troubles(row.state)
+    return _as_dict(row.state, list(row.troubles))
 
 
-def _with_troubles(lock: LockState) -> dict[str, Any]:
-    return {**as_data(lock), "troubles": lock.troubles}
+def _as_dict(lock: LockState, troubles: list[str]) -> dict[str, Any]:
+    return {**as_data(lock), "troubles": troubles}
 
 
 def _write_json_of_each(locks: list[dict[str, Any]]) -> None:
@@ -172,12 +191,6 @@ def _chosen(
         ]
         if row.state and holders:
             yield row._replace(state=row.state._replace(holders=holders))
-
-
-def by_holder(listed: Iterable[ListedLock]) -> Iterator[tuple[ListedLock, Holder | None]]:
-    """Yield a row for each holder of each lock."""
-    for row in listed:
-        yield from ((row, holder) for holder in row.holders or (None,))
 
 
 def write_lines(lines: Iterable[str]) -> None:
@@ -218,26 +231,8 @@ def _lease_in_words(holder: Holder) -> str:
     return f"renewed {_renewed(holder)}, {left} unless renewed again"
 
 
-def _since(lock: LockState | None, trouble: str) -> str:
-    """Return a trouble, and since when it is there where that is known."""
-    if lock and trouble == "paused":
-        return f"paused {for_people(lock.limit_age)}"
-    if lock and trouble == "overdue":
-        return f"overdue {for_people(max(one.renewed or 0.0 for one in lock.holders))}"
-    return trouble
-
-
 def _renewed(holder: Holder) -> str:
     return "" if holder.renewed is None else f"{for_people(holder.renewed)} ago"
-
-
-def _reserved(reserved: ReservationState | None) -> str:
-    return f"{reserved.state}, {for_people(reserved.since)}" if reserved else ""
-
-
-def _limit(lock: LockState) -> str:
-    limit = NOTHING if lock.limit is None else "paused" if lock.limit == 0 else str(lock.limit)
-    return f"{limit}, differs" if lock.limit_differs else limit
 
 
 def described(lock: LockState) -> Iterator[str]:

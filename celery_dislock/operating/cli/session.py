@@ -17,6 +17,7 @@ import click
 from celery_dislock.config.urls import MEMORY
 from celery_dislock.exceptions import DamagedLockError, DislockError, SettingsError, StoreError
 from celery_dislock.keys.templates import check_key
+from celery_dislock.operating.cli.table import columns, table
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.tasks.actions import BrokerError
 from celery_dislock.tasks.task import guard_of
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 FOUND = 1  # exit code: a finding, or nothing to do it to
 AWAY = 3  # exit code: the lock server, or the broker that was needed, did not answer
 
-NOTHING = "-"  # an empty cell
 NO_SERVER = (
     "Name the app, as in `celery -A proj dislock ls`, or the lock server, as in "
     "`celery dislock --dislock-url redis://localhost ls`"
@@ -202,17 +202,7 @@ def write_json(found: Any) -> None:
 
 
 def write_table(
-    columns: Mapping[str, Callable[..., object]], rows: Iterable[tuple[Any, ...]]
+    cells_of: Mapping[str, Callable[..., object]], rows: Iterable[tuple[Any, ...]]
 ) -> None:
-    """Write rows under headings; each cell is what its column makes of a row, made plain."""
-    cells = [list(columns), *cells_of(columns, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    form = "  ".join(f"{{:<{width}}}" for width in widths)
-    click.echo("\n".join(form.format(*row).rstrip() for row in cells))
-
-
-def cells_of(
-    columns: Mapping[str, Callable[..., object]], rows: Iterable[tuple[Any, ...]]
-) -> list[list[str]]:
-    """Return the cells of a table."""
-    return [[plain(cell(*row) or NOTHING) for cell in columns.values()] for row in rows]
+    """Write rows under headings, as wide as the terminal; see :mod:`.table`."""
+    click.echo("\n".join(table(cells_of, rows, columns())))

@@ -6,23 +6,20 @@ import heapq
 import sys
 import time
 from contextlib import suppress
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.operating.cli.reading import LISTED, by_holder
-from celery_dislock.operating.cli.session import cells_of, session
+from celery_dislock.operating.cli.reading import LISTED
+from celery_dislock.operating.cli.session import session
+from celery_dislock.operating.cli.table import columns, table
 from celery_dislock.operating.web.listing import listing
 
 if TYPE_CHECKING:
     from celery_dislock.operating.locks import AppLocks
 
-LOG_WIDTH, LOG_HEIGHT = 160, 40  # columns and rows if the output is not a terminal
-NARROW = 120  # columns of a terminal; a narrower one leaves out SPARE
-SPARE = {"LEFT", "RENEWED", "LIMIT", "RESERVED"}
-CUT = {"KEY", "HOLDER"}
+LOG_HEIGHT = 40  # rows if the output is not a terminal
 HEAD = 4  # rows of a screen above the locks
 PAUSE = 4  # minimum pause after a look, in times of what the look took
 
@@ -39,7 +36,9 @@ PAUSE = 4  # minimum pause after a look, in times of what the look took
 @click.option("--once", is_flag=True, help="Write one screen, and end.")
 @click.pass_context
 def top(context: click.Context, interval: float, once: bool) -> None:  # noqa: FBT001 -- click's
-    """Watch the locks: those in trouble first, then the longest lines and the longest held.
+    """Watch the locks live, those in trouble first.
+
+    The longest lines come next, then what is held longest.
 
     Press Ctrl-C to end.  Without a terminal, one screen is written, as with --once.  For programs
     there is ls --json.  Needs rich: pip install "celery-dislock[cli]"
@@ -52,7 +51,7 @@ def top(context: click.Context, interval: float, once: bool) -> None:  # noqa: F
         raise click.ClickException(needed) from exc
     console = Console(file=sys.stdout)
     if not console.is_terminal:
-        console = Console(file=sys.stdout, width=LOG_WIDTH, height=LOG_HEIGHT)
+        console = Console(file=sys.stdout, width=columns(), height=LOG_HEIGHT)
     with session(context) as opened:
         shown = screen(opened, *console.size)  # a server that is away ends the command
         if once or not console.is_terminal:
@@ -78,21 +77,14 @@ def screen(opened: AppLocks, width: int, height: int) -> list[Any]:
     Raises:
         StoreError: The lock server did not answer.
     """
-    from rich.table import Table  # noqa: PLC0415 -- optional
-
     failed: list[StoreError] = []
-    found = listing(opened.overview, failed)
+    found = listing(opened.site, failed)
     first = heapq.nsmallest(
-        height, found.rows, key=lambda row: (row.rank, -row.waiting, -row.longest)
+        max(height - HEAD, 1), found.rows, key=lambda row: (row.rank, -row.waiting, -row.longest)
     )
-    columns = {name: cell for name, cell in LISTED.items() if width >= NARROW or name not in SPARE}
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        table.add_column(name, no_wrap=name not in CUT)
-    for cells in cells_of(columns, islice(by_holder(first), max(height - HEAD, 1))):
-        table.add_row(*map(_line, cells))
     counts = "   ".join(f"{what} {many}" for what, many in found.totals.items())
-    return [*map(_line, (counts, *map(str, failed), "")), table]
+    rows = table(LISTED, ((row,) for row in first), width)
+    return [*map(_line, (counts, *map(str, failed), "", *rows))]
 
 
 def _head(opened: AppLocks) -> Any:

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.operating.checks.troubles import judged
 from celery_dislock.operating.locks import as_data, rows
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.exceptions import StoreError
     from celery_dislock.operating.locks import ListedLock
-    from celery_dislock.servers.overview import Overview
+    from celery_dislock.operating.site import Site
     from celery_dislock.servers.view import LockState
 
 LOCKS_MOST = 50_000  # locks that are listed; the others are found by their key
@@ -50,7 +51,7 @@ SHOWN: Mapping[str, Callable[[ListedLock], object]] = {
     "overdue": lambda row: "overdue" in row.troubles,
     "paused": lambda row: "paused" in row.troubles,
     "damaged": lambda row: row.problem,
-    "trouble": lambda row: row.problem or (row.state and row.state.aside),
+    "trouble": lambda row: row.troubles,
 }
 
 COUNTED = ("held", "line", "overdue", "paused", "reserved", "damaged")
@@ -63,19 +64,19 @@ ORDERS: Mapping[str, Callable[[ListedLock], Any]] = {
 }
 
 
-def listing(overview: Overview, failed: list[StoreError] | None = None) -> Listing:
+def listing(site: Site, failed: list[StoreError] | None = None) -> Listing:
     """
     Read all locks.  Blocks; the lock server answers others in between.
 
     Args:
-        overview: Reads them.
+        site: Reads them, and knows what is beside them.
         failed: Takes the error of each server that did not answer, in place of raising it.
 
     Raises:
         StoreError: A server did not answer; with *failed*: none did.
     """
-    read = islice(rows(overview, failed=failed), LOCKS_MOST)
-    found = sorted(read, key=lambda row: (row.key, row.name))
+    read = islice(rows(site.overview, failed=failed), LOCKS_MOST)
+    found = sorted(judged(read, site), key=lambda row: (row.key, row.name))
     for row in found if failed is None else ():
         if row.problem is not None and not isinstance(row.problem, DamagedLockError):
             raise row.problem
@@ -120,7 +121,7 @@ def as_json(
     """
     oldest = sorted(state.holders, key=lambda one: -one.held)[:most]
     data: dict[str, Any] = as_data(state._replace(holders=oldest))
-    data.update(exists=state.exists, troubles=state.troubles, held_by=len(state.holders))
+    data.update(exists=state.exists, held_by=len(state.holders))
     for holder, known in zip(oldest, data["holders"], strict=True):
         known["token"] = str(holder.token)  # a number of JavaScript has 53 bits
         known["can_be_terminated"] = holder.can_be_terminated

@@ -25,6 +25,7 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
+from celery_dislock.operating.checks.troubles import troubles_of
 from celery_dislock.operating.locks import (
     AppLocks,
     dropped,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
     from celery_dislock.operating.web.cache import Kept
-    from celery_dislock.servers.view import Holder
+    from celery_dislock.servers.view import Holder, LockState
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # the names of this machine in a URL
 BODY_MOST = 16 * 1024  # bytes of a form
@@ -219,7 +220,7 @@ class Page:
         order, shown = request.args.get("order", "key"), request.args.get("show", "all")
         if order not in ORDERS or shown not in SHOWN:
             raise BadRequest("There is no such order or choice.")
-        kept = self._cache.get("list", lambda: listing(self._locks.overview))
+        kept = self._cache.get("list", lambda: listing(self._locks.site))
         found = find(kept.value.rows, request.args.get("search", ""), shown, order)
         pages = max(1, -(-len(found) // LISTED))
         page = min(max(request.args.get("page", 1, int), 1), pages)
@@ -230,6 +231,7 @@ class Page:
                 "key": row.key,
                 "name": row.name,
                 "problem": str(row.problem) if row.problem else None,
+                "troubles": row.troubles,
             }
             for row in found[first : first + LISTED]
         ]
@@ -250,13 +252,18 @@ class Page:
         key = request.args.get("key")
         name = self._lock_name(request.args) if key is None else self._locks.name_of(key)
         first = min(max(request.args.get("first", 0, int), 0), PAGES_MOST)
-        kept = self._cache.get(
-            (name, first), lambda: self._locks.overview.lock(name, first, PLACES)
-        )
-        answer = as_json(
-            kept.value, show_owners=visitor.may_act, show_arguments=self._show_arguments
-        )
-        return _read({**answer, "first": first, "places": PLACES}, kept, visitor)
+        kept = self._cache.get((name, first), lambda: self._look(name, first))
+        state, told = kept.value
+        answer = as_json(state, show_owners=visitor.may_act, show_arguments=self._show_arguments)
+        return _read({**answer, "told": told, "first": first, "places": PLACES}, kept, visitor)
+
+    def _look(self, name: str, first: int) -> tuple[LockState, list[str]]:
+        """Look at one lock; return what is wrong with it, too, in words."""
+        site = self._locks.site
+        state = site.overview.lock(name, first, PLACES)
+        # Of a pause and a limit the page tells more by itself.
+        found = (one for one in troubles_of(state, site) if one.name not in {"paused", "limited"})
+        return state, [one.told(state, site) for one in found]
 
     def _measure(self, request: Request, _visitor: Visitor) -> Response:
         if self._metrics is None:

@@ -261,7 +261,7 @@ function fillRow(row, lock) {
     noTime(held);
     noTime(left);
     setText(line, "");
-    badges(state, [["damaged", true]]);
+    badges(state, Object.keys(lock.troubles).map((one) => [one, true]));
     return;
   }
   const [first] = lock.holders;
@@ -273,12 +273,11 @@ function fillRow(row, lock) {
   else noTime(left);
   setText(line, lock.waiting ? lock.waiting.toLocaleString() : "");
   badges(state, [
-    ...lock.troubles.filter((one) => one === "overdue" || one === "stuck").map((one) => [one, true]),
-    ...(lock.limit === 0 ? [[`paused${ago(lock.limit_age)}`, true]] : lock.limit === null ? [] : [[`limit ${lock.limit}`, true]]),
+    ...Object.entries(lock.troubles).filter(([one]) => one !== "limited").map(([one, since]) => [{ paused: `paused${ago(since)}`, "set aside": `${lock.aside} set aside` }[one] || one, true]),
+    ...(lock.limit ? [[`limit ${lock.limit}`, true]] : []),
     ...(first && first.expiring ? [["left to expire", false]] : []),
     ...(first && first.mode === "shared" ? [["shared", false]] : []),
     ...(lock.reservation ? [[`reserved${ago(lock.reservation.since)}`, false]] : []),
-    ...(lock.aside ? [[`${lock.aside} set aside`, true]] : []),
   ]);
 }
 
@@ -305,9 +304,7 @@ function showLock(lock) {
     const why = lock.limit_note ? ` (${plain(lock.limit_note)})` : "";
     told.push(lock.limit === 0 ? `It is paused, ${until}${why}: nobody gets it.` : `It admits ${countOf(lock.limit, "lease", "leases")} at a time, ${until}${why}.`);
   }
-  if (lock.troubles.includes("overdue")) told.push("It is overdue: a holder has missed two renewals, so its process is dead, stopped, or cut off.");
-  if (lock.troubles.includes("stuck")) told.push("It is stuck: others wait, and nobody holds it.");
-  if (lock.aside) told.push(`${countOf(lock.aside, "parked task was", "parked tasks were")} set aside: no worker could read or run it.`);
+  told.push(...lock.told.map(plain));
   setText(byId("lock-text"), told.join(" "));
   byId("limits").hidden = !lock.may_act;
   byId("pause").hidden = lock.limit === 0;

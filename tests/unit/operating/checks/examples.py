@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from celery_dislock.operating.checks.facts import Facts, Fleet, Locks, Member
+from celery_dislock.operating.site import Site
 from tests import pages
+from tests.pages import FakeOverview
 
 
 def holder(worker="w9@gone", **given):
@@ -50,8 +52,8 @@ def facts(kind="single", **given):
     about = {
         "server": given.pop("server", server),
         "prefix": "dislock",
-        "home": "here",
         "min_replicas": 0,
+        "site": given.pop("site", None) or Site(FakeOverview(), "dislock"),
         "ours": described(),
         "fleet": FLEET,
         "members": [Member("redis://h")],

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import redis
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.operating.checks.facts import (
-    Facts,
-    members_of,
-)
-from tests.unit.operating.checks.examples import facts, holder, lock
+from celery_dislock.operating.checks.facts import members_of
+from celery_dislock.operating.checks.troubles import judged
+from celery_dislock.operating.site import Site
+from tests.pages import FakeOverview, lock
+from tests.unit.operating.checks.examples import facts, holder, place
 
 
 def refused(reason="NOPERM no"):
@@ -47,35 +47,28 @@ class TestMembers:
         assert one.away == "no node tells the slots"
 
 
-class Overview:
-    """Has the locks of the test."""
+class Overview(FakeOverview):
+    """One server of several does not answer."""
 
-    def __init__(self, *states):
-        self.states = states
-        self.read = []
-
-    def locks(self, failed):
+    def names(self, _pattern, failed):
         failed.append(StoreError("redis://b", "no answer in time"))
-        yield from self.states
-
-    def lock(self, name, most):
-        self.read.append(name)
-        return next(one for one in self.states if one.name == name)
+        yield list(self.known)
 
 
-def test_only_what_may_be_wrong_is_remembered(monkeypatch):
+def test_only_what_may_be_wrong_is_remembered():
     """Ten thousand healthy locks cost no memory; lines are read, the longest first."""
-    states = [
-        lock(key="a", name="a", waiting=1),
-        lock(key="b", name="b", waiting=2),
-        lock(key="c", name="c", aside=1),
-        lock(key="healthy", holders=[holder()]),
-    ]
-    overview = Overview(*states, StoreError("redis://a", "x"))
-    monkeypatch.setattr(Facts, "overview", overview)
-    known = facts()
-    known.look(lambda one, _: bool(one.waiting or one.aside))
+    overview = Overview()
+    overview.put(
+        lock("a", waiting=1, line=[place()]),
+        lock("b", waiting=2, line=[place()]),
+        lock("c", aside=1),
+        lock("healthy", holders=[holder()]),
+    )
+    overview.known["dislock:{away}"] = StoreError("redis://a", "x")
+    known = facts(site=Site(overview, "dislock"))
+    known.look(judged)
     assert [one.key for one in known.locks.suspects] == ["b", "a", "c"]
-    assert overview.read == ["b", "a"]
+    assert overview.asked == [("dislock:{b}", 0, 50), ("dislock:{a}", 0, 50)]
     assert (known.locks.locks, known.locks.leases, known.locks.waiting) == (4, 1, 3)
+    assert known.locks.of_tasks
     assert (len(known.locks.unread), len(known.locks.away)) == (1, 1)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from threading import Event
 
 import pytest
 from celery import Celery
 
 from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.table import Finding
+from celery_dislock.operating.checks.troubles import TROUBLES
 from celery_dislock.operating.cli import doctor
-from celery_dislock.operating.cli.doctor import (
-    ANSWERS_WITHIN,
-    Report,
-    ask_workers,
-)
+from celery_dislock.operating.cli.doctor import Report, ask_workers
+from celery_dislock.operating.site import ANSWERS_WITHIN
 from tests.unit.operating.checks.examples import described
 
 
@@ -84,13 +83,28 @@ def test_a_broker_that_is_away_is_told(app, monkeypatch):
 def test_a_redis_broker_is_not_waited_for_for_ever():
     """Kombu sets no time limits; those that the app sets stay."""
     app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
-    app.conf.broker_transport_options = {"socket_timeout": 77, "visibility_timeout": 5}
+    app.conf.broker_transport_options = given = {"socket_timeout": 77, "visibility_timeout": 5}
     assert ask_workers(app, 1.0).error
     assert app.conf.broker_transport_options == {
-        "socket_timeout": 77,
+        **given,
         "socket_connect_timeout": ANSWERS_WITHIN,
-        "visibility_timeout": 5,
     }
+
+
+def test_a_broker_that_says_nothing_is_not_waited_for(app, monkeypatch):
+    """A RabbitMQ without memory or disk reads nothing any more, and says that it blocks."""
+    monkeypatch.setattr(doctor, "ANSWERS_WITHIN", 0.0)
+    goes_on = Event()
+    monkeypatch.setattr(doctor, "_ask", lambda *_: goes_on.wait(60))
+    assert ask_workers(app, 0.05).error == "no answer in time"
+
+    def says_why(_app, _timeout, blocked):
+        blocked.append("connection blocked, see broker logs")
+        goes_on.wait(60)
+
+    monkeypatch.setattr(doctor, "_ask", says_why)
+    assert "blocked" in ask_workers(app, 0.05).error
+    goes_on.set()
 
 
 def test_long_findings_are_wrapped(capsys, monkeypatch):
@@ -113,5 +127,13 @@ def test_the_page_has_a_row_for_each_check():
     section = page.partition("### What it looks at")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \| ", section, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
-    tables = [module.ROWS + module.CHECKS for module in (workers, locks, server)]
-    assert named == {row[0] for table in tables for row in table} | {*server.AS_AT_START}
+    tables = [workers.ROWS, server.ROWS, *(one.CHECKS for one in (workers, locks, server))]
+    checks = {row[0] for table in tables for row in table} | {one.row.check for one in TROUBLES}
+    assert named == checks | {*server.AS_AT_START}
+
+
+def test_the_page_of_the_commands_has_each_trouble():
+    """Lists name what doctor explains."""
+    page = (Path(__file__).parents[4] / "docs/reference/command-line.md").read_text("utf-8")
+    rows = page.partition("| `TROUBLE` |")[2].partition("\n\n##")[0]
+    assert {one.name for one in TROUBLES} <= set(re.findall(r"^\| `(.*?)` \|", rows, re.MULTILINE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.operating.site import Site
 from celery_dislock.operating.web import listing
 from celery_dislock.operating.web.listing import as_json, find
 from tests.pages import RESERVED, FakeOverview, holder, lock
@@ -29,7 +30,7 @@ def found(overview):
     """Search the list, and return the keys in a word."""
 
     def find_keys(search="", shown="all", order="key"):
-        rows = listing.listing(overview).rows
+        rows = listing.listing(Site(overview, "dislock")).rows
         return "".join(row.key for row in find(rows, search, shown, order))
 
     return find_keys
@@ -60,7 +61,7 @@ def test_a_search_looks_into_key_task_id_and_worker(found, search, keys):
         ("line", "b"),
         ("limited", "c"),
         ("reserved", "d"),
-        ("trouble", "ce"),
+        ("trouble", "cef"),
         ("paused", "c"),
         ("damaged", "e"),
         ("overdue", "f"),
@@ -70,7 +71,7 @@ def test_a_kind_of_locks_can_be_chosen_and_is_counted(overview, found, shown, ke
     """What is held, what waits, what an operator has changed, what is wrong."""
     overview.put(lock("f", holders=[holder(4, renewed=25.0, remaining=5.0), holder(5)]))
     assert found(shown=shown) == keys
-    assert listing.listing(overview).totals.get(shown, len(keys)) == len(keys)
+    assert listing.listing(Site(overview, "dislock")).totals.get(shown, len(keys)) == len(keys)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,9 @@ def test_each_lock_has_its_place_in_each_order(found, order, keys):
 def test_there_is_a_limit(overview, monkeypatch):
     """The list says that there are more."""
     overview.put(*(lock(f"x{number}", holders=[holder()]) for number in range(300)))
-    assert not listing.listing(overview).is_cut
+    assert not listing.listing(Site(overview, "dislock")).is_cut
     monkeypatch.setattr(listing, "LOCKS_MOST", 150)
-    known = listing.listing(overview)
+    known = listing.listing(Site(overview, "dislock"))
     assert known.is_cut
     assert len(known.rows) == 150
 
@@ -96,7 +97,7 @@ def test_a_server_that_does_not_answer_is_no_damaged_lock(overview):
     """Half a list would look whole."""
     overview.known["dislock:{e}"] = StoreError("redis://fake", "no answer in time")
     with pytest.raises(StoreError):
-        listing.listing(overview)
+        listing.listing(Site(overview, "dislock"))
 
 
 def test_a_lock_with_many_leases_is_cut():
