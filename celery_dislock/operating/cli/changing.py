@@ -323,7 +323,10 @@ def pause(context: click.Context, /, which: WhichLock, **given: Any) -> None:
 @as_json
 @click.pass_context
 def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
-    """Take back the pause or the limit of KEY: the limit of the code holds again."""
+    """Take back the pause or the limit of KEY.
+
+    The limit of the code holds again.
+    """
     _set(context, which, None, json_=json_)
 
 
@@ -335,7 +338,7 @@ def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
 @as_json
 @click.pass_context
 def limit(context: click.Context, /, key: str, number: int, **given: Any) -> None:
-    """Admit NUMBER exclusive leases of KEY at a time, whatever the code says.
+    """Admit NUMBER leases of KEY at a time, whatever the code says.
 
     0 is the same as `pause`. `resume` takes it back. Shared leases are not counted.
     """

@@ -256,7 +256,7 @@ def drain(
     look_for: float | None,
     **given: bool,
 ) -> None:
-    """Send on what is parked on another lock server, or under another prefix.
+    """Send on what is parked elsewhere: on another server or prefix.
 
     For the time after a change of dislock_url or dislock_prefix, when the last worker with the old
     settings has stopped. Shows the lines that were left, and asks. Each task gets its turn for its

@@ -9,6 +9,8 @@ broker that was needed, did not answer.  ``run`` has more.
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 @click.pass_context
 def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
     """See and operate the locks of an app."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a key has any character, an encoding has not
+            stream.reconfigure(errors="backslashreplace")
     app: Celery = context.obj.app
     if dislock_url:
         given: Any = dislock_url[0] if len(dislock_url) == 1 else list(dislock_url)
@@ -44,4 +49,6 @@ def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
 
 _READING = (ls, show, line, doctor, top, web)
 for _command in (*_READING, free, drop, put_back, drain, pause, resume, limit, run):
+    # Its first paragraph, whole: click cuts what it makes of the help by itself.
+    _command.short_help = (_command.help or "").partition("\n\n")[0]
     dislock.add_command(_command)

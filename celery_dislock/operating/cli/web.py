@@ -65,7 +65,9 @@ def web(
     trusted_proxy: str | None,
     **options: Any,
 ) -> None:
-    """Serve a page with the locks: who holds what, since when, and who waits.
+    """Serve a page with the locks in a browser.
+
+    It shows who holds what, since when, and who waits.
 
     Browsers on this machine may look at it. All who want to change something need the token in the
     address that is printed. Behind a proxy and on another address, everybody needs it.
