@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import Celery
-from celery.worker.request import Request
+from kombu.utils.imports import symbol_by_name
 
 import celery_dislock
 from celery_dislock import Dislock, SingletonTask
@@ -142,9 +142,8 @@ class Shop:
         message.ack()
         task = self.app.tasks[message.headers["task"]]
         self.pool.traces = traces
-        request = Request(
-            message, app=self.app, hostname="celery@road", task=task, eventer=_Nobody()
-        )
+        made = symbol_by_name(task.Request)
+        request = made(message, app=self.app, hostname="celery@road", task=task, eventer=_Nobody())
         request.execute_using_pool(self.pool)
         return self.pool.passed
 
