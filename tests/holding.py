@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from itertools import count
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock import signals
@@ -62,7 +61,7 @@ class Holding:
     ) -> None:
         self.store = Store(url, transport)
         self.watchdog = watchdog or Watchdog(self.store)
-        self.sender = SimpleNamespace()  # of these locks' signals, and of no other test's
+        self.sender = self  # of these locks' signals, and of no other test's
         self.events: list[Event] = []
         self._attempts: list[Attempt] = []
         self._receivers = [(signal, self._recorder(signal.name)) for signal in _SIGNALS]

@@ -186,8 +186,12 @@ def without_notes(headers: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def ours_first(headers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message's headers with ours first, as scripts read it: its version, then SENT."""
-    given: Any = headers.get(HEADER)
+    """
+    Return a message's headers with ours first, as scripts read it: its version, then SENT.
+
+    A message that has no header of ours is given one, since a script may have to add a note.
+    """
+    given: Any = headers.get(HEADER, {"v": VERSION})
     if not _version(given):
         return headers
     first = {name: given[name] for name in ("v", SENT) if name in given}

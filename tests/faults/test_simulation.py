@@ -64,7 +64,7 @@ def test_a_history_can_be_replayed():
 
 
 CLIENTS = {  # what replaces which method of the client
-    "a task that is put off is not sent again": (unrun, "_send_again", lambda *_: None),
+    "a task that is put off is not sent again": (unrun, "_send_again", lambda _, delay, __: delay),
     "a lease is trusted for ever": (lease, "trust_in", lambda _: 1e6),
     "a turn is not published": (Publisher, "hand_over", lambda *_: None),
     "nobody renews for a process that stands still": (StalledKeeper, "look", lambda *_: None),
