@@ -62,14 +62,14 @@ if TYPE_CHECKING:
 
 PUT_OFF = 5.0  # seconds
 STEPS = 300  # of a history
-SHRINK_STEPS = 200_000  # to be taken while a history is made small
+SHRINK_STEPS = 300_000  # to be taken while a history is made small
 TIMEOUT = 30.0  # seconds of a lease
 LOOK_EVERY = TIMEOUT / RENEWALS_PER_TIMEOUT / stalled.STEPS  # seconds
 DAY = 86400.0  # seconds
 PROCESSES = 3
 ACTORS_MOST = 9  # at work at a time
 UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
-IDLE_MOST = 1800.0  # seconds in which something must have ended: no wait and no lease is as long
+IDLE_MOST = 900.0  # seconds in which something must have ended: no wait and no lease is as long
 STILL_MOST = 2_000  # rounds in which time must have passed
 ROUNDS_MOST = 50_000  # after which a history is given up, though things end
 KEYS = ("a", "b")
@@ -574,8 +574,10 @@ class History:
         left = [name for name in self.keys() if not any(mark in name for mark in MARKS)]
         if left:
             raise BrokenPromiseError(f"these keys are left: {left}, of {self.net.contents()}")
-        # A late request may reserve the key of a task that has ended.
-        taken = [] if self.faults - HARMLESS | self.faults & {"late"} else self.reserved()
+        # A late request may reserve the key of a task that has ended; so may a copy that is put
+        # off, and put in line again, while its body goes on beyond its cap.
+        may_stay = self.faults - HARMLESS | self.faults & {"late"} or self.durations.has_capped
+        taken = [] if may_stay else self.reserved()
         if not taken:
             self.net.advance(UNIQUE_FOR)
             taken = self.reserved()
