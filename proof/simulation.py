@@ -142,7 +142,7 @@ class History:
         self.parks = rng.random() < 0.5
         self.late_acks = rng.random() < 0.7
         self.kinds = [self.kind_of_task(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
-        self.slowness = random.Random(f"{seed} slow")
+        self.chosen: Counter[str] = Counter()  # how often something was chosen for each task
         self.revoked: set[str] = set()
         self.workers: dict[Process, Worker] = {}
         self.actors: dict[str, Actor] = {}
@@ -181,6 +181,11 @@ class History:
                 for kind in self.kinds:
                     worker.task(kind)
             self.new_process(nth, worker)
+
+    def chance(self, what: str, task: str) -> random.Random:
+        """Return what decides this of a task, whatever steps there are of others."""
+        self.chosen[f"{what} {task}"] += 1
+        return random.Random(f"{self.seed} {what} {task} {self.chosen[f'{what} {task}']}")
 
     def kind_of_task(self, rng: random.Random) -> str:
         """Choose the options of a task, which are its name."""
@@ -331,7 +336,7 @@ class History:
         self.processes.pop(nth)
         worker = self.workers.pop(process, None)
         self.new_process(nth, worker)
-        if worker is not None and self.steps % 4:  # its main process has seen it
+        if worker is not None and self.generation % 4:  # its main process has seen it
             for made in died:
                 name = f"{self.steps} {made.id}"
                 self.begin(name, self.processes[nth], partial(self.death, name, made))
@@ -461,7 +466,7 @@ class History:
         name = request.id
         if name in self.revoked and not self.faults & {"kill", "failover"}:
             self.fail(f"task {name} runs, and its caller was told that it was revoked")
-        self.work(random.Random(f"{self.seed} {name} {self.steps}"))
+        self.work(self.chance("body", name))
         self.ran.add(name)
         if task.lease.held:
             self.ended[name] += 1
@@ -487,7 +492,8 @@ class History:
         if not copy.marked and copy.task not in self.sent:
             self.sent.append(copy.task)
         if "slow" in self.faults:
-            copy.due = max(copy.due, self.net.time + self.slowness.choice((0.0, 20.0, 45.0, 70.0)))
+            slowness = self.chance("slow", copy.task).choice((0.0, 20.0, 45.0, 70.0))
+            copy.due = max(copy.due, self.net.time + slowness)
 
     def sweeping(self, process: Process) -> None:
         """Sweep the lines, as the worker does."""
