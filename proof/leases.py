@@ -76,6 +76,7 @@ class Durations:
         self.locks: dict[str, Leases] = defaultdict(Leases)
         self.options: dict[str, TaskOptions] = {}  # by owner: those that its client was granted
         self.renewals: Counter[str] = Counter()  # by owner, as its client was told
+        self.has_capped = False  # whether any lease has reached its cap
         self.done: dict[str, list[Lease]] = defaultdict(list)  # by lock: ended by their owners
 
     def fail(self, promise: str, text: str) -> None:
@@ -106,6 +107,7 @@ class Durations:
 
     def capped(self, lease: Lease) -> None:
         """Judge whether a lease is renewed no more before its cap."""
+        self.has_capped = True
         since = self.net.time - lease.since
         if since < cap_of(lease.driver.options) * (1 - EARLY):
             self.fail("cap", f"{lease!r} is renewed no more after {since} s")

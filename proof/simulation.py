@@ -62,14 +62,14 @@ if TYPE_CHECKING:
 
 PUT_OFF = 5.0  # seconds
 STEPS = 300  # of a history
-SHRINK_STEPS = 200_000  # to be taken while a history is made small
+SHRINK_STEPS = 300_000  # to be taken while a history is made small
 TIMEOUT = 30.0  # seconds of a lease
 LOOK_EVERY = TIMEOUT / RENEWALS_PER_TIMEOUT / stalled.STEPS  # seconds
 DAY = 86400.0  # seconds
 PROCESSES = 3
 ACTORS_MOST = 9  # at work at a time
 UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
-IDLE_MOST = 1800.0  # seconds in which something must have ended: no wait and no lease is as long
+IDLE_MOST = 900.0  # seconds in which something must have ended: no wait and no lease is as long
 STILL_MOST = 2_000  # rounds in which time must have passed
 ROUNDS_MOST = 50_000  # after which a history is given up, though things end
 KEYS = ("a", "b")
@@ -142,7 +142,7 @@ class History:
         self.parks = rng.random() < 0.5
         self.late_acks = rng.random() < 0.7
         self.kinds = [self.kind_of_task(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
-        self.slowness = random.Random(f"{seed} slow")
+        self.chosen: Counter[str] = Counter()  # how often something was chosen for each task
         self.revoked: set[str] = set()
         self.workers: dict[Process, Worker] = {}
         self.actors: dict[str, Actor] = {}
@@ -181,6 +181,11 @@ class History:
                 for kind in self.kinds:
                     worker.task(kind)
             self.new_process(nth, worker)
+
+    def chance(self, what: str, task: str) -> random.Random:
+        """Return what decides this of a task, whatever steps there are of others."""
+        self.chosen[f"{what} {task}"] += 1
+        return random.Random(f"{self.seed} {what} {task} {self.chosen[f'{what} {task}']}")
 
     def kind_of_task(self, rng: random.Random) -> str:
         """Choose the options of a task, which are its name."""
@@ -331,7 +336,7 @@ class History:
         self.processes.pop(nth)
         worker = self.workers.pop(process, None)
         self.new_process(nth, worker)
-        if worker is not None and self.steps % 4:  # its main process has seen it
+        if worker is not None and self.generation % 4:  # its main process has seen it
             for made in died:
                 name = f"{self.steps} {made.id}"
                 self.begin(name, self.processes[nth], partial(self.death, name, made))
@@ -461,7 +466,7 @@ class History:
         name = request.id
         if name in self.revoked and not self.faults & {"kill", "failover"}:
             self.fail(f"task {name} runs, and its caller was told that it was revoked")
-        self.work(random.Random(f"{self.seed} {name} {self.steps}"))
+        self.work(self.chance("body", name))
         self.ran.add(name)
         if task.lease.held:
             self.ended[name] += 1
@@ -487,7 +492,8 @@ class History:
         if not copy.marked and copy.task not in self.sent:
             self.sent.append(copy.task)
         if "slow" in self.faults:
-            copy.due = max(copy.due, self.net.time + self.slowness.choice((0.0, 20.0, 45.0, 70.0)))
+            slowness = self.chance("slow", copy.task).choice((0.0, 20.0, 45.0, 70.0))
+            copy.due = max(copy.due, self.net.time + slowness)
 
     def sweeping(self, process: Process) -> None:
         """Sweep the lines, as the worker does."""
@@ -574,8 +580,10 @@ class History:
         left = [name for name in self.keys() if not any(mark in name for mark in MARKS)]
         if left:
             raise BrokenPromiseError(f"these keys are left: {left}, of {self.net.contents()}")
-        # A late request may reserve the key of a task that has ended.
-        taken = [] if self.faults - HARMLESS | self.faults & {"late"} else self.reserved()
+        # A late request may reserve the key of a task that has ended; so may a copy that is put
+        # off, and put in line again, while its body goes on beyond its cap.
+        may_stay = self.faults - HARMLESS | self.faults & {"late"} or self.durations.has_capped
+        taken = [] if may_stay else self.reserved()
         if not taken:
             self.net.advance(UNIQUE_FOR)
             taken = self.reserved()

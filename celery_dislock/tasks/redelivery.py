@@ -65,7 +65,10 @@ class Copies:
         options, owner = self._lock.options, self._delivery.attempt.owner
         if options.lock_mode == "shared" or options.admits_several:
             for other in self._store.holders(self._lock.names[0]):
-                if other.id == shown_id(self._delivery.id) and other.owner != owner:
+                # One that is left to expire has no body: else two that were put off, and leave
+                # their leases for lock_at_least_for, would put each other off for ever.
+                is_copy = other.id == shown_id(self._delivery.id) and other.owner != owner
+                if is_copy and not other.expiring:
                     self._put_off("another delivery of this task holds", other.remaining)
         if not options.lock_dedupe_redelivered:
             return

@@ -149,6 +149,19 @@ def test_a_lock_for_several_is_not_shared_with_a_copy(
     assert world.store.leases == {}
 
 
+@pytest.mark.parametrize("options", [{"lock_mode": "shared"}, {"lock_limit": 2}])
+def test_what_another_delivery_has_left_to_run_out_is_no_copy(app, world, ran, broker, options):
+    """One that was put off leaves its lease for lock_at_least_for: its task runs all the same."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_at_least_for=12, **options)
+    def task():
+        ran.append(1)
+
+    world.store.others = [("~1@w2:7/1", world.clock() + 12, {"id": "1"})]
+    deliver(task, "1")
+    assert (ran, broker.sent) == ([1], [])
+
+
 def test_an_exclusive_lock_costs_no_look_at_its_holders(app, world):
     """Two round trips, as without all this."""
 
