@@ -208,7 +208,7 @@ class Worker:
     def publish(self, body: bytes, *, headers: dict[str, Any], **_: Any) -> None:
         """Publish a message again, as kombu's producer does; the process may die before."""
         stop_if_actor(Wait())
-        self.broker(Copy(headers, body))
+        self.broker(Copy(headers, body, due(headers)))
 
     def _send(
         self,
@@ -221,11 +221,14 @@ class Worker:
     ) -> None:
         """Publish a message of a task."""
         stop_if_actor(Wait())
-        eta = message.headers["eta"]
-        due = 0.0 if eta is None else (datetime.fromisoformat(eta) - EPOCH).total_seconds()
-        self.broker(
-            Copy({**message.headers, **(headers or {})}, json.dumps(message.body).encode(), due)
-        )
+        headers = {**message.headers, **(headers or {})}
+        self.broker(Copy(headers, json.dumps(message.body).encode(), due(headers)))
+
+
+def due(headers: dict[str, Any]) -> float:
+    """Return the simulation's time of a message's ETA; 0 if it has none."""
+    eta = headers.get("eta")
+    return 0.0 if eta is None else (datetime.fromisoformat(eta) - EPOCH).total_seconds()
 
 
 @contextmanager

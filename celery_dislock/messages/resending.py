@@ -8,7 +8,7 @@ Elsewhere a delayed message has an ETA, and a worker keeps it until then.
 from __future__ import annotations
 
 import math
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.quorum_queues import detect_quorum_queues
@@ -64,7 +64,7 @@ def publish(
                 "expiration": None,  # it would cut the delay short
             }
         elif delay:
-            eta = datetime.now(timezone.utc) + timedelta(seconds=delay)
+            eta = app.now() + timedelta(seconds=delay)
             delayed = {"headers": {"eta": eta.isoformat()}}
         message.publish(producer, notes, declare, **delayed)
         return delay
