@@ -65,7 +65,8 @@ def test_ctrl_c_ends_the_server(tmp_path, with_block):
     ) as program:
         pid = int(program.stdout.readline())
         program.send_signal(signal.SIGINT)
-        program.wait(30)
+        program.stdin.close()  # else it never notices a signal that came just before it read
+        assert program.wait(30) == -signal.SIGINT
     wait_until_gone(pid)
 
 
