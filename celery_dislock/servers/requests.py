@@ -1,6 +1,6 @@
-"""What is asked of a lock server, and the arguments of its scripts that say so.
+"""What is asked of a lock server, as values.
 
-Nothing here sends or waits; :mod:`celery_dislock.servers.store` does.
+Nothing here sends or waits; :mod:`celery_dislock.servers.store` does, and writes the arguments.
 """
 
 from __future__ import annotations
