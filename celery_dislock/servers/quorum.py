@@ -21,7 +21,7 @@ from celery_dislock import scripts
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.servers.connections import BLOCKING, is_answer
+from celery_dislock.servers.connections import BLOCKING, by_text, is_answer
 from celery_dislock.servers.peers import NoReplyError, Peer, Peers, by_majority
 from celery_dislock.servers.server import Server
 from celery_dislock.servers.view import LIMIT_RECORD
@@ -193,7 +193,7 @@ class Quorum(Server):
             keys,
             *(name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
             within=min(self._patience, ttl * PATIENCE_RATIO),
-            undo=lambda: scripts.RELEASE.by_text(keys, name, 0),
+            undo=lambda: by_text(scripts.RELEASE, keys, name, 0),
             decides=decides,
         )
         answered = [reply for reply in replies if not isinstance(reply, StoreError)]
