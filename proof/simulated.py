@@ -230,15 +230,18 @@ class Process(Runtime[Any]):
         """This one."""
         return self
 
-    def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
+    def lock(
+        self,
+        keys: Sequence[str],
+        options: TaskOptions,
+        store: Store | None = None,
+        *,
+        fair: bool = True,
+    ) -> Lock:
         """Make a lock under the driven clock."""
         return Lock(
-            keys,
-            self.lock_names(keys),
-            options,
-            self.store,
-            self.watchdog,
-            sleep_in(self.net),
+            *(keys, self.lock_names(keys), options, store or self.store, self.watchdog, fair),
+            pause=sleep_in(self.net),
         )
 
     def owner_name(self, start: str) -> str:

@@ -106,9 +106,9 @@ class WorkerRuntime(Runtime[Any]):
         """What the guard takes for its process."""
         return self.inside.parking
 
-    def lock(self, keys: Any, options: Any) -> Any:
+    def lock(self, *of: Any, **how: Any) -> Any:
         """Make a lock under the driven clock."""
-        return self.inside.lock(keys, options)
+        return self.inside.lock(*of, **how)
 
 
 class Worker:

@@ -75,9 +75,8 @@ class CallerLease:
         execution: Whether this is the lease of a task's execution, which ends with the body.
 
     Attributes:
-        entries: One key per acquisition that is not released yet.  For a ``with`` block the value
-            is true: often a weak reference that releases the acquisition if the interpreter drops
-            the block.
+        entries: One key per acquisition that is not released yet.  The value identifies the
+            ``with`` block, and is 0 for a call of ``acquire()``.
         running: The ``with`` block that is interrupted when the lease is lost; None: no block is.
         block: The acquisition of that block.
         caller: Who has taken the lease.
@@ -88,16 +87,11 @@ class CallerLease:
     lease: Lease
     runtime: object = None
     execution: bool = False
-    entries: dict[object, object] = field(default_factory=dict)
+    entries: dict[object, int] = field(default_factory=dict)
     running: Running | None = None
     block: object = None
     caller: ref[Caller] | None = None
     job: Sequence[object] = ()
-
-    @property
-    def is_around(self) -> bool:
-        """Whether the code that runs here, in the caller's thread, runs inside the block."""
-        return any(one() is self for one in _around.get()) and self.job == _job_here()
 
     def is_of(self, lock: Lock, runtime: object = None) -> bool:
         """
@@ -108,6 +102,10 @@ class CallerLease:
         """
         ours = self.lock.store is lock.store or (runtime is not None and runtime is self.runtime)
         return ours and tuple(self.lock.names) == tuple(lock.names)
+
+    def is_of_caller(self, caller: Caller) -> bool:
+        """Return whether this caller has taken the lease."""
+        return self.caller is not None and self.caller() is caller
 
     def leave(self, entry: object) -> None:
         """
@@ -141,17 +139,16 @@ class Caller:
         kind: The argument of that name.
         thread: The thread; of a greenlet, what :mod:`threading` takes for one.
         pid: The process that made this record; a forked child does not have its leases.
-        entering: Weak reference to the :class:`Leaving` of the ``with`` statement whose
-            ``__enter__`` runs next.
+        leases: The leases that it has, in the order in which they were taken.  That of a task comes
+            after that of an eager task around it.
     """
 
     def __init__(self, kind: Kind = "thread", one: Any = None) -> None:
-        self.entering: Any = None
+        self.leases: list[CallerLease] = []
         self.kind = kind
         self.thread = threading.current_thread()
         self.pid = os.getpid()
         self._one = None if one is None else ref(one)
-        self._leases: list[CallerLease] = []  # a task's comes after that of an eager task around it
 
     @property
     def name(self) -> str:
@@ -171,37 +168,57 @@ class Caller:
 
     def hold(self, held: CallerLease) -> None:
         """Record a lease of this caller, and mark the context in which it was taken."""
-        held.caller, held.job = ref(self), _job_here()
+        held.caller, held.job = ref(self), self._job()
         if not held.execution:
             elsewhere = None if self.kind == "task" else ref(held)
             held.lease.caller_ended = partial(nobody_is_left, ref(self), elsewhere)
         around = _around.get()
         live = [one for one in around if one() is not None] if around else ()
         _around.set((*live, ref(held)))
-        self._leases.append(held)
+        self.leases.append(held)
+
+    def _job(self) -> Sequence[object]:
+        """Return the job of a thread pool that runs here; empty: none does."""
+        return () if self.thread is threading.main_thread() else _job_here()
+
+    def is_inside(self, held: CallerLease) -> bool:
+        """Return whether the caller's code that runs here runs inside the block of a lease."""
+        return any(one() is held for one in _around.get()) and held.job == self._job()
+
+    def end_body(self, begun: int) -> None:
+        """
+        End what the body of a task has left, since an exception struck at the end of a block.
+
+        Args:
+            begun: How many leases this caller had before the body began.
+        """
+        for held in self.leases[begun:]:
+            if held.execution:
+                self.forget(held)
+            for entry, block in list(held.entries.items()):
+                if block:
+                    held.leave(entry)
 
     def forget(self, held: CallerLease) -> None:
         """Remove a lease of this caller from the record; a second call does nothing."""
-        if held in self._leases:
-            self._leases.remove(held)
+        if held in self.leases:
+            self.leases.remove(held)
 
     def forget_all(self) -> None:
         """Forget the leases of a caller that has ended; only their blocks and locks know them."""
-        self._leases.clear()
+        self.leases.clear()
 
     def find(self, lock: Lock) -> CallerLease | None:
         """Return the latest lease of one of the lock's keys whose block runs here; None: none."""
-        if not self._leases:
-            return None
-        return next((held for held in self._of(lock) if held.is_around), None)
+        return next((held for held in self._of(lock) if self.is_inside(held)), None)
 
     def has_entered(self, lock: Lock) -> bool:
         """Return whether this caller has a lease of one of the keys, and runs outside its block."""
-        return any(held.lease.held and not held.is_around for held in self._of(lock))
+        return any(held.lease.held and not self.is_inside(held) for held in self._of(lock))
 
     def hint(self, lock: Lock) -> str:
         """Return a text for messages if this caller has entered the lock; empty if not."""
-        if not (self._leases and self.has_entered(lock)):
+        if not self.has_entered(lock):
             return ""
         return HINT.format("asyncio task" if self.kind == "task" else self.kind)
 
@@ -212,8 +229,8 @@ class Caller:
         Raises:
             LockHeldError: The code that asks runs in a block that holds one of the keys.
         """
-        for held in self._of(lock) if self._leases else ():
-            if held.is_around and held.lease.held:
+        for held in self._of(lock):
+            if self.is_inside(held) and held.lease.held:
                 keys = dict(zip(lock.names, lock.keys, strict=True))
                 key = next(keys[name] for name in lock.names if name in held.lock.names)
                 raise LockHeldError(key, self.described(held), held.lease.remaining)
@@ -223,7 +240,7 @@ class Caller:
 
     def _of(self, lock: Lock) -> Iterator[CallerLease]:
         """Return the leases of one of the lock's keys, the latest first."""
-        for held in reversed(self._leases.copy()):
+        for held in reversed(self.leases.copy()):
             if held.lock.store.server != lock.store.server:
                 continue
             if held.lease.finished:
@@ -244,11 +261,15 @@ _others: WeakKeyDictionary[Any, Caller] = WeakKeyDictionary()  # by greenlet or 
 
 def current_caller() -> Caller:
     """Return the record of the calling thread, greenlet or asyncio task."""
-    here = current_greenlet()
-    if here is None or here.parent is None:  # the first greenlet of a thread has none
-        return _record("thread", None)
-    call = call_of(here)
-    return _record("greenlet", here) if call is None else _record("task", call.task)
+    if "greenlet" in sys.modules:
+        here = current_greenlet()
+        if here is not None and here.parent is not None:  # the first greenlet of a thread has none
+            call = call_of(here)
+            return _record("greenlet", here) if call is None else caller_of(call.task)
+    caller: Caller | None = getattr(_threads, "caller", None)
+    if caller is None or caller.pid != os.getpid():  # of the parent, before a fork
+        caller = _threads.caller = Caller()
+    return caller
 
 
 def caller_of(task: asyncio.Task[Any]) -> Caller:
@@ -257,13 +278,9 @@ def caller_of(task: asyncio.Task[Any]) -> Caller:
 
 
 def _record(kind: Kind, one: Any) -> Caller:
-    caller = getattr(_threads, "caller", None) if one is None else _others.get(one)
-    if caller is None or caller.pid != os.getpid():  # of the parent, before a fork
-        caller = Caller(kind, one)
-        if one is None:
-            _threads.caller = caller
-        else:
-            _others[one] = caller
+    caller = _others.get(one)
+    if caller is None or caller.pid != os.getpid():
+        caller = _others[one] = Caller(kind, one)
     return caller
 
 
@@ -286,8 +303,6 @@ def nobody_is_left(caller: ref[Caller], held: ref[CallerLease] | None) -> bool:
 
 def _job_here() -> Sequence[object]:
     """Return what identifies the job of a thread pool that runs here; empty: none does."""
-    if threading.current_thread() is threading.main_thread():
-        return ()
     for frame in _frames():
         names = JOBS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
         if names is not None:

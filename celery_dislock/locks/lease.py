@@ -6,7 +6,7 @@ the trust and never extends it.  After that time the watchdog marks the lease as
 lost even if the server could still extend it: the owner may already have been told, and acted on
 it.
 
-Nothing here sends or waits.  What does so for a lease is its :class:`Driver`: the lock.
+Nothing here sends or waits: the lock does so for its leases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from celery_dislock.clock import monotonic
@@ -23,9 +23,10 @@ from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from celery_dislock.config.options import TaskOptions
+    from celery_dislock.locks.attempt import Attempt
+    from celery_dislock.locks.lock import Lock
     from celery_dislock.servers.requests import Ending
     from celery_dislock.servers.reservations import Reservation
 
@@ -66,39 +67,6 @@ WHY_ENDED = {
 }
 
 
-class Asker(Protocol):
-    """The attempt that has taken a lock, as its lease sees it."""
-
-    owner: str
-    holder: Mapping[str, Any]
-    sender: object
-    trace: Any
-
-
-class Driver(Protocol):
-    """The lock of a lease: it sends for the lease, and waits for the replies."""
-
-    names: Sequence[str]
-    key: str
-    options: TaskOptions
-    timeout: float
-    interval: float | None
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """Returns monotonic seconds."""
-
-    @property
-    def asks(self) -> bool:
-        """Whether another process may renew the lease, so that only the server knows its end."""
-
-    def renew(self, lease: Lease) -> bool:
-        """Renew the lease now; False if the server no longer has it."""
-
-    def end(self, lease: Lease, ending: Ending) -> None:
-        """End the lease."""
-
-
 class Lease:
     """
     One owner's hold on a lock, with a deadline.  Made when a lock is taken.
@@ -120,32 +88,37 @@ class Lease:
         since: Time before the lock was asked for, on this process's clock.
         caller_ended: Returns whether nobody is left who could release the lock.  None: somebody is,
             as with the lock of a task, which always ends with its execution.
+        on_end: Called with the lease and ``lock_on_lost`` or ``lock_on_cap`` when it is lost or
+            capped; None: nobody has to be stopped.
+        end: How it has ended; None: it has not.
     """
 
+    renewals = 0
+    capped = finished = False
+    reported = False  # its end, to the observer
+    reservation: Reservation | None = None
+    end: End | None = None
+    caller_ended: Callable[[], bool] | None = None
+    on_end: Callable[[Lease, str], None] | None = None
+    asked_until = 0.0  # beyond the trust, if another process may have renewed it
+    _reason = ""  # of a loss
+
     def __init__(
-        self, driver: Driver, asker: Asker, tokens: Mapping[str, int], since: float, ttl: float
+        self, driver: Lock, attempt: Attempt, tokens: Mapping[str, int], since: float, ttl: float
     ) -> None:
         self.driver = driver
         self.key = driver.key
-        self.owner = asker.owner
-        self.holder = asker.holder
+        self.owner = attempt.owner
+        self.holder = attempt.holder
         # Weak, else a lock that nobody else knows would live as long as its lease is renewed.
-        self._sender = None if asker.sender is None else ref(asker.sender)
-        self.trace = asker.trace
-        self.caller_ended: Callable[[], bool] | None = None
+        self._sender = None if attempt.sender is None else ref(attempt.sender)
+        self.trace = attempt.trace
         self.tokens = tokens
         self.since = self.renewed_at = since
-        self.renewals = 0
-        self.reservation: Reservation | None = None
-        self.capped = self.finished = self.reported = False  # reported: to the observer
-        self.end: End | None = None  # None: it has not ended
-        self.on_end: Callable[[Lease, str], None] = lambda _lease, _action: None
         # Monotonic time of the next renewal; None: no renewals.
         self.due = None if driver.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
         self.trusted_until = since + trust_in(ttl)
-        self.asked_until = 0.0  # beyond the trust, if another process may have renewed it
         self._handed_on = ttl < driver.timeout  # until the first renewal sets the full timeout
-        self._reason = ""  # of a loss
         self._pid = os.getpid()
 
     @property
@@ -309,10 +282,6 @@ class NoLease(Lease):
         self.key = self.owner = ""
         self.holder = {}
         self.tokens = {}
-        self.renewals = 0
-        self.reservation = None
-        self.end = None
-        self.capped = False
         self.finished = True
 
     token = property(lambda _self: 0)

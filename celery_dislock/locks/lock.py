@@ -57,6 +57,7 @@ class Lock:
         options: How the lock is taken and kept.
         store: The store of the lock server.
         watchdog: Renews the leases.
+        fair: False: pass those who wait in line if the lock admits one more lease.
         pause: Called with the seconds to sleep after waiting in line has failed.
 
     Attributes:
@@ -72,14 +73,16 @@ class Lock:
     options: TaskOptions
     store: Store
     watchdog: Watchdog
+    fair: bool = True
     pause: Callable[[float], None] = sleep
 
     def __post_init__(self) -> None:
+        options = self.options
         self.key = " + ".join(self.keys)
         self.clock = self.watchdog.clock
-        self.timeout = self.options.timeout
-        self.interval = self.options.renewal_interval
-        self.terms = Terms(self.options.lock_mode, self.options.lock_limit or 1)
+        self.timeout = options.timeout
+        self.interval = options.renewal_interval
+        self.terms = Terms(options.lock_mode, options.lock_limit or 1, self.fair)
         self._is_unheard = False  # since the last release that was answered
 
     @property
@@ -158,8 +161,15 @@ class Lock:
         try:
             while True:
                 asked_at = self.clock()
-                answer = self._ask(attempt, asked_at, place)
+                attempt.asked_at = asked_at if attempt.asked_at is None else attempt.asked_at
+                answer = self.store.acquire(
+                    *(self.names, attempt.owner, self.timeout, attempt.holder_json),
+                    terms=self.terms,
+                    place=place,
+                    reservation=attempt.reservation,
+                )
                 if isinstance(answer, Granted):
+                    attempt.has_begun = True
                     return self.keep(attempt, answer.tokens, asked_at, self.timeout)
                 if not place:
                     return self.conflict(answer)
@@ -187,18 +197,6 @@ class Lock:
             refused = bool(passed_on) and isinstance(exc, StoreError) and is_answer(exc)
             self.interrupted(attempt, refused=refused)
             raise
-
-    def _ask(self, attempt: Attempt, now: float, place: float) -> Granted | Refused:
-        if attempt.asked_at is None:
-            attempt.asked_at = now
-        answer = self.store.acquire(
-            *(self.names, attempt.owner, self.timeout, attempt.holder_json),
-            terms=self.terms,
-            place=place,
-            reservation=attempt.reservation,
-        )
-        attempt.has_begun = isinstance(answer, Granted)
-        return answer
 
     def _wait(self, attempt: Attempt, refused: Refused, left: float) -> Handed | None:
         """Wait in line; return a grant that can be used at once, or None: ask again."""

@@ -48,7 +48,8 @@ class Reports:
             *(lease.key, in_words(lease.holder), reason, action),
         )
         try:
-            lease.on_end(lease, action)
+            if lease.on_end is not None:
+                lease.on_end(lease, action)
         finally:
             self.observer.lost(lease, action, gone=reason in GONE)
             self._ended(lease)
@@ -62,7 +63,8 @@ class Reports:
             *(lease.key, in_words(lease.holder), lease.renewals, lease.remaining, action),
         )
         try:
-            lease.on_end(lease, action)
+            if lease.on_end is not None:
+                lease.on_end(lease, action)
         finally:
             self.observer.capped(lease, action)
             signals.lock_capped.send(sender=lease.sender, lease=lease)

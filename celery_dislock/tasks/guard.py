@@ -224,12 +224,11 @@ class Guard:
         lease = self._take(delivery, copies)
         delivery.began = True
         delivery.outbox = Outbox()
-        caller, held, outcome = current_caller(), None, COMES_AGAIN
-        if lease is not None:
-            held = CallerLease(delivery.lock, lease, execution=True)
+        caller, outcome = current_caller(), COMES_AGAIN
+        begun = len(caller.leases)
         try:
-            if held is not None:
-                caller.hold(held)
+            if lease is not None:
+                caller.hold(CallerLease(delivery.lock, lease, execution=True))
             result = self._run_body(lease, body)
             if hasattr(type(result), "__await__"):
                 self._refuse_awaitable(result)
@@ -245,8 +244,7 @@ class Guard:
             outcome = SUCCEEDED
             return result
         finally:
-            if held is not None:
-                caller.forget(held)
+            caller.end_body(begun)
             self._end(delivery, lease, outcome)
 
     def _run_body(self, lease: Lease | None, body: Callable[[], Any]) -> Any:
