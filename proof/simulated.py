@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import greenlet
 
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.config.plain import Plain
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.observer import Observer
@@ -25,9 +27,8 @@ from proof import simulated_sending
 from tests.integration.lua_server import LuaServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Lease
     from celery_dislock.scripts import Script
     from celery_dislock.servers.replies import Turn
@@ -229,6 +230,12 @@ class Process(Runtime[Any]):
     def process(self) -> Any:
         """This one."""
         return self
+
+    def plain(self, key: object, given: Mapping[str, Any], on_lost: str) -> Plain:  # noqa: ARG002
+        """Return the options of a lock, which may be any of a task's, and "fair"."""
+        options = dict(given)
+        fair = options.pop("fair", True)
+        return Plain(TaskOptions(**options), timeout=None, fair=fair, stated=options)
 
     def lock(
         self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from celery_dislock.exceptions import LockLostError
 from celery_dislock.locks.callers import caller_of, current_caller
-from celery_dislock.servers.bridge import greenlet_module, run_at_once, task_here
+from celery_dislock.servers.bridge import require_greenlet, run_at_once, task_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -52,7 +52,7 @@ class AsyncLock:
     """
 
     def __init__(self, lock: ReentrantLock, runtime: Runtime[Any]) -> None:
-        greenlet_module()
+        require_greenlet()
         self._lock = lock
         self._runtime = runtime
         self.keys = lock.keys

@@ -261,11 +261,10 @@ _others: WeakKeyDictionary[Any, Caller] = WeakKeyDictionary()  # by greenlet or 
 
 def current_caller() -> Caller:
     """Return the record of the calling thread, greenlet or asyncio task."""
-    if "greenlet" in sys.modules:
-        here = current_greenlet()
-        if here is not None and here.parent is not None:  # the first greenlet of a thread has none
-            call = call_of(here)
-            return _record("greenlet", here) if call is None else caller_of(call.task)
+    here = current_greenlet()
+    if here is not None and here.parent is not None:  # the first greenlet of a thread has none
+        call = call_of(here)
+        return _record("greenlet", here) if call is None else caller_of(call.task)
     caller: Caller | None = getattr(_threads, "caller", None)
     if caller is None or caller.pid != os.getpid():  # of the parent, before a fork
         caller = _threads.caller = Caller()

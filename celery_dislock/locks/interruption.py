@@ -37,7 +37,7 @@ from weakref import ref
 from billiard.exceptions import SoftTimeLimitExceeded
 
 from celery_dislock.exceptions import LockLostError
-from celery_dislock.servers.bridge import current_call
+from celery_dislock.servers.bridge import current_call, current_greenlet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,8 +87,7 @@ def refusal() -> str:
     """Return why the calling thread or greenlet cannot be interrupted; empty if it can."""
     if current_call() is not None:
         return ""
-    greenlets: Any = sys.modules.get("greenlet")
-    here = greenlets.getcurrent() if hasattr(greenlets, "getcurrent") else None
+    here = current_greenlet()
     if here is not None and here.parent is not None and not patched_by():
         return "a greenlet can be stopped only where gevent or eventlet has patched the process"
     if not hasattr(ctypes, "pythonapi"):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import seconds
 from celery_dislock.exceptions import EventLoopError, LockLostError, NotOwnerError, SettingsError
+from celery_dislock.keys.templates import check_written, keys_of
 from celery_dislock.locks.attempt import Attempt, Conflict, to_json
 from celery_dislock.locks.callers import CallerLease, check_terms, current_caller
 from celery_dislock.locks.interruption import refusal
@@ -27,11 +28,10 @@ from celery_dislock.locks.running import Running
 from celery_dislock.servers.records import in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import timedelta
     from types import FrameType, TracebackType
 
-    from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
@@ -60,26 +60,32 @@ class ReentrantLock:
     :class:`~celery_dislock.exceptions.LockLostError`.  If the block itself raised another
     exception, that exception propagates, with a note about the loss.
 
+    Args:
+        runtime: What the app's locks share.
+        key: See :meth:`celery_dislock.Dislock.lock`.
+        options: See :class:`celery_dislock.config.plain.PlainOptions`.
+        on_lost: What ``on_lost`` is if it is not given.
+
+    Raises:
+        SettingsError: An option is unknown, or cannot be used.
+        LockKeyError: A key cannot be used, or the list is empty.
+
     Attributes:
         keys: The keys of the lock.  All of several keys are taken, or none.
     """
 
     def __init__(
         self,
-        keys: Sequence[str],
-        options: TaskOptions,
         runtime: Runtime[Any],
-        *,
-        timeout: float | None,
-        fair: bool,
-        stated: Collection[str] = (),
+        key: str | Sequence[str],
+        options: Mapping[str, Any],
+        on_lost: str = "warn",
     ) -> None:
-        self.keys = tuple(keys)
-        self._options = options
+        self._options, self._timeout, self._fair, self._stated = runtime.plain(
+            key, options, on_lost
+        )
+        self.keys = (check_written(key),) if isinstance(key, str) else keys_of(key)
         self._runtime = runtime
-        self._timeout = timeout
-        self._fair = fair
-        self._stated = stated  # names of the options given explicitly
         self._made: Lock | None = None
         # What this object has acquired, in order, and the block: see CallerLease.entries.
         self._own: dict[object, tuple[CallerLease, int]] = {}

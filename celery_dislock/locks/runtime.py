@@ -19,7 +19,8 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
-from celery_dislock.config.settings import ResolvedOptions, app_settings
+from celery_dislock.config.plain import plain_options
+from celery_dislock.config.settings import app_settings
 from celery_dislock.config.urls import lock_server
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.locks.clearing import FLUSH_WITHIN
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.config.plain import Plain
     from celery_dislock.config.settings import AppSettings
     from celery_dislock.exceptions import StoreError
     from celery_dislock.locks.clearing import Clearing
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
 QUICK = 0.25  # seconds; a command is sent three times at most
+PLAIN_MOST = 1000  # sets of options that are kept: somebody may compute a timeout each time
 DAMAGED_MOST = 1000  # damaged locks that a process remembers as reported
 
 
@@ -64,7 +67,6 @@ class Runtime(Generic[P]):
             a plain :class:`Process`.
 
     Attributes:
-        resolved: Options of locks in plain Python that were resolved before.
         unawaited_by: Who does not await the bodies of tasks here: a worker's pool; None: it does.
     """
 
@@ -76,7 +78,9 @@ class Runtime(Generic[P]):
         self._conf = conf
         self._make_process = make_process or cast("Callable[..., P]", Process)
         self._by_pid: dict[int, P] = {}
-        self.resolved = ResolvedOptions()
+        # Options of locks in plain Python, by what was given, and the settings that they follow.
+        # Replaced as one, so that no thread finds the options of other settings.
+        self._plain: tuple[object, int, dict[str, Any], dict[Any, Plain]] = (None, 0, {}, {})
         self.unawaited_by: str | None = "no worker"
 
     @property
@@ -98,6 +102,31 @@ class Runtime(Generic[P]):
     def settings(self) -> AppSettings:
         """The checked settings of the app."""
         return app_settings(self._conf())
+
+    def plain(self, key: object, given: Mapping[str, Any], on_lost: str) -> Plain:
+        """
+        Return the checked options of a lock in plain Python; see :func:`plain_options`.
+
+        They are kept while the settings stay the same: reading every setting takes longer than a
+        round trip to the lock server.
+        """
+        conf: Any = self._conf()
+        # Of Celery's: what was set since it was loaded, and the layers below, to which apps add.
+        changes, layers = getattr(conf, "changes", conf), len(getattr(conf, "maps", ()))
+        of, over, after, kept = self._plain
+        if of is not conf or over != layers or after != changes:
+            kept = {}
+            self._plain = (conf, layers, dict(changes), kept)
+        asked: Any = on_lost
+        if given:  # True is no number, though it equals one
+            asked = (on_lost, *[(name, value.__class__, value) for name, value in given.items()])
+        try:
+            return kept[asked]
+        except (KeyError, TypeError):  # TypeError: an option that cannot be used, such as a list
+            plain = plain_options(f"lock {key!r}", given, conf, on_lost)
+            if len(kept) < PLAIN_MOST:
+                kept[asked] = plain
+            return plain
 
     @property
     def process(self) -> P:

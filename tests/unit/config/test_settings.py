@@ -520,9 +520,9 @@ class TestResolvedOptions:
 
     def test_not_every_set_of_options_is_kept(self, app, monkeypatch):
         """Somebody may compute a timeout for each lock."""
-        monkeypatch.setattr("celery_dislock.config.settings.RESOLVED_MOST", 2)
+        monkeypatch.setattr("celery_dislock.locks.runtime.PLAIN_MOST", 2)
         dislock = Dislock(app)
         for timeout in (10, 20, 30):
             lock = dislock.lock("a", watchdog_timeout=timeout)
             assert lock._options.lock_watchdog_timeout == timeout
-        assert len(dislock.runtime.resolved._kept[-1]) == 2
+        assert len(dislock.runtime._plain[-1]) == 2

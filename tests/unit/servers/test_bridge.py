@@ -2,7 +2,6 @@
 
 import asyncio
 import contextvars
-import sys
 from contextlib import suppress
 
 import greenlet
@@ -144,6 +143,6 @@ def test_code_outside_of_a_call_cannot_wait_for_an_event_loop():
 
 
 def test_greenlet_is_an_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "greenlet", None)
+    monkeypatch.setattr("celery_dislock.servers.bridge.greenlet", None)
     with pytest.raises(ImportError, match=r"pip install 'celery-dislock\[asyncio\]'"):
-        bridge.greenlet_module()
+        bridge.require_greenlet()
