@@ -322,7 +322,7 @@ async def test_an_outer_lock_that_is_lost_while_an_inner_one_is_taken_or_release
                     if not entering:
                         asyncio.get_running_loop().call_soon(lose)
         assert caught.value.key == "outer"
-        world.watchdog.clearing.hurry()
+        world.watchdog.hurry()
         world.watchdog.tick()
         assert world.store.leases == {}
 

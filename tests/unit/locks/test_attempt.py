@@ -17,7 +17,7 @@ def test_an_attempt_knows_its_lease_before_anything_keeps_it_alive(world):
         assert attempt.lease is lease
         raise KeyboardInterrupt
 
-    world.watchdog.renewals.watch = interrupted
+    world.watchdog.watch = interrupted
     with pytest.raises(KeyboardInterrupt):
         world.lock().try_acquire(attempt)
     attempt.end()

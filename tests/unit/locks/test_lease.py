@@ -155,13 +155,13 @@ def test_when_a_lease_was_acquired_is_unix_time(world, monkeypatch):
 def test_a_lease_meets_one_end(world, heard):
     """A lease that was found lost while its owner released it is lost, not released as well."""
     lease = world.lease()
-    unwatch = world.watchdog.renewals.unwatch
+    unwatch = world.watchdog.unwatch
 
     def lost_meanwhile(lease):
         unwatch(lease)
         lease.lose("stolen")
 
-    world.watchdog.renewals.unwatch = lost_meanwhile
+    world.watchdog.unwatch = lost_meanwhile
     lease.release()
     world.watchdog.reports.lost(lease)
     assert names(heard) == ["lock_acquired", "lock_lost"]
