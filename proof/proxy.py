@@ -5,6 +5,7 @@ the same order.  A fault is told by a predicate on the command, and by what happ
 
     proxy.fault(runs(RELEASE), lose_reply)  # the next release is done, and its answer is lost
     proxy.fault(runs(RENEW), cut, times=3)  # three renewals do not arrive
+    proxy.fault(runs(RENEW), meanwhile)  # meanwhile() is called before the next renewal goes on
 
 A Sentinel and a node of a cluster tell clients where others are.  Where those are behind proxies,
 too, their ports become those of the proxies.
@@ -21,7 +22,7 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,7 +77,7 @@ class Proxy:
         self._ports = ports
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._mutex = threading.Lock()
-        self._faults: list[tuple[Callable[[Command], bool], list[str]]] = []
+        self._faults: list[tuple[Callable[[Command], bool], list[Any]]] = []
         self._open = threading.Event()
         self._open.set()
         self._sockets: set[socket.socket] = set()
@@ -109,11 +110,17 @@ class Proxy:
             assert not thread.is_alive()
 
     def fault(
-        self, matches: Callable[[Command], bool], happens: str, *, nth: int = 1, times: int = 1
+        self,
+        matches: Callable[[Command], bool],
+        happens: str | Callable[[], object],
+        *,
+        nth: int = 1,
+        times: int = 1,
     ) -> None:
         """Let it happen to the *nth* command from now on that matches, and *times* in a row."""
+        each: list[str | Callable[[], object]] = [*[pass_on] * (nth - 1), *[happens] * times]
         with self._mutex:
-            self._faults.append((matches, [pass_on] * (nth - 1) + [happens] * times))
+            self._faults.append((matches, each))
 
     def forget_faults(self) -> None:
         """Let nothing happen to a command any more."""
@@ -186,6 +193,9 @@ class Proxy:
         def forward(frame: bytes) -> bool:
             command = words(frame)
             what = self._what_happens(command)
+            if callable(what):
+                what()
+                what = pass_on
             if what == cut:
                 return False
             sent.put((what, command[0]))
@@ -240,14 +250,14 @@ class Proxy:
             with self._mutex:
                 self._sockets -= {source, target}
 
-    def _what_happens(self, command: Command) -> str:
+    def _what_happens(self, command: Command) -> Any:
         with self._mutex:
             what = pass_on
             for matches, happens in self._faults:
                 if happens and matches(command):
                     what = happens.pop(0)
                     break
-            self.commands.append((command, what))
+            self.commands.append((command, pass_on if callable(what) else what))
             return what
 
 

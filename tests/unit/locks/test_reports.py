@@ -14,7 +14,7 @@ def names(events):
 def test_reports_can_be_made_elsewhere(world, heard):
     """Beside greenlets the loop only notes what it has to say; its work does not wait for that."""
     notes = []
-    world.watchdog.report_to = notes.append
+    world.watchdog._report_to = notes.append
     lease = world.lease(lock_watchdog_timeout=30)
     capped = world.lease("capped", "capped", lock_watchdog_timeout=30, max_renew_times=1)
     world.run(25)
