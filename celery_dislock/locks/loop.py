@@ -96,11 +96,9 @@ class Loop:
     def wake(self, when: float) -> None:
         """Have the steps looked at when one is due at *when*; does not block."""
         with self._mutex:
-            if self._runs:
-                self.wakes_at = min(self.wakes_at, when)
-                self._ring()
-            else:
-                self.start()
+            self.start()
+            self.wakes_at = min(self.wakes_at, when)
+            self._ring()
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
@@ -143,7 +141,7 @@ class Loop:
         woken_for = self.wakes_at if self.wakes_at > self.clock() else inf
         self.wakes_at = inf  # a lease that comes too late for the next line rings the bell
         next_at = min(woken_for, *(due_at() for due_at, _ in self.steps))
-        self.wakes_at = next_at if self._runs else inf
+        self.wakes_at = next_at if self._runs or self._current else inf
         now = self.beat(0.0 if next_at == inf else next_at)
         return None if next_at == inf else max(0.0, next_at - now)
 
