@@ -97,8 +97,9 @@ class Loop:
         """Have the steps looked at when one is due at *when*; does not block."""
         with self._mutex:
             self.start()
-            self.wakes_at = min(self.wakes_at, when)
+            # In this order: an exception that interrupts this call costs one more ring.
             self._ring()
+            self.wakes_at = min(self.wakes_at, when)
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
@@ -116,14 +117,15 @@ class Loop:
 
     def stop(self) -> None:
         """Stop the thread; blocks until it has ended, 2 s at most.  :meth:`wake` starts another."""
-        with self._mutex:
-            ends, self._current = self._current, None
-            if ends is None or not self._runs:
-                return
-            self._runs, self.wakes_at = False, inf
+        if not self._threaded:
+            return
+        with self._mutex:  # in this order: if it is interrupted, the next start replaces the thread
+            self.wakes_at = inf
+            ran, self._runs = self._runs, False
+            current, self._current = self._current, None
         self._ring()
-        if self._ident != _original("_thread", "get_ident")():
-            ends.acquire(timeout=STOP_WITHIN)
+        if ran and self._ident != _original("_thread", "get_ident")():
+            current.acquire(timeout=STOP_WITHIN)
 
     def tick(self) -> float | None:
         """

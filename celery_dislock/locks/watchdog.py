@@ -97,7 +97,7 @@ class Watchdog(Loop):
         self._clears_at = 0.0
         super().__init__(clock=clock, threaded=threaded, beside_greenlets=beside_greenlets)
         self.reports = Reports(observer or Observer())
-        self.reports.observer.wake = lambda: self.wake(self._work_due())
+        self.reports.observer.wake = self._wake_for_work
         # The time of an outage is needed for leases, so the observer waits while renewals fail.
         self.steps = (
             (self._renewal_due, self._renew_due),
@@ -329,6 +329,11 @@ class Watchdog(Loop):
                 self.uncleared[late.owner] = late, until  # behind the others
         if len(waiting) > len(batch) and not any(errors):
             self.hurry()
+
+    def _wake_for_work(self) -> None:
+        due = self._work_due()
+        if due < self.wakes_at:
+            self.wake(due)
 
     def _work_due(self) -> float:
         return inf if self.failures and self._leases else self.reports.observer.due_at()
