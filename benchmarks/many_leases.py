@@ -31,8 +31,7 @@ from celery_dislock.config.options import TaskOptions
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import Lock
-from celery_dislock.locks.renewals import BATCH
-from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.locks.watchdog import BATCH, Watchdog
 from celery_dislock.scripts import RENEW, milliseconds
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store

@@ -13,8 +13,7 @@ from celery_dislock.beat.reasons import StandBy
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import Lock
-from celery_dislock.locks.loop import Loop
-from celery_dislock.locks.renewals import Renewals
+from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.scripts import (
     ACQUIRE,
     ACQUIRE_UNIQUE,
@@ -109,22 +108,21 @@ def trust_without_an_end() -> None:
 
 def a_watchdog_that_dies_at_its_first_error() -> None:
     """End the watchdog's thread when it meets an error, for ever."""
-    report, start = Renewals._report_outage, Loop.start  # noqa: SLF001
-    died: set[Loop] = set()
+    report, start = Watchdog._report_outage, Watchdog.start  # noqa: SLF001
+    died: set[Watchdog] = set()
 
-    def die(renewals: Renewals, errors: list[StoreError]) -> None:
-        report(renewals, errors)
+    def die(watchdog: Watchdog, errors: list[StoreError]) -> None:
+        report(watchdog, errors)
         if errors:
-            loop = renewals._loop  # noqa: SLF001
-            died.add(loop)
-            loop._current = None  # noqa: SLF001
+            died.add(watchdog)
+            watchdog.stop()
 
-    def start_once(loop: Loop) -> None:
-        if loop not in died:
-            start(loop)
+    def start_once(watchdog: Watchdog) -> None:
+        if watchdog not in died:
+            start(watchdog)
 
-    setattr(Renewals, "_report_outage", die)
-    setattr(Loop, "start", start_once)
+    setattr(Watchdog, "_report_outage", die)
+    setattr(Watchdog, "start", start_once)
 
 
 def a_loss_that_nobody_is_told_of() -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
 from celery_dislock.locks.lease import ENDED_BY_OWNER
-from celery_dislock.locks.renewals import EARLY
+from celery_dislock.locks.watchdog import EARLY
 from celery_dislock.scripts import GRANTED, REFUSED
 from proof.order import ACQUIRES, FOREVER, RELEASES
 

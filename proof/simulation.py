@@ -374,7 +374,7 @@ class History:
     def new_process(self, nth: int, worker: Worker | None) -> None:
         self.generation += 1
         process = self.process(self.generation)
-        process.watchdog.renewals.asks = self.keeper is not None
+        process.watchdog.asks = self.keeper is not None
         self.processes.insert(nth, process)
         if worker is not None:
             worker.begin(process, self.arrived, self.states, self.body)

@@ -194,11 +194,6 @@ class Lease:
         """Seconds until the trust ends unless the lease is renewed, even if it has ended."""
         return max(0.0, self.trusted_until - self.driver.clock())
 
-    @property
-    def kept_until(self) -> float:
-        """Monotonic time until which the lease may still be renewed, and is not lost."""
-        return max(self.trusted_until, self.asked_until)
-
     def ensure_held(self) -> None:
         """
         Raise an error if the lease is not held.  Blocks only where :attr:`held` asks the server.
@@ -232,9 +227,9 @@ class Lease:
     def extend(self, sent_at: float) -> None:
         """Extend the trust after a successful renewal that was sent at *sent_at*."""
         interval = self.driver.interval
-        if self.due is not None and interval is not None:
+        if interval is not None:
             if sent_at >= self.trusted_until:  # others renewed it meanwhile, at the same intervals
-                self.renewals += int((sent_at - self.due) / interval)
+                self.renewals += max(0, int((sent_at - self.renewed_at) / interval) - 1)
             self.due = sent_at + interval
         self.renewed_at = sent_at
         self.trusted_until = sent_at + trust_in(self.driver.timeout)

@@ -93,7 +93,7 @@ class Lock:
     @property
     def asks(self) -> bool:
         """Whether the worker's main process may renew the leases."""
-        return self.watchdog.renewals.asks
+        return self.watchdog.asks
 
     def try_acquire(self, attempt: Attempt) -> Lease | Conflict:
         """
@@ -272,7 +272,7 @@ class Lock:
             self.abandon(attempt)
             raise StoreError(self.store.server, "it granted a lock too late to be trusted")
         attempt.lease = lease
-        self.watchdog.renewals.watch(lease)
+        self.watchdog.watch(lease)
         asked_at = since if attempt.asked_at is None else attempt.asked_at
         self.watchdog.reports.acquired(lease, attempt.how, attempt.waited + now - asked_at)
         return lease
@@ -291,7 +291,7 @@ class Lock:
         if self.store.extend(self.names, lease.owner, self.timeout):
             lease.extend(sent_at)
             return True
-        self.watchdog.renewals.unwatch(lease)
+        self.watchdog.unwatch(lease)
         if lease.end is None:
             lease.lose(GONE_WHEN_RENEWED)
             self.watchdog.reports.lost(lease)
@@ -299,7 +299,7 @@ class Lock:
 
     def end(self, lease: Lease, ending: Ending) -> None:
         """End a lease; see :meth:`Lease.release`.  It can be repeated if it was interrupted."""
-        self.watchdog.renewals.unwatch(lease)
+        self.watchdog.unwatch(lease)
         # An earlier call may have been interrupted by an exception after it had sent the release.
         sent_before = lease.end in ENDED_BY_OWNER
         if lease.end is None:
@@ -352,12 +352,12 @@ class Lock:
             self._release_late(lease, ending)
             raise
         if sent_before:
-            self.watchdog.clearing.cleared(lease.owner)
+            self.watchdog.cleared(lease.owner)
         return ended or sent_before or (trusted and lease.trust_left == 0)
 
     def _release_late(self, lease: Lease, ending: Ending) -> None:
         late = LateRelease(self.names, lease.owner, ending)
-        self.watchdog.clearing.clear(late, timeout=self.timeout)
+        self.watchdog.clear(late, timeout=self.timeout)
 
     def interrupted(self, attempt: Attempt, *, refused: bool = False) -> None:
         """
@@ -373,7 +373,7 @@ class Lock:
         if attempt.lease is None:
             self.give_up(attempt)
             if self.abandon(attempt, refused=refused):
-                self.watchdog.clearing.cleared(attempt.owner)
+                self.watchdog.cleared(attempt.owner)
 
     def give_up(self, attempt: Attempt) -> None:
         """Have the watchdog give up an attempt, since the server does not answer; does not block.
@@ -381,7 +381,7 @@ class Lock:
         The attempt may have been granted the lock all the same, and must not ask again.
         """
         late = LateRelease(self.names, attempt.owner)
-        self.watchdog.clearing.clear(late, timeout=self.timeout)
+        self.watchdog.clear(late, timeout=self.timeout)
 
     def abandon(self, attempt: Attempt, *, refused: bool = False) -> bool:
         """

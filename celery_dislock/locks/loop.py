@@ -1,68 +1,69 @@
-"""A loop over jobs, in one background thread per process.
+"""The thread of a watchdog: it sleeps until a step is due, and does it.
 
-A job has a time at which it is due, and does one step when it runs: a round trip at most.  The loop
-sleeps until the first job is due.  It never dies: an unexpected exception is logged and counted,
-and the loop goes on.
+A step takes one round trip at most.  The thread never dies: it logs and counts an unexpected
+exception, and goes on.
 
-The loop also notices that it did not run when it should have: the process was stopped, or a body
-held the GIL.  It *beats* before and after everything that takes time.
+It *beats* before and after everything that takes time.  So it notices that it did not run when it
+should have: the process was stopped, or a body held the GIL.
 
-Beside greenlets the loop is a thread of the operating system, and what a job has to report is
-reported in the thread of the hub; see :mod:`celery_dislock.locks.native`.
+Under gevent and eventlet, ``threading`` makes greenlets, and all of them stop while one computes
+without yielding.  The watchdog must go on then, so it is a thread of the operating system, made
+with the originals of what they have patched.  Its sockets are patched, and wait in a hub of this
+thread's own, which both libraries give to every thread.  Therefore the thread must not share
+connections with greenlets.  Nothing of the application runs in it: signal receivers, log handlers
+and interruptions belong in the thread of the hub, and reports are made there.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
+from collections import deque
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from importlib import import_module
+from math import inf
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from celery_dislock.clock import monotonic
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.native import Bell, Thread, at_once, in_hub, reentrant_lock
-from celery_dislock.locks.observer import FOREVER
+from celery_dislock.locks.interruption import patched_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-WITHIN_MOST = 1.0  # maximum seconds to wait for the server's reply
+    Call = Callable[[], object]
+    Step = tuple[Callable[[], float], Callable[[float], None]]
+
 WAITS = 4  # for a server that is away: to connect, for two replies, and for the Sentinels
 STALL_LEAST = 0.25  # seconds by which a beat is late if the process was stalled
 SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
 PAUSE = 0.1  # seconds after an unexpected exception
-
-Answer = TypeVar("Answer")
+STOP_WITHIN = 2.0  # seconds to wait for the end of the thread
 
 logger = logging.getLogger("celery_dislock")
 
 
-class Job(Protocol):
-    """What the loop does again and again; a step takes one round trip at most."""
-
-    def due_at(self) -> float:
-        """Return the monotonic time of the next step; FOREVER: there is none."""
-
-    def run(self, now: float) -> None:
-        """Do a step; called if it is due."""
-
-
 class Loop:
     """
-    Runs jobs in a daemon thread, which starts with the first :meth:`wake`.
+    A daemon thread that does the steps of a subclass.  It starts with the first :meth:`wake`.
 
     Args:
         clock: Returns monotonic seconds.
         threaded: False: no thread is started, and the caller calls :meth:`tick`.
         beside_greenlets: Reports are made in a greenlet of the hub.
-        close: Called by the thread at its end.
 
     Attributes:
-        jobs: The jobs; those that come first run first.
+        steps: Pairs of functions, the most urgent pair first.  The first returns the time at which
+            a step is due, inf if none is.  The second does the step, and is given the time.
         clock: The argument of that name.
-        errors: Unexpected exceptions that the loop has survived.
-        report_to: Makes the calls of :meth:`report`.
-        on_stall: Called with two times between which the loop did not run; None: nobody asks.
+        errors: Unexpected exceptions that the thread has survived.
+        wakes_at: Time at which the thread looks again by itself; inf: it does not, or none runs.
     """
+
+    steps: Sequence[Step] = ()
 
     def __init__(
         self,
@@ -70,138 +71,274 @@ class Loop:
         clock: Callable[[], float] = monotonic,
         threaded: bool = True,
         beside_greenlets: bool = False,
-        close: Callable[[], None] | None = None,
     ) -> None:
-        self.jobs: list[Job] = []
         self.clock = clock
         self.errors = 0
-        self.report_to: Callable[[Callable[[], None]], None] = at_once
-        self.on_stall: Callable[[float, float], None] | None = None
         self._threaded = threaded
         self._beside_greenlets = beside_greenlets
-        self._close = close
-        self._thread: Thread | None = None
-        self._current: object = None  # identifies the thread that runs; any other thread ends
+        self._report_to: Callable[[Call], None] = at_once
+        self._beats_at = clock()
+        self._may_be_late = 0.0
+        self._silent = _taken()  # released: the bell rings
+        self.begin()
+        _living.add(self)
+
+    def begin(self) -> None:
+        """Begin, here or in a forked child: the parent's thread may have had the mutex."""
+        self.wakes_at = inf
+        self._runs = not self._threaded  # a driven clock stands for a thread
+        self._current: Any = None  # taken by the thread that runs until its end; any other ends
+        self._ident = 0  # of that thread
         # Reentrant: while this thread has the mutex, a signal handler may take or release a lock,
         # and so may a generator that the interpreter closes.
         self._mutex = reentrant_lock()
-        self._bell = Bell()
-        self._wakes_at = 0.0
-        self._beats_at = clock()
-        self._may_be_late = 0.0
 
     def wake(self, when: float) -> None:
-        """Have the jobs looked at when a job is due at *when*; does not block."""
-        if when < self._wakes_at:
-            self._wakes_at = when
-            self._bell.ring()
-        if self._threaded and (self._thread is None or not self._thread.is_alive()):
+        """Have the steps looked at when one is due at *when*; does not block."""
+        with self._mutex:
             self.start()
+            # In this order: an exception that interrupts this call costs one more ring.
+            self._ring()
+            self.wakes_at = min(self.wakes_at, when)
 
     def start(self) -> None:
         """Start the thread, unless it runs."""
         with self._mutex:
-            if self._thread is not None and self._thread.is_alive():
+            if self._runs:
                 return
-            if self._beside_greenlets and self.report_to is at_once:
-                self.report_to = in_hub()
+            if self._beside_greenlets and self._report_to is at_once:
+                self._report_to = in_hub()
             # If an exception interrupts this call, the next start replaces the thread, and a thread
             # that was started here ends.
-            self._current = current = object()
+            self._current = current = _taken()
             self._beats_at, self._may_be_late = self.clock(), 0.0
-            self._thread = Thread(partial(self._run, current), "dislock-watchdog")
+            _start_thread(partial(self._run, current), "dislock-watchdog")
+            self._runs = True
 
     def stop(self) -> None:
         """Stop the thread; blocks until it has ended, 2 s at most.  :meth:`wake` starts another."""
-        with self._mutex:
-            thread, self._thread, self._current = self._thread, None, None
-        self._bell.ring()
-        if thread is not None and not thread.is_current():
-            thread.join(WITHIN_MOST * 2)
+        if not self._threaded:
+            return
+        with self._mutex:  # in this order: if it is interrupted, the next start replaces the thread
+            self.wakes_at = inf
+            ran, self._runs = self._runs, False
+            current, self._current = self._current, None
+        self._ring()
+        if ran and self._ident != _original("_thread", "get_ident")():
+            current.acquire(timeout=STOP_WITHIN)
 
     def tick(self) -> float | None:
         """
-        Let each job that is due do a step.
+        Do each step that is due.
 
         Returns:
             Seconds until the next step, 0 if one is due now, None if there is nothing to do.
         """
-        for job in self.jobs:
-            now = self.beat()  # no job is given a time at which a stall is not known yet
-            if job.due_at() <= now:
-                job.run(now)
-        # What it was woken for stays, also if that has ended by now: a process that takes and
-        # releases locks in turn would otherwise wake it for each of them.
-        asked_for = self._wakes_at if self._wakes_at > self.clock() else FOREVER
-        self._wakes_at = FOREVER  # what becomes due while the next line runs rings the bell
-        self._wakes_at = due_at = min([asked_for, *(job.due_at() for job in self.jobs)])
-        if due_at == FOREVER:
-            self.beat()
-            return None
-        self.beat(due_at)
-        return max(0.0, due_at - self.clock())
+        for due_at, step in self.steps:
+            now = self.beat()  # no step is given a time at which a stall is not known yet
+            if due_at() <= now:
+                step(now)
+        # The time for which a lease has woken the thread is kept even if that lease has ended: a
+        # process that takes and releases locks in turn would wake the thread for each of them.
+        woken_for = self.wakes_at if self.wakes_at > self.clock() else inf
+        self.wakes_at = inf  # a lease that comes too late for the next line rings the bell
+        next_at = min(woken_for, *(due_at() for due_at, _ in self.steps))
+        self.wakes_at = next_at if self._runs or self._current else inf
+        now = self.beat(0.0 if next_at == inf else next_at)
+        return None if next_at == inf else max(0.0, next_at - now)
 
     def beat(self, again_at: float = 0.0, *, within: float = 0.0) -> float:
         """
-        Show that the loop runs, and notice that it did not; returns the time.
+        Show that the thread runs, and notice that it did not; returns the time.
 
         Args:
             again_at: Monotonic time of the next beat, if that is not now.
             within: Maximum seconds for each reply of a round trip that comes before it.
         """
         now, since = self.clock(), self._beats_at
-        if self.on_stall is not None and now >= since + self._may_be_late + STALL_LEAST:
-            self.on_stall(since, now)
+        if now >= since + self._may_be_late + STALL_LEAST:
+            self.stalled(since, now)
         self._beats_at, self._may_be_late = max(now, again_at), WAITS * within
         return now
 
-    def ask(self, doing: str, within: float, request: Callable[[], Answer]) -> Answer | StoreError:
+    def stalled(self, since: float, now: float) -> None:
+        """Take note of two times between which the thread did not run."""
+
+    def ended(self) -> None:
+        """Do what is left to do at the end of the thread, in it."""
+
+    def ask(self, doing: str, within: float, request: Callable[[], Any], count: int = 1) -> Any:
         """
-        Make a round trip between two beats; an unexpected error is survived.
+        Make a round trip between two beats.
 
         Args:
             doing: What the request does, for the log.
             within: Maximum seconds for each reply.
             request: Makes the round trip.
+            count: Number of answers that it returns.
 
         Returns:
-            What it returns, or its error.
+            What it returns.  An error, also an unexpected one, stands for each answer.
         """
         self.beat(within=within)
         try:
             return request()
         except StoreError as exc:
-            return exc
+            error = exc
         except SURVIVED as exc:
-            self.survive(doing, exc)
-            return StoreError("?", repr(exc))
+            self._survive(doing, exc)
+            error = StoreError("?", repr(exc))
         finally:
             self.beat()
+        return [error] * count
 
-    def report(self, call: Callable[..., object], *args: object, **kwargs: object) -> None:
+    def report(self, call: Callable[..., object], *args: object) -> None:
         """Call this in a thread in which code of the application may run."""
-        self.report_to(partial(self._call, call, *args, **kwargs))
+        self._report_to(partial(self._call, call, *args))
 
-    def survive(self, doing: str, exc: BaseException) -> None:
-        """Log and count an unexpected exception."""
+    def _call(self, call: Callable[..., object], *args: object) -> None:
+        try:
+            call(*args)
+        except SURVIVED as exc:
+            self._survive("reporting on a lease", exc)
+
+    def _survive(self, doing: str, exc: BaseException) -> None:
         self.errors += 1
         message = "Unexpected error while %s; the watchdog goes on."
-        self.report_to(partial(logger.error, message, doing, exc_info=exc))
+        self._report_to(partial(logger.error, message, doing, exc_info=exc))
 
-    def _call(self, call: Callable[..., object], *args: object, **kwargs: object) -> None:
+    def _run(self, current: Any) -> None:
+        self._ident = _original("_thread", "get_ident")()
         try:
-            call(*args, **kwargs)
-        except SURVIVED as exc:
-            self.survive("reporting on a lease", exc)
+            while self._current is current:
+                try:
+                    idle = self.tick()
+                except SURVIVED as exc:
+                    self._survive("watching leases", exc)
+                    idle = PAUSE
+                if idle != 0.0 and self._current is current:
+                    # Returns at once if the bell has rung since.
+                    limit = -1 if idle is None else min(idle, threading.TIMEOUT_MAX)
+                    self._silent.acquire(timeout=limit)
+            self.ended()
+        finally:
+            with self._mutex:
+                self.wakes_at = inf
+                if self._current is current:
+                    self._current, self._runs = None, False
+            current.release()
 
-    def _run(self, current: object) -> None:
-        while self._current is current:
-            try:
-                idle = self.tick()
-            except SURVIVED as exc:
-                self.survive("watching leases", exc)
-                idle = PAUSE
-            if idle != 0.0 and self._current is current:
-                self._bell.wait(idle)  # returns at once if it has rung since
-        if self._close is not None:
-            self._close()
+    def _ring(self) -> None:
+        """Wake the thread, or keep it from its next sleep."""
+        with suppress(RuntimeError):  # it rings already
+            self._silent.release()
+
+
+_living: WeakSet[Loop] = WeakSet()
+
+
+def _begin_anew() -> None:
+    for loop in list(_living):
+        loop.begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
+def reentrant_lock() -> Any:
+    """Return an RLock that belongs to a thread; in a patched process greenlets share it.
+
+    A greenlet must not yield while it has the lock.
+    """
+    return _original("_thread", "RLock")()
+
+
+def mutex() -> Any:
+    """Return a lock that also excludes threads of the operating system beside greenlets.
+
+    A greenlet must not yield while it has the lock, unless nobody waits for it.
+    """
+    return _original("_thread", "allocate_lock")()
+
+
+def _taken() -> Any:
+    taken = mutex()
+    taken.acquire()
+    return taken
+
+
+def _start_thread(run: Call, name: str) -> None:
+    """Start a daemon thread; beside greenlets it has no name."""
+    if patched_by():
+        _original("_thread", "start_new_thread")(run, ())
+    else:
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def _original(module: str, name: str) -> Any:
+    by = patched_by()
+    if by == "gevent":
+        from gevent.monkey import get_original  # noqa: PLC0415 -- optional
+
+        return get_original(module, name)
+    if by == "eventlet":
+        from eventlet.patcher import original  # noqa: PLC0415 -- optional
+
+        return getattr(original(module), name)
+    return getattr(import_module(module), name)
+
+
+def at_once(call: Call) -> None:
+    """Call it here; the way to the application where no greenlets are."""
+    call()
+
+
+def in_hub() -> Callable[[Call], None]:
+    """Return a function with which any thread has calls made, in order, in a greenlet of this hub.
+
+    The calls wait while a greenlet computes without yielding.
+    """
+    calls: deque[Call] = deque()
+
+    def make_all() -> None:
+        with suppress(IndexError):
+            while True:
+                calls.popleft()()
+
+    wake = (_by_gevent if patched_by() == "gevent" else _by_eventlet)(make_all)
+
+    def call_soon(call: Call) -> None:
+        calls.append(call)
+        wake()
+
+    return call_soon
+
+
+def _by_gevent(make_all: Call) -> Call:
+    """Return what has a greenlet make the calls soon."""
+    import gevent  # noqa: PLC0415 -- optional; it has patched this process
+
+    # Does not count as something that gevent.wait() waits for.
+    news = gevent.get_hub().loop.async_(ref=False)
+    news.start(gevent.spawn, make_all)
+    return news.send  # type: ignore[no-any-return]
+
+
+def _by_eventlet(make_all: Call) -> Call:
+    """Return what has a greenlet make the calls soon."""
+    import eventlet  # noqa: PLC0415 -- optional; it has patched this process
+    from eventlet.green import socket  # noqa: PLC0415
+
+    heard, told = socket.socketpair()
+
+    def listen() -> None:
+        while heard.recv(4096):
+            eventlet.spawn_n(make_all)
+
+    def wake() -> None:
+        with suppress(BlockingIOError):  # enough bytes are there to be heard
+            told.fd.send(b".")
+
+    eventlet.spawn_n(listen)
+    return wake

@@ -23,12 +23,11 @@ from celery_dislock.config.plain import plain_options
 from celery_dislock.config.settings import app_settings
 from celery_dislock.config.urls import lock_server
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.locks.clearing import FLUSH_WITHIN
 from celery_dislock.locks.interruption import patched_by
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.observer import Observer, nothing
 from celery_dislock.locks.running import is_pool_process
-from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.locks.watchdog import FLUSH_WITHIN, Watchdog
 from celery_dislock.servers.bridge import current_call, in_thread, run_on_loop, wait_for
 from celery_dislock.servers.connections import Outage
 from celery_dislock.servers.store import Store
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from celery_dislock.config.plain import Plain
     from celery_dislock.config.settings import AppSettings
     from celery_dislock.exceptions import StoreError
-    from celery_dislock.locks.clearing import Clearing
     from celery_dislock.servers.replies import Turn
 
 TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
@@ -164,7 +162,7 @@ class Runtime(Generic[P]):
             return await run_on_loop(function, *args, **kwargs)
         except BaseException as exc:
             if not isinstance(exc, Exception):  # cancelled
-                self.process.watchdog.clearing.hurry()
+                self.process.watchdog.hurry()
             raise
 
     def lock(
@@ -291,7 +289,7 @@ class Process:
                 home=self.store.home,
                 hand_over=partial(in_thread, self._hand_over) if self._hand_over else None,
             )
-            closing = _closing(made, self.watchdog.clearing)
+            closing = _closing(made, self.watchdog)
             with suppress(StopIteration):  # at its yield
                 closing.__anext__().send(None)
             self._loop_stores[call.loop] = made, closing
@@ -306,7 +304,7 @@ class Process:
 
     def close(self) -> None:
         """Stop the watchdog, and close the connections that are not in use."""
-        watched = len(self.watchdog.renewals)
+        watched = len(self.watchdog)
         self.watchdog.stop()
         self.observer.wake = nothing  # a lock that is released later must not start it again
         self.observer.finish()
@@ -357,14 +355,14 @@ class Process:
         return f"{start}{self._nonce}.{next(self._counter)}"
 
 
-async def _closing(store: Store, clearing: Clearing) -> AsyncGenerator[None, None]:
+async def _closing(store: Store, watchdog: Watchdog) -> AsyncGenerator[None, None]:
     """Close the store of an event loop when the loop shuts down, as ``asyncio.run`` does it."""
     try:
         yield
     finally:
         await run_on_loop(store.close)
-        if clearing:  # tasks were cancelled, and the process may end by a signal now
-            await asyncio.to_thread(clearing.flush)
+        if watchdog.uncleared:  # tasks were cancelled, and the process may end by a signal now
+            await asyncio.to_thread(watchdog.flush)
 
 
 _living: WeakSet[Process] = WeakSet()
@@ -375,7 +373,7 @@ def flush_all(**_kwargs: Any) -> None:
     until = time.monotonic() + FLUSH_WITHIN
     for process in list(_living):
         if process.pid == os.getpid():
-            process.watchdog.clearing.flush(until - time.monotonic())
+            process.watchdog.flush(until - time.monotonic())
 
 
 atexit.register(flush_all)

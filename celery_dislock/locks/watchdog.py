@@ -1,41 +1,83 @@
-"""The watchdog of one process: one loop, and the jobs that keep its leases alive.
+"""The watchdog of one process keeps its leases alive, and says so when one is lost.
 
-The leases are renewed first.  What could not be released comes second.  The observer comes last,
-and waits while renewals fail: the server is away, and the time is needed for leases.
+**Renewals.**  A lease that is due is renewed together with others that are due soon after, in one
+pipelined round trip on a dedicated connection of the store.  If more are due than one batch has
+room for, as after an outage, those in which the trust ends first come first.  A failed batch is
+retried soon, with backoff, as long as its leases are trusted.  The batches after it do not wait
+for the retry.  If a thread, greenlet or asyncio task that took a lease has ended, its lease is no
+longer renewed, because nothing else would release it.
+
+**Stalls.**  At its deadline a lease is lost.  The exception is a pool process that did not run: it
+was stopped, or a body held the GIL.  The worker's main process then renews its leases, so the
+server is asked before a lease is called lost in which the trust has ended meanwhile.  A renewal
+succeeds only if the lease has never expired, and then nobody else was let in.
+
+**Late releases.**  If the server did not answer a release, or an exception interrupted an attempt
+to take a lock, the watchdog ends the leases and places in line of that owner.  Otherwise a process
+that hangs after the body, in a result backend that is away, would keep its lock: the worker's main
+process renews it.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING
 
 from celery_dislock.clock import monotonic
-from celery_dislock.locks.clearing import Clearing
-from celery_dislock.locks.loop import WITHIN_MOST, Loop
-from celery_dislock.locks.observer import FOREVER, Observer
-from celery_dislock.locks.renewals import Renewals
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.locks.lease import GONE_WHEN_RENEWED, End
+from celery_dislock.locks.loop import Loop
+from celery_dislock.locks.observer import Observer
 from celery_dislock.locks.reports import Reports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
+    from celery_dislock.locks.lease import Lease
+    from celery_dislock.servers.requests import LateRelease
     from celery_dislock.servers.store import Store
+
+    Report = Callable[[Lease], None]
+
+BATCH = 500  # leases in one round trip: about 5 ms of work for the server
+EARLY = 1 / 20  # fraction of the renewal interval by which a renewal may be early to join a batch
+RETRY_FIRST = 0.1  # seconds from the second try to the third; doubled each time
+RETRY_MOST = 1.0  # maximum seconds until a retry
+WITHIN_LEAST = 0.05  # minimum seconds to wait for the server's reply
+WITHIN_MOST = 1.0  # maximum seconds to wait for the server's reply
+WITHIN_OTHERS = 0.5  # seconds to wait for the reply to anything but renewals
+CLEAR_EVERY = 1.0  # seconds between two tries to release late
+CLEAR_FOR = 90.0  # seconds of retries to release an interrupted attempt; its place expires by then
+FLUSH_WITHIN = 1.0  # most seconds for which the end of a process or an event loop is held up
+FLUSH_POLL = 0.005  # seconds
+
+logger = logging.getLogger("celery_dislock")
 
 
 class Watchdog(Loop):
     """
-    Keeps the leases of this process alive.
+    Keeps the leases of one process alive, and releases what could not be released.
+
+    ``len()`` is the number of leases that are renewed, and iteration gives them.
 
     Args:
-        store: Sends the renewals.
+        store: Sends the renewals and late releases.
         clock: Returns monotonic seconds.
         threaded: See :class:`Loop`.
-        beside_greenlets: The store belongs to the loop alone, and reports are made in a greenlet.
-        asks: See :class:`Renewals`.
-        observer: What is told of the leases, and run by the loop; None: nobody.
+        beside_greenlets: The store belongs to the thread alone, and reports are made in a greenlet.
+        asks: Ask the server about a lease in which the trust has ended while this process did not
+            run, because another process may have renewed it.
+        observer: What is told of the leases, and run by the thread; None: nobody.
 
     Attributes:
-        renewals: The job that renews leases.
-        clearing: The job that releases what could not be released.
+        asks: The argument of that name.
+        failures: Batches of renewals that have failed in a row.
+        uncleared: Late releases by owner, each with the time after which it is not retried.
         reports: Reports what happens to leases, to the observer among others.
     """
 
@@ -49,46 +91,252 @@ class Watchdog(Loop):
         asks: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__(
-            clock=clock, threaded=threaded, beside_greenlets=beside_greenlets, close=self._end
-        )
         self._store = store
-        self._close_store = beside_greenlets  # then the connections belong to the thread's own hub
+        self.asks = asks
+        self.failures = 0
+        self._clears_at = 0.0
+        super().__init__(clock=clock, threaded=threaded, beside_greenlets=beside_greenlets)
         self.reports = Reports(observer or Observer())
-        self.renewals = Renewals(self, store, self.reports, asks=asks)
-        self.clearing = Clearing(self, store)
-        observing = Observing(self, self.reports.observer, self.renewals)
-        self.jobs = [self.renewals, self.clearing, observing]
+        self.reports.observer.wake = self._wake_for_work
+        # The time of an outage is needed for leases, so the observer waits while renewals fail.
+        self.steps = (
+            (self._renewal_due, self._renew_due),
+            (self._clearing_due, self._clear),
+            (self._work_due, self._work),
+        )
+
+    def begin(self) -> None:
+        """Begin, here or in a forked child: what its parent has is the parent's."""
+        super().begin()
+        # Each with the time until which the server is asked about it after a stall; 0.0: no stall.
+        self._leases: dict[Lease, float] = {}
+        self.uncleared: dict[str, tuple[LateRelease, float]] = {}
 
     def __len__(self) -> int:
-        """Return the number of leases that are renewed."""
-        return len(self.renewals)
+        return len(self._leases)
 
-    def _end(self) -> None:
-        if self.clearing.due_at() < FOREVER:
-            self.clearing.run(self.clock())
-        if self._close_store:
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.copy())
+
+    def watch(self, lease: Lease) -> None:
+        """Renew this lease from now on; does not block."""
+        self._leases[lease] = 0.0
+        due = lease.due or lease.trusted_until
+        if due < self.wakes_at:  # else the thread runs, and looks in time
+            self.wake(due)
+
+    def unwatch(self, lease: Lease) -> None:
+        """
+        Stop renewing this lease; does not block.
+
+        A renewal in progress may still reach the server before the release does.  Its reply is
+        ignored.
+        """
+        with self._mutex:  # so that either the owner or the watchdog ends the lease
+            self._leases.pop(lease, None)
+
+    def clear(self, late: LateRelease, *, timeout: float = 0.0) -> None:
+        """
+        Release soon the leases and places in line of an owner that is done; does not block.
+
+        The release is retried until the server answers or :meth:`cleared` is called.  Leases and
+        places end by themselves, so it is retried for *timeout* or ``CLEAR_FOR`` seconds at most; a
+        ticket does not.  An owner that is done must not ask for a lock again.
+
+        Args:
+            late: The release.
+            timeout: Seconds after which its leases have ended by themselves.
+        """
+        now = self.clock()
+        if not self.uncleared:
+            self._clears_at = now + CLEAR_EVERY
+        until = inf if late.ending.ticket else now + max(CLEAR_FOR, timeout)
+        self.uncleared[late.owner] = late, until
+        self.wake(self._clears_at)
+
+    def cleared(self, owner: str) -> None:
+        """Forget an owner that no longer holds or waits for a lock."""
+        self.uncleared.pop(owner, None)
+
+    def hurry(self) -> None:
+        """Send at once the releases that wait."""
+        if self.uncleared:
+            self._clears_at = self.clock()
+            self.wake(self._clears_at)
+
+    def flush(self, within: float = FLUSH_WITHIN) -> None:
+        """Have the releases that wait sent at once; blocks for *within* seconds at most."""
+        until = time.monotonic() + within
+        with suppress(RuntimeError):  # no thread can be started any more
+            self.hurry()
+        while self.uncleared and time.monotonic() < until:
+            time.sleep(FLUSH_POLL)
+
+    def ended(self) -> None:
+        """Send what nobody would send later, and close the connections of this thread's hub."""
+        if self.uncleared:
+            self._clear(self.clock())
+        if self._beside_greenlets:
             self._store.close()
 
+    def stalled(self, since: float, now: float) -> None:
+        """Ask the server about the leases in which the trust has ended meanwhile."""
+        with self._mutex:
+            for lease in self if self.asks else ():
+                if lease.due is not None and since < self._lost_at(lease) <= now:
+                    # It may have been renewed a moment ago, and lasts for a timeout then.
+                    self._leases[lease] = now + lease.driver.timeout
 
-class Observing:
-    """The job that runs the observer when it is due, unless renewals fail."""
+    def _lost_at(self, lease: Lease) -> float:
+        return max(lease.trusted_until, self._leases.get(lease, 0.0))
 
-    def __init__(self, loop: Loop, observer: Observer, renewals: Renewals) -> None:
-        self._loop = loop
-        self._observer = observer
-        self._renewals = renewals
-        observer.wake = self._wake
+    def _renewal_due(self) -> float:
+        return min((one.due or one.trusted_until for one in self), default=inf)
 
-    def _wake(self) -> None:
-        self._loop.wake(self._observer.due_at())
+    def _renew_due(self, now: float) -> None:
+        """Report the leases that are over, and renew the most urgent ones that are due."""
+        due = [
+            lease
+            for lease in self
+            if (lease.due or lease.trusted_until) - (lease.driver.interval or 0.0) * EARLY <= now
+        ]
+        batch: list[Lease] = []
+        reports: list[tuple[Report | None, Lease]] = []
+        for lease in sorted(due, key=self._lost_at):
+            with self._mutex:
+                if lease not in self._leases:
+                    continue
+                report = self._over(lease, now)
+                if report is None:
+                    batch.append(lease)
+                else:
+                    del self._leases[lease]
+                    reports.append((report, lease))
+            if len(batch) == BATCH:
+                break
+        self._make(reports)
+        if batch:
+            self._renew(batch)
 
-    def due_at(self) -> float:
-        """Return when the observer is due."""
-        if self._renewals.failures and len(self._renewals):
-            return FOREVER
-        return self._observer.due_at()
+    def _over(self, lease: Lease, now: float) -> Report | None:
+        """Mark a lease that is no longer renewed, and return the report to make; None: it is."""
+        options = lease.driver.options
+        if self._lost_at(lease) <= now:
+            lease.lose(
+                "it could not be renewed in time"
+                if options.lock_expire is None
+                else f"its fixed expiry of {options.lock_expire:g} s ran out"
+            )
+            return self.reports.lost
+        if lease.caller_ended is not None and lease.caller_ended():
+            lease.end = End.ABANDONED
+            return self.reports.abandoned
+        if lease.due is not None and 0 < options.max_renew_times <= lease.renewals:
+            lease.capped = True
+            return self.reports.capped
+        return None
 
-    def run(self, now: float) -> None:  # noqa: ARG002 -- a job
-        """Let the observer do what it has to do."""
-        self._loop.ask("running the observer", WITHIN_MOST / 2, self._observer.run)
+    def _renew(self, batch: Sequence[Lease]) -> None:
+        sent_at = self.clock()
+        within = max(WITHIN_LEAST, min((self._lost_at(batch[0]) - sent_at) / 2, WITHIN_MOST))
+        leases = [(one.driver.names, one.owner, one.driver.timeout) for one in batch]
+        renew = partial(self._store.renew, leases, within=within)
+        answers = self.ask("renewing leases", within, renew, len(batch))
+        self._report_outage([answer for answer in answers if isinstance(answer, StoreError)])
+        # All answers are applied before the first report, which may take long.
+        reports = [
+            (self._answered(lease, answer, sent_at), lease)
+            for lease, answer in zip(batch, answers, strict=True)
+        ]
+        kept = [
+            lease.reservation
+            for lease, answer in zip(batch, answers, strict=True)
+            if answer is True and lease.reservation is not None and lease.reservation.until == "end"
+        ]
+        if kept:  # a renewal that is missed costs no more than itself
+            keep = partial(self._store.reservations.keep, kept, runs=True, within=within)
+            self.ask("keeping reservations", within, keep)
+        self._make(reports)
+
+    def _answered(
+        self,
+        lease: Lease,
+        answer: bool | StoreError,  # noqa: FBT001 -- as the store gives it
+        sent_at: float,
+    ) -> Report | None:
+        """
+        Apply the server's answer about a lease, and return the report to make.
+
+        Args:
+            lease: The lease.
+            answer: What :meth:`Store.renew` returned for it.
+            sent_at: Time before the renewal was sent.
+        """
+        with self._mutex:
+            if lease not in self._leases:  # its owner has ended it meanwhile
+                return None
+            if isinstance(answer, StoreError):
+                lease.due = self._retry_at(lease, sent_at)
+                return None
+            if not answer:
+                del self._leases[lease]
+                lease.lose(GONE_WHEN_RENEWED)
+                return self.reports.lost
+            lease.extend(sent_at)
+            return self.reports.renewed
+
+    def _retry_at(self, lease: Lease, sent_at: float) -> float:
+        """Return when to try again; the time that the try has waited for a reply is pause, too."""
+        now, lost_at = self.clock(), self._lost_at(lease)
+        if lost_at - now <= WITHIN_LEAST:
+            return lost_at
+        pause = 0.0
+        if self.failures > 1:  # at first the connection may have been cut while nobody used it
+            pause = min(RETRY_FIRST * 2 ** min(self.failures - 2, 10), RETRY_MOST)
+        return max(now, min(sent_at + pause, now + (lost_at - now) / 4))
+
+    def _report_outage(self, errors: Sequence[StoreError]) -> None:
+        if errors:
+            self.failures += 1
+            if self.failures == 1:
+                message = "Cannot renew %d lock(s), trying again: %s"
+                self.report(logger.warning, message, len(errors), errors[0])
+        elif self.failures:
+            message = "Locks are renewed again, after %d failed tries."
+            self.report(logger.info, message, self.failures)
+            self.failures = 0
+
+    def _make(self, reports: Sequence[tuple[Report | None, Lease]]) -> None:
+        for report, lease in reports:
+            if report is not None:
+                self.report(report, lease)
+
+    def _clearing_due(self) -> float:
+        return self._clears_at if self.uncleared else inf
+
+    def _clear(self, now: float) -> None:
+        """Send one batch of late releases."""
+        self._clears_at = now + CLEAR_EVERY
+        waiting = self.uncleared.copy()
+        batch = list(islice(waiting.values(), BATCH))
+        releases = [late for late, _ in batch]
+        clear = partial(self._store.clear, releases, within=WITHIN_OTHERS)
+        errors = self.ask("releasing leases", WITHIN_OTHERS, clear, len(batch))
+        now = self.clock()
+        for (late, until), error in zip(batch, errors, strict=True):
+            unanswered = error is not None and not isinstance(error, DamagedLockError)
+            if self.uncleared.pop(late.owner, None) is not None and unanswered and now <= until:
+                self.uncleared[late.owner] = late, until  # behind the others
+        if len(waiting) > len(batch) and not any(errors):
+            self.hurry()
+
+    def _wake_for_work(self) -> None:
+        due = self._work_due()
+        if due < self.wakes_at:
+            self.wake(due)
+
+    def _work_due(self) -> float:
+        return inf if self.failures and self._leases else self.reports.observer.due_at()
+
+    def _work(self, now: float) -> None:  # noqa: ARG002 -- a step
+        self.ask("running the observer", WITHIN_OTHERS, self.reports.observer.run)

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.native import mutex
+from celery_dislock.locks.loop import mutex
 from celery_dislock.locks.observer import FOREVER, nothing
 from celery_dislock.operating.metrics import BUCKETS, COUNTED, MICROSECONDS, PARTS, SUM
 from celery_dislock.scripts import milliseconds

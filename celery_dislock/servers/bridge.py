@@ -22,7 +22,7 @@ try:
 except ImportError:  # it is an extra, and what gevent and eventlet stand on
     greenlet: Any = None  # type: ignore[no-redef]
 
-    def getcurrent() -> Any:  # type: ignore[misc]
+    def getcurrent() -> Any:
         """Return None: nobody uses greenlets in this process."""
 
 

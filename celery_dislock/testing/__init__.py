@@ -281,7 +281,7 @@ class DislockServer:
 
     def _crash(self, lease: Lease) -> None:
         for watchdog in self._watchdogs:
-            watchdog.renewals.unwatch(lease)
+            watchdog.unwatch(lease)
 
     def lose(self, key: Key) -> None:
         """Lose a lock, as a failover or an eviction does; holders in this process are told."""
@@ -289,8 +289,8 @@ class DislockServer:
             self._send("DEL", name)
         leases = self._leases(key)
         for watchdog in self._watchdogs:
-            for lease in [one for one in watchdog.renewals if one in leases]:
-                watchdog.renewals.unwatch(lease)
+            for lease in [one for one in watchdog if one in leases]:
+                watchdog.unwatch(lease)
                 lease.lose(GONE_WHEN_RENEWED)
                 watchdog.reports.lost(lease)
 
@@ -302,7 +302,7 @@ class DislockServer:
         for app in self._apps:
             vars(app).pop("_dislock_sender", None)  # it leaves the server alone for some seconds
         for watchdog in self._watchdogs:
-            watchdog.clearing.hurry()
+            watchdog.hurry()
         self.advance(0)
 
     def advance(self, seconds: float | timedelta) -> None:
@@ -416,7 +416,7 @@ class DislockServer:
         return [one for one in self._renewed() if not names.isdisjoint(one.driver.names)]
 
     def _renewed(self) -> list[Lease]:
-        return [lease for watchdog in self._watchdogs for lease in watchdog.renewals]
+        return [lease for watchdog in self._watchdogs for lease in watchdog]
 
     def _failed(self, key: Key, why: str) -> AssertionError:
         lines = [line for lock in self._states(key) for line in described(lock)]

@@ -25,7 +25,7 @@ from celery.worker import state
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.names import execution_start
-from celery_dislock.locks.renewals import EARLY
+from celery_dislock.locks.watchdog import EARLY
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.connections import Outage
 from celery_dislock.servers.requests import Execution

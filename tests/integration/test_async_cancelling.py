@@ -163,7 +163,7 @@ def quorum(redis_program, tmp_path_factory):
 async def nothing_is_left(dislock, *clients):
     """Assert it; the watchdog's thread may need a moment."""
     process = dislock.runtime.process
-    await until(lambda: not process.watchdog.clearing._waiting, "the end of all releases")
+    await until(lambda: not process.watchdog.uncleared, "the end of all releases")
     for client in clients:
         assert list(client.scan_iter("dislock:*")) == []
     assert len(process.watchdog) == 0
@@ -428,7 +428,7 @@ def test_an_acquisition_that_comes_after_its_release_is_undone(request, kind):
             task.cancel()
             await ended(task)
             await until(lambda: proxy.count(RELEASES), "the release of the watchdog")
-            await until(lambda: not dislock.runtime.process.watchdog.clearing._waiting, "its end")
+            await until(lambda: not dislock.runtime.process.watchdog.uncleared, "its end")
             before = proxy.count(RELEASES)  # of the watchdog: by digest, and perhaps by text
             proxy.passes.set()
             await until(lambda: proxy.count(RELEASES) > before, "the undoing")

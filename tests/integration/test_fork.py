@@ -85,6 +85,7 @@ def child_has_its_own(url: str) -> None:
         assert theirs.store is not ours.store
         assert theirs.watchdog is not ours.watchdog
         assert len(theirs.watchdog) == 0
+        assert len(ours.watchdog) == 0
         assert isinstance(take(runtime, "parent"), Conflict)
         own = take(runtime, "child")
         renewed(own, 4)

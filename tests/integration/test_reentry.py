@@ -429,7 +429,7 @@ class TestEnds:
         with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
             running = block(dislock.lock(KEY))
             self.start(partial(next, running))
-            (lease,) = dislock.runtime.process.watchdog.renewals
+            (lease,) = dislock.runtime.process.watchdog
             wait_for(lambda: lease.renewals > 6 or not lease.held, "renewals")
             assert lease.held
             running.close()
@@ -439,7 +439,7 @@ class TestEnds:
         with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
             lock = dislock.lock(KEY)
             self.start(lock.acquire)
-            (lease,) = dislock.runtime.process.watchdog.renewals
+            (lease,) = dislock.runtime.process.watchdog
             wait_for(lambda: lease.renewals > 6 or not lease.held, "renewals")
             lock.release()
             assert not lock.locked()
@@ -454,7 +454,7 @@ def test_a_block_that_is_lost_interrupts_no_other_job_of_its_thread(redis_url, r
     with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
         running = block(dislock.lock(KEY, on_lost="raise"))
         pool(next, running)
-        (lease,) = dislock.runtime.process.watchdog.renewals
+        (lease,) = dislock.runtime.process.watchdog
         redis_client.delete(NAME)
         pool(wait_for, lambda: lease.lost, "the loss")
         pool(sum, range(100_000))

@@ -68,6 +68,24 @@ class TestKeeping:
         assert holding.named("lock_lost") == []
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_next_lease_starts_the_thread_again(holding, receive):
+    """If what a receiver raises has ended the thread, all leases are renewed from then on."""
+    ended = []
+
+    def end(**_):
+        if not ended:
+            ended.append(threading.current_thread())
+            raise KeyboardInterrupt
+
+    receive("lock_renewed", end)
+    first = holding.take("first", LONG / 20)
+    wait_for(lambda: ended and not ended[0].is_alive(), "the end of the thread")
+    second = holding.take("second", LONG)
+    holding.wait_renewed(first, 2)
+    assert second.held
+
+
 class TestBlockedWatchdog:
     """A receiver that never returns blocks the one thread: trust must end all the same."""
 

@@ -215,7 +215,7 @@ def test_a_release_that_is_cut_short_is_done_all_the_same(app, world, monkeypatc
     def task():
         return 1
 
-    part = world.watchdog.renewals if at == "unwatch" else world.store
+    part = world.watchdog if at == "unwatch" else world.store
     whole, cut = getattr(part, at), []
 
     def cut_short(*args):
