@@ -15,9 +15,9 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from celery_dislock.clock import FOREVER
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.locks.loop import WITHIN_MOST
-from celery_dislock.locks.observer import FOREVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,10 +17,9 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from celery_dislock.clock import monotonic
+from celery_dislock.clock import FOREVER, monotonic
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.native import Bell, Thread, at_once, in_hub, reentrant_lock
-from celery_dislock.locks.observer import FOREVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from celery_dislock.clock import FOREVER
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from celery_dislock.locks.attempt import Attempt
     from celery_dislock.locks.lease import Lease
-
-FOREVER = float("inf")
 
 
 class Observer:

@@ -22,11 +22,11 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+from celery_dislock.clock import FOREVER
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.lease import GONE_WHEN_RENEWED, End
 from celery_dislock.locks.loop import WITHIN_MOST
 from celery_dislock.locks.native import reentrant_lock
-from celery_dislock.locks.observer import FOREVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from celery_dislock.clock import monotonic
+from celery_dislock.clock import FOREVER, monotonic
 from celery_dislock.locks.clearing import Clearing
 from celery_dislock.locks.loop import WITHIN_MOST, Loop
-from celery_dislock.locks.observer import FOREVER, Observer
+from celery_dislock.locks.observer import Observer
 from celery_dislock.locks.renewals import Renewals
 from celery_dislock.locks.reports import Reports
 

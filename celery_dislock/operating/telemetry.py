@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 
+from celery_dislock.clock import FOREVER
 from celery_dislock.locks.interruption import THROWN
-from celery_dislock.locks.observer import FOREVER, Observer
+from celery_dislock.locks.observer import Observer
 from celery_dislock.locks.running import is_pool_process
 from celery_dislock.messages.events import send
 from celery_dislock.operating.counting import SPOKEN, Counters

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from celery_dislock.clock import FOREVER
 from celery_dislock.locks.loop import STALL_LEAST, WAITS, Loop
-from celery_dislock.locks.observer import FOREVER
 from tests.unit.fakes import FakeClock
 
 

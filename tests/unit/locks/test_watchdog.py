@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from celery_dislock.locks.observer import FOREVER, Observer
+from celery_dislock.clock import FOREVER
+from celery_dislock.locks.observer import Observer
 from celery_dislock.locks.watchdog import Watchdog
 
 

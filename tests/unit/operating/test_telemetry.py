@@ -15,10 +15,10 @@ from celery.worker import state
 
 import celery_dislock
 from celery_dislock import SingletonTask
+from celery_dislock.clock import FOREVER
 from celery_dislock.config.settings import AppSettings
 from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.locks.attempt import Attempt
-from celery_dislock.locks.observer import FOREVER
 from celery_dislock.operating import telemetry
 from celery_dislock.operating.metrics import COUNTED, OUTCOME
 from celery_dislock.operating.telemetry import Telemetry, current_span
