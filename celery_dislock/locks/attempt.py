@@ -53,7 +53,7 @@ class Attempt:
         how: How the lock was got, for metrics: "at_once", "waited", "parked" or "put_off".
         asked_at: Time of the first request, on this process's clock; None before it.
         waited: Seconds waited before that: in line, or put off.
-        trace: What the observer keeps with the attempt and its lease.
+        trace: What a watcher keeps with the attempt and its lease.
     """
 
     owner: str

@@ -137,7 +137,7 @@ class Lease:
         self.since = self.renewed_at = since
         self.renewals = 0
         self.reservation: Reservation | None = None
-        self.capped = self.finished = self.reported = False  # reported: to the observer
+        self.capped = self.finished = self.reported = False  # reported: its end
         self.end: End | None = None  # None: it has not ended
         self.on_end: Callable[[Lease, str], None] = lambda _lease, _action: None
         # Monotonic time of the next renewal; None: no renewals.

@@ -23,12 +23,12 @@ from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Granted, Refused, Replaced
 from celery_dislock.servers.requests import LateRelease, Terms
+from celery_dislock.signals import lock_acquired, lock_released
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.locks.observer import Observer
     from celery_dislock.locks.watchdog import Watchdog
     from celery_dislock.servers.replies import Handed
     from celery_dislock.servers.requests import Ending
@@ -65,6 +65,7 @@ class Lock:
         timeout: Seconds after which a lease expires unless it is renewed.
         interval: Seconds between two renewals; None: leases are not renewed.
         clock: Returns monotonic seconds: the watchdog's clock.
+        channel: Is told what happens to the leases: the watchdog's channel.
     """
 
     keys: Sequence[str]
@@ -76,16 +77,11 @@ class Lock:
 
     def __post_init__(self) -> None:
         self.key = " + ".join(self.keys)
-        self.clock = self.watchdog.clock
+        self.clock, self.channel = self.watchdog.clock, self.watchdog.channel
         self.timeout = self.options.timeout
         self.interval = self.options.renewal_interval
         self.terms = Terms(self.options.lock_mode, self.options.lock_limit or 1)
         self._is_unheard = False  # since the last release that was answered
-
-    @property
-    def observer(self) -> Observer:
-        """What is told of this lock's leases."""
-        return self.watchdog.reports.observer
 
     @property
     def asks(self) -> bool:
@@ -275,8 +271,9 @@ class Lock:
             raise StoreError(self.store.server, "it granted a lock too late to be trusted")
         attempt.lease = lease
         self.watchdog.renewals.watch(lease)
-        asked_at = since if attempt.asked_at is None else attempt.asked_at
-        self.watchdog.reports.acquired(lease, attempt.how, attempt.waited + now - asked_at)
+        if self.channel.watched or lock_acquired.receivers:
+            asked_at = since if attempt.asked_at is None else attempt.asked_at
+            self.channel.acquired(lease, attempt.how, attempt.waited + now - asked_at)
         return lease
 
     def renew(self, lease: Lease) -> bool:
@@ -296,7 +293,7 @@ class Lock:
         self.watchdog.renewals.unwatch(lease)
         if lease.end is None:
             lease.lose(GONE_WHEN_RENEWED)
-            self.watchdog.reports.lost(lease)
+            self.channel.lost(lease)
         return False
 
     def end(self, lease: Lease, ending: Ending) -> None:
@@ -317,12 +314,13 @@ class Lock:
                 lease.lose(f"it was renewed {lease.renewals} times, its cap, and ran out")
             else:
                 lease.lose(GONE_WHEN_RELEASED)
-                self.watchdog.reports.lost(lease)
+                self.channel.lost(lease)
         self._ended(lease, ending)
 
     def _ended(self, lease: Lease, ending: Ending) -> None:
         lease.finished = True
-        self.watchdog.reports.finished(lease, expiring=ending.expires)
+        if self.channel.watched or lock_released.receivers:
+            self.channel.released(lease, expiring=ending.expires)
 
     def _release(self, lease: Lease, ending: Ending, *, sent_before: bool) -> bool:
         """

@@ -25,7 +25,6 @@ from celery_dislock.locks.callers import CallerLease, check_terms, current_calle
 from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.leaving import Exit, leave, note
 from celery_dislock.locks.running import Running
-from celery_dislock.servers.records import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -337,8 +336,7 @@ class ReentrantLock:
             else:
                 answer = lock.try_acquire(attempt)
             if isinstance(answer, Conflict):
-                who = in_words(answer.holder)
-                lock.observer.conflict(attempt, answer.key, "refused", who)
+                lock.channel.resolved(attempt, answer, "refused")
                 return answer
             held = CallerLease(lock, answer, runtime=self._runtime)
             self._entered(held, entry, caller)

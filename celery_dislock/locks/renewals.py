@@ -31,9 +31,9 @@ from celery_dislock.locks.native import reentrant_lock
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from celery_dislock.locks.channel import Channel
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.loop import Loop
-    from celery_dislock.locks.reports import Reports
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.store import Store
 
@@ -55,7 +55,7 @@ class Renewals:
     Args:
         loop: The loop that runs it.
         store: Sends the renewals.
-        reports: Reports what happens to the leases.
+        channel: Is told what happens to the leases.
         asks: Ask the server about a lease in which the trust has ended while this process was
             stalled, because another process may have renewed it.
 
@@ -64,12 +64,12 @@ class Renewals:
         failures: Batches that have failed in a row.
     """
 
-    def __init__(self, loop: Loop, store: Store, reports: Reports, *, asks: bool = False) -> None:
+    def __init__(self, loop: Loop, store: Store, channel: Channel, *, asks: bool = False) -> None:
         self.asks = asks
         self.failures = 0
         self._loop = loop
         self._store = store
-        self._reports = reports
+        self._channel = channel
         self._due: dict[Lease, float] = {}  # time of the next action on each lease
         # A lease that the owner ends and the server no longer has is reported by one of both.
         self._mutex = reentrant_lock()
@@ -140,13 +140,13 @@ class Renewals:
                 if expiry is None
                 else f"its fixed expiry of {expiry:g} s ran out"
             )
-            return self._reports.lost
+            return self._channel.lost
         if lease.caller_ended is not None and lease.caller_ended():
             lease.end = End.ABANDONED
-            return self._reports.abandoned
+            return self._channel.abandoned
         if lease.due is not None and 0 < lease.driver.options.max_renew_times <= lease.renewals:
             lease.capped = True
-            return self._reports.capped
+            return self._channel.capped
         return None
 
     def _renew(self, batch: list[Lease]) -> None:
@@ -197,10 +197,10 @@ class Renewals:
             if not answer:
                 del self._due[lease]
                 lease.lose(GONE_WHEN_RENEWED)
-                return self._reports.lost
+                return self._channel.lost
             lease.extend(sent_at)
             self._due[lease] = lease.trusted_until if lease.due is None else lease.due
-            return self._reports.renewed
+            return self._channel.renewed
 
     def _retry_at(self, lease: Lease, sent_at: float) -> float:
         """Return when to try again; the time that the try has waited for a reply is pause, too."""

@@ -1,7 +1,7 @@
 """The watchdog of one process: one loop, and the jobs that keep its leases alive.
 
-The leases are renewed first.  What could not be released comes second.  The observer comes last,
-and waits while renewals fail: the server is away, and the time is needed for leases.
+The leases are renewed first.  What could not be released comes second.  The channel's watchers come
+last, and wait while renewals fail: the server is away, and the time is needed for leases.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from celery_dislock.clock import FOREVER, monotonic
+from celery_dislock.locks.channel import Channel
 from celery_dislock.locks.clearing import Clearing
 from celery_dislock.locks.loop import WITHIN_MOST, Loop
-from celery_dislock.locks.observer import Observer
 from celery_dislock.locks.renewals import Renewals
-from celery_dislock.locks.reports import Reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,12 +30,12 @@ class Watchdog(Loop):
         threaded: See :class:`Loop`.
         beside_greenlets: The store belongs to the loop alone, and reports are made in a greenlet.
         asks: See :class:`Renewals`.
-        observer: What is told of the leases, and run by the loop; None: nobody.
+        channel: Is told of the leases, and has work for the loop; None: nobody watches.
 
     Attributes:
         renewals: The job that renews leases.
         clearing: The job that releases what could not be released.
-        reports: Reports what happens to leases, to the observer among others.
+        channel: Is told what happens to leases.
     """
 
     def __init__(
@@ -47,17 +46,17 @@ class Watchdog(Loop):
         threaded: bool = True,
         beside_greenlets: bool = False,
         asks: bool = False,
-        observer: Observer | None = None,
+        channel: Channel | None = None,
     ) -> None:
         super().__init__(
             clock=clock, threaded=threaded, beside_greenlets=beside_greenlets, close=self._end
         )
         self._store = store
         self._close_store = beside_greenlets  # then the connections belong to the thread's own hub
-        self.reports = Reports(observer or Observer())
-        self.renewals = Renewals(self, store, self.reports, asks=asks)
+        self.channel = channel or Channel()
+        self.renewals = Renewals(self, store, self.channel, asks=asks)
         self.clearing = Clearing(self, store)
-        observing = Observing(self, self.reports.observer, self.renewals)
+        observing = Observing(self, self.channel, self.renewals)
         self.jobs = [self.renewals, self.clearing, observing]
 
     def __len__(self) -> int:
@@ -72,23 +71,23 @@ class Watchdog(Loop):
 
 
 class Observing:
-    """The job that runs the observer when it is due, unless renewals fail."""
+    """The job that does the work of the watchers when it is due, unless renewals fail."""
 
-    def __init__(self, loop: Loop, observer: Observer, renewals: Renewals) -> None:
+    def __init__(self, loop: Loop, channel: Channel, renewals: Renewals) -> None:
         self._loop = loop
-        self._observer = observer
+        self._channel = channel
         self._renewals = renewals
-        observer.wake = self._wake
+        channel.wake = self._wake
 
     def _wake(self) -> None:
-        self._loop.wake(self._observer.due_at())
+        self._loop.wake(self._channel.due_at())
 
     def due_at(self) -> float:
-        """Return when the observer is due."""
+        """Return when the watchers have work."""
         if self._renewals.failures and len(self._renewals):
             return FOREVER
-        return self._observer.due_at()
+        return self._channel.due_at()
 
     def run(self, now: float) -> None:  # noqa: ARG002 -- a job
-        """Let the observer do what it has to do."""
-        self._loop.ask("running the observer", WITHIN_MOST / 2, self._observer.run)
+        """Let the watchers do their work."""
+        self._loop.ask("running telemetry", WITHIN_MOST / 2, self._channel.run)

@@ -37,8 +37,8 @@ from weakref import WeakSet
 
 from celery_dislock.clock import FOREVER
 from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.channel import nothing
 from celery_dislock.locks.native import mutex
-from celery_dislock.locks.observer import nothing
 from celery_dislock.operating.metrics import BUCKETS, COUNTED, MICROSECONDS, PARTS, SUM
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import counts_of, index_of_counts

@@ -121,7 +121,7 @@ class Acquisition:
         self._process.lock_server_failed(error)
         choice = self._runtime.settings.dislock_on_unavailable
         attempt = delivery.attempt
-        delivery.lock.observer.unavailable(attempt, key, choice, str(error))
+        delivery.lock.channel.unavailable(attempt, key, choice, str(error))
         if delivery.notes.since is None:
             delivery.notes.since = time.time()
         if choice == "run" and may_run:

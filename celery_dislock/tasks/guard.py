@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -19,6 +20,7 @@ from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
 from celery_dislock.keys.templates import in_order
 from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import CallerLease, current_caller
+from celery_dislock.locks.channel import TRACING
 from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.messages.delivery import Delivery, Outbox
 from celery_dislock.messages.headers import Notes, own_turn, reservation_of
@@ -382,7 +384,8 @@ class Guard:
             waited = time.time() - notes.since
             attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
         lock = self.runtime.lock(keys, self.options)
-        attempt.trace = lock.observer.begin()
+        if TRACING in sys.modules:
+            lock.channel.begins(attempt)
         delivery: Delivery = Delivery(task, request, lock, attempt, notes)
         delivery.reservation = self.reservation_of(request)
         if delivery.reservation is not None and [delivery.reservation.lock] == list(lock.names):

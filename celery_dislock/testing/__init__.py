@@ -292,7 +292,7 @@ class DislockServer:
             for lease in [one for one in watchdog.renewals if one in leases]:
                 watchdog.renewals.unwatch(lease)
                 lease.lose(GONE_WHEN_RENEWED)
-                watchdog.reports.lost(lease)
+                watchdog.channel.lost(lease)
 
     @contextmanager
     def outage(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ PACKAGE = Path(celery_dislock.__file__).parent
 # Shown by the tests of what uses them.
 BY_OTHERS = {
     *("operating/checks/table", "operating/cli/group", "operating/locks", "operating/metrics"),
-    *("operating/web", "locks/observer", "servers/connecting", "servers/requests", "beat/reasons"),
+    *("operating/web", "locks/channel", "servers/connecting", "servers/requests", "beat/reasons"),
     *("servers/memory", "servers/server"),
     *("clock", "testing", "testing/apps", "testing/messages", "testing/redis_server"),
 }

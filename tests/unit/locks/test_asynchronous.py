@@ -155,7 +155,7 @@ async def test_a_lock_that_is_gone_when_it_is_released_says_so_and_cancels_nothi
 async def test_a_lock_that_is_lost_as_it_is_entered_runs_no_body(make, world, receiving):
     def lose(lease, **_):
         lease.lose("taken")
-        world.watchdog.reports.lost(lease)
+        world.watchdog.channel.lost(lease)
 
     with receiving(signals.lock_acquired, lose), pytest.raises(LockLostError):
         async with make():

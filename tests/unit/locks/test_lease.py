@@ -163,5 +163,5 @@ def test_a_lease_meets_one_end(world, heard):
 
     world.watchdog.renewals.unwatch = lost_meanwhile
     lease.release()
-    world.watchdog.reports.lost(lease)
+    world.watchdog.channel.lost(lease)
     assert names(heard) == ["lock_acquired", "lock_lost"]

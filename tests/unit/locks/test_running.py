@@ -45,7 +45,7 @@ def test_a_body_is_stopped_where_its_task_asks_for_that(world, target, action, t
     lease = world.lease(lock_on_lost=action)
     Running(lease).begin()
     lease.lose("stolen")
-    world.watchdog.reports.lost(lease)
+    world.watchdog.channel.lost(lease)
     assert [type(exc) for exc in target.thrown] == thrown
     assert all((exc.key, exc.reason) == ("k", "stolen") for exc in target.thrown)
 
@@ -77,7 +77,7 @@ def test_terminate_is_not_caught_by_except_exception(world, target, timers, monk
     lease = world.lease(lock_on_lost="terminate")
     Running(lease)
     lease.lose("stolen")
-    world.watchdog.reports.lost(lease)
+    world.watchdog.channel.lost(lease)
     [exc] = target.thrown
     assert isinstance(exc, StopTask)
     assert not isinstance(exc, Exception)
@@ -94,7 +94,7 @@ def test_a_pool_process_whose_body_does_not_stop_is_killed(
     lease = world.lease(lock_on_lost="terminate")
     body = Running(lease)
     lease.lose("stolen")
-    world.watchdog.reports.lost(lease)
+    world.watchdog.channel.lost(lease)
     [(after, run)] = timers.due
     assert after == KILL_AFTER
     if ends:
