@@ -25,6 +25,7 @@ from celery_dislock.locks.callers import CallerLease, check_terms, current_calle
 from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.leaving import Exit, leave, note
 from celery_dislock.locks.running import Running
+from celery_dislock.servers.records import describe
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from celery_dislock.locks.leaving import Leaving
     from celery_dislock.locks.lock import Lock
     from celery_dislock.locks.runtime import Process, Runtime
-    from celery_dislock.servers.records import About
     from celery_dislock.servers.view import Holder
 
 MAY_WAIT = seconds(at_least=0)  # check of a maximum wait
@@ -385,9 +385,7 @@ def _described(
     host: str, pid: int, ident: int | None, thread: str, timeout: float | None
 ) -> tuple[str, Mapping[str, Any], str]:
     """Return the start of the owners' names, and the holder, also as JSON."""
-    holder: About = {"thread": thread, "worker": host, "pid": pid}
-    if timeout is not None:
-        holder["timeout"] = timeout
+    holder = describe({"thread": thread}, host, pid, timeout)
     return f"{host}:{pid}:{ident}/", holder, to_json(holder)
 
 

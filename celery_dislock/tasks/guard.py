@@ -29,6 +29,7 @@ from celery_dislock.parking.identity import DRAINED, ELSEWHERE
 from celery_dislock.parking.park import leave_old_line
 from celery_dislock.scripts.names import moved_to
 from celery_dislock.servers.bridge import wait_for
+from celery_dislock.servers.records import describe
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts
@@ -366,15 +367,9 @@ class Guard:
     def _delivery(self, task: Task, request: Context, keys: Sequence[str]) -> Delivery:
         """Create the Delivery, and attach it to the request."""
         process = self.runtime.process
-        holder: About = {
-            "task": task.name,
-            "id": shown_id(request.id),
-            "worker": request.hostname,
-            "pid": process.pid,
-            "host": process.host,
-        }
-        if self.interval is not None:
-            holder["timeout"] = self.timeout
+        who: About = {"task": task.name, "id": shown_id(request.id), "host": process.host}
+        renewed = None if self.interval is None else self.timeout
+        holder = describe(who, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
         attempt = Attempt(process.owner_name(start), holder, sender=task)
         notes = Notes.of(request, self.runtime.settings.dislock_prefix)
