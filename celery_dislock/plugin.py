@@ -361,7 +361,7 @@ def _follow(app: Celery) -> None:
         app.on_after_finalize.connect(receiver, weak=False)
 
 
-Process.observer_type = Telemetry
+Process.watchers = (Telemetry,)
 
 # A spawned (not forked) pool process makes its own app, which has the main process's configuration
 # but not its signal handlers.

@@ -16,8 +16,8 @@ import greenlet
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.config.plain import Plain
 from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.channel import Channel, Watcher
 from celery_dislock.locks.lock import Lock
-from celery_dislock.locks.observer import Observer
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.parking.store import Lines
@@ -151,7 +151,7 @@ class Actor:
     waits: Wait = field(default_factory=Wait)
 
 
-class Watched(Observer):
+class Watched(Watcher):
     """
     Keeps the leases that a process has, for the model.
 
@@ -161,11 +161,10 @@ class Watched(Observer):
     """
 
     def __init__(self, told: Callable[[Lease, float], None], durations: Durations) -> None:
-        super().__init__()
         self.told, self.durations = told, durations
         self.leases: set[Lease] = set()
 
-    def acquired(self, lease: Lease, how: str, waited: float) -> None:  # noqa: ARG002 -- an observer
+    def acquired(self, lease: Lease, how: str, waited: float) -> None:  # noqa: ARG002 -- a watcher
         """Check what this lease is held beside, and its token."""
         self.leases.add(lease)
         self.durations.acquired(lease)
@@ -177,11 +176,11 @@ class Watched(Observer):
             self.durations.renewed(lease)
             self.told(lease, FOREVER)
 
-    def capped(self, lease: Lease, action: str) -> None:  # noqa: ARG002
+    def capped(self, lease: Lease) -> None:
         """Check that it was renewed for as long as it may."""
         self.durations.capped(lease)
 
-    def ended(self, lease: Lease, end: str, held: float) -> None:  # noqa: ARG002
+    def ended(self, lease: Lease) -> None:
         """Forget it; its lock may be held on."""
         self.leases.discard(lease)
         self.durations.ended(lease)
@@ -215,14 +214,15 @@ class Process(Runtime[Any]):
         super().__init__(dict)
         self.net, self.number, self.name = net, number, f"p{number}"
         self.frozen = self.dead = False
-        self.observer = Watched(told, durations)
+        self.watched, self.channel = Watched(told, durations), Channel()
+        self.channel.watchers, self.channel.watched = [self.watched], True
         self.store = self.store_here = Store("redis://nowhere", home=HOME, hand_over=self.publish)
         server: Any = net
         self.store.lock_server = server
         self.store.reservations = Reservations(server)
         self.lines = Lines(server, "dislock", HOME, self.publish)
         self.watchdog = SimulatedWatchdog(
-            self.store, clock=net.clock, threaded=False, observer=self.observer
+            self.store, clock=net.clock, threaded=False, channel=self.channel
         )
         self._owners = count(1)
 

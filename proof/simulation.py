@@ -527,7 +527,7 @@ class History:
             beside = [
                 other
                 for process in self.processes
-                for other in process.observer.leases
+                for other in process.watched.leases
                 if name in other.driver.names
                 and other.end is None
                 and other.trusted_until > self.net.time

@@ -152,7 +152,7 @@ class Worker:
         process.parking = parking = WorkerProcess(self.app.conf, AppSettings(), Publisher(self.app))
         parking.store = parking.loop_store = parking.__dict__["quick_store"] = process.store
         parking.lines, parking.watchdog = process.lines, process.watchdog
-        parking.observer = process.observer
+        parking.channel = process.channel
         parking.identity = identity.StoreIdentity(server, "dislock")
         vars(parking).update(pid=process.number, owner_name=process.owner_name)
         self.app.__dict__["_dislock_sender"] = sending.Sender(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock import signals
 from celery_dislock.config.options import TaskOptions
-from celery_dislock.locks.attempt import Attempt, Conflict
-from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lease import Attempt, Conflict, Lease
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.servers.store import Store

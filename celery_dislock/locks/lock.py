@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
-from celery_dislock.locks.attempt import WAITED, Attempt, Conflict
 from celery_dislock.locks.lease import (
     ENDED_BY_OWNER,
     GONE_WHEN_RELEASED,
     GONE_WHEN_RENEWED,
+    WAITED,
+    Attempt,
+    Conflict,
     End,
     Lease,
     trust_in,
@@ -23,12 +25,12 @@ from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Granted, Refused, Replaced
 from celery_dislock.servers.requests import LateRelease, Terms
+from celery_dislock.signals import lock_acquired, lock_released
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.locks.observer import Observer
     from celery_dislock.locks.watchdog import Watchdog
     from celery_dislock.servers.replies import Handed
     from celery_dislock.servers.requests import Ending
@@ -66,6 +68,7 @@ class Lock:
         timeout: Seconds after which a lease expires unless it is renewed.
         interval: Seconds between two renewals; None: leases are not renewed.
         clock: Returns monotonic seconds: the watchdog's clock.
+        channel: Is told what happens to the leases: the watchdog's channel.
     """
 
     keys: Sequence[str]
@@ -79,16 +82,11 @@ class Lock:
     def __post_init__(self) -> None:
         options = self.options
         self.key = " + ".join(self.keys)
-        self.clock = self.watchdog.clock
+        self.clock, self.channel = self.watchdog.clock, self.watchdog.channel
         self.timeout = options.timeout
         self.interval = options.renewal_interval
         self.terms = Terms(options.lock_mode, options.lock_limit or 1, self.fair)
         self._is_unheard = False  # since the last release that was answered
-
-    @property
-    def observer(self) -> Observer:
-        """What is told of this lock's leases."""
-        return self.watchdog.reports.observer
 
     @property
     def asks(self) -> bool:
@@ -273,8 +271,9 @@ class Lock:
             raise StoreError(self.store.server, "it granted a lock too late to be trusted")
         attempt.lease = lease
         self.watchdog.watch(lease)
-        asked_at = since if attempt.asked_at is None else attempt.asked_at
-        self.watchdog.reports.acquired(lease, attempt.how, attempt.waited + now - asked_at)
+        if self.channel.watched or lock_acquired.receivers:
+            asked_at = since if attempt.asked_at is None else attempt.asked_at
+            self.channel.acquired(lease, attempt.how, attempt.waited + now - asked_at)
         return lease
 
     def renew(self, lease: Lease) -> bool:
@@ -294,7 +293,7 @@ class Lock:
         self.watchdog.unwatch(lease)
         if lease.end is None:
             lease.lose(GONE_WHEN_RENEWED)
-            self.watchdog.reports.lost(lease)
+            self.channel.lost(lease)
         return False
 
     def end(self, lease: Lease, ending: Ending) -> None:
@@ -315,12 +314,13 @@ class Lock:
                 lease.lose(f"it was renewed {lease.renewals} times, its cap, and ran out")
             else:
                 lease.lose(GONE_WHEN_RELEASED)
-                self.watchdog.reports.lost(lease)
+                self.channel.lost(lease)
         self._ended(lease, ending)
 
     def _ended(self, lease: Lease, ending: Ending) -> None:
         lease.finished = True
-        self.watchdog.reports.finished(lease, expiring=ending.expires)
+        if self.channel.watched or lock_released.receivers:
+            self.channel.released(lease, expiring=ending.expires)
 
     def _release(self, lease: Lease, ending: Ending, *, sent_before: bool) -> bool:
         """

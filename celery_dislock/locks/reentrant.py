@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.config.options import seconds
 from celery_dislock.exceptions import EventLoopError, LockLostError, NotOwnerError, SettingsError
 from celery_dislock.keys.templates import check_written, keys_of
-from celery_dislock.locks.attempt import Attempt, Conflict, to_json
 from celery_dislock.locks.callers import CallerLease, check_terms, current_caller
 from celery_dislock.locks.interruption import refusal
-from celery_dislock.locks.lease import End
+from celery_dislock.locks.lease import Attempt, Conflict, End, to_json
 from celery_dislock.locks.running import Running
-from celery_dislock.servers.records import in_words
+from celery_dislock.servers.records import describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
     from celery_dislock.locks.runtime import Runtime
-    from celery_dislock.servers.records import About
     from celery_dislock.servers.view import Holder
 
 MAY_WAIT = seconds(at_least=0)  # check of a maximum wait
@@ -389,8 +387,7 @@ class ReentrantLock:
             else:
                 answer = lock.try_acquire(attempt)
             if isinstance(answer, Conflict):
-                who = in_words(answer.holder)
-                lock.observer.conflict(attempt, answer.key, "refused", who)
+                lock.channel.resolved(attempt, answer, "refused")
                 return answer
             held = CallerLease(lock, answer, runtime=self._runtime)
             self._entered(held, entry, block, caller)
@@ -446,9 +443,7 @@ def _described(
     host: str, pid: int, ident: int | None, thread: str, timeout: float | None
 ) -> tuple[str, Mapping[str, Any], str]:
     """Return the start of the owners' names, and the holder, also as JSON."""
-    holder: About = {"thread": thread, "worker": host, "pid": pid}
-    if timeout is not None:
-        holder["timeout"] = timeout
+    holder = describe({"thread": thread}, host, pid, timeout)
     return f"{host}:{pid}:{ident}/", holder, to_json(holder)
 
 

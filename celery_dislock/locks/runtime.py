@@ -23,9 +23,9 @@ from celery_dislock.config.plain import plain_options
 from celery_dislock.config.settings import app_settings
 from celery_dislock.config.urls import lock_server
 from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.locks.channel import Channel, Watcher, nothing
 from celery_dislock.locks.interruption import patched_by
 from celery_dislock.locks.lock import Lock
-from celery_dislock.locks.observer import Observer, nothing
 from celery_dislock.locks.running import is_pool_process
 from celery_dislock.locks.watchdog import FLUSH_WITHIN, Watchdog
 from celery_dislock.servers.bridge import current_call, in_thread, run_on_loop, wait_for
@@ -205,12 +205,12 @@ class Process:
     Attributes:
         settings: The argument of that name.
         loop_store: The store that the watchdog's loop alone uses beside greenlets, else *store*.
-        observer: What is told of the locks of this process.
-        observer_type: Its class; the plugin sets it.
+        channel: Is told what happens to the locks of this process.
+        watchers: Make the watchers of a process; the plugin sets them.
         watchdog_type: The class of the watchdog; the test kit sets it.
     """
 
-    observer_type: ClassVar[type[Observer]] = Observer
+    watchers: ClassVar[tuple[Callable[[Any], Watcher], ...]] = ()
     watchdog_type: ClassVar[type[Watchdog]] = Watchdog
 
     def __init__(
@@ -242,12 +242,13 @@ class Process:
         self._outage = Outage()
         self._damaged: set[str] = set()
         self._counter = count(1)
-        self.observer = self.observer_type(self)
+        self.channel = Channel()
+        self.channel.watchers = [make(self) for make in self.watchers]
         self.watchdog = self.watchdog_type(
             self.loop_store,
             beside_greenlets=bool(self._patched),
             asks=settings.dislock_renew_for_stalled and is_pool_process(),
-            observer=self.observer,
+            channel=self.channel,
         )
         _living.add(self)
 
@@ -306,8 +307,8 @@ class Process:
         """Stop the watchdog, and close the connections that are not in use."""
         watched = len(self.watchdog)
         self.watchdog.stop()
-        self.observer.wake = nothing  # a lock that is released later must not start it again
-        self.observer.finish()
+        self.channel.wake = nothing  # a lock that is released later must not start it again
+        self.channel.finish()
         quick = self.__dict__.pop("quick_store", None)
         if quick is not None:
             quick.close()

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.attempt import Conflict
+from celery_dislock.locks.lease import Conflict
 from celery_dislock.scripts import ACQUIRE, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.servers.node import RESENDS
 from proof.proxy import cut, lose_reply, runs, swallow_reply

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     import redis
 
-    from celery_dislock.locks.attempt import Conflict
+    from celery_dislock.locks.lease import Conflict
 
 LOCK = name_of("acl")
 LONG = 60.0  # seconds: no lease of these tests runs out by itself

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import TaskOptions
-from celery_dislock.locks.attempt import Attempt, Conflict
-from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lease import Attempt, Conflict, Lease
 from celery_dislock.locks.runtime import Runtime
 from tests.holding import PATIENCE, wait_for
 

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.attempt import Conflict
-from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lease import Conflict, Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.quorum import Names

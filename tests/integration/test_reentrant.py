@@ -17,8 +17,7 @@ from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask, current_lease
 from celery_dislock.exceptions import LockHeldError, LockLostError
-from celery_dislock.locks.attempt import Conflict
-from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lease import Conflict, Lease
 from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
 

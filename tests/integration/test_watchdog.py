@@ -8,7 +8,7 @@ import time
 import pytest
 
 from celery_dislock import signals
-from celery_dislock.locks.attempt import Conflict
+from celery_dislock.locks.lease import Conflict
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of_reserved
-from celery_dislock.locks.attempt import Attempt
+from celery_dislock.locks.lease import Attempt
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.parking.identity import DRAINED, ELSEWHERE, OURS

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from celery_dislock.clock import FOREVER
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.observer import FOREVER
 from celery_dislock.operating import counting
 from celery_dislock.operating.counting import OTHER, TASKS_MOST, Counters, instruments
 from celery_dislock.operating.metrics import COUNTED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from pathlib import Path
@@ -10,90 +9,64 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from celery.exceptions import SoftTimeLimitExceeded
 from celery.worker import state
 
 import celery_dislock
 from celery_dislock import SingletonTask
+from celery_dislock.clock import FOREVER
 from celery_dislock.config.settings import AppSettings
-from celery_dislock.exceptions import LockLostError, StoreError
-from celery_dislock.locks.attempt import Attempt
-from celery_dislock.locks.observer import FOREVER
+from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.lease import Attempt, Conflict
 from celery_dislock.operating import telemetry
 from celery_dislock.operating.metrics import COUNTED, OUTCOME
 from celery_dislock.operating.telemetry import Telemetry, current_span
 
 
 def telemetry_of(world, **settings):
-    process = SimpleNamespace(settings=AppSettings(**settings), host="h")
-    world.watchdog.reports.observer = Telemetry(process)
-    return world.watchdog.reports.observer
-
-
-@pytest.fixture
-def broken(world, monkeypatch):
-    """Have a method of telemetry raise an error."""
-
-    def raising(error):
-        def current_span():
-            raise error
-
-        monkeypatch.setattr(telemetry, "current_span", current_span)
-        return telemetry_of(world)
-
-    return raising
-
-
-def test_a_defect_is_logged_and_harms_no_lock(broken, caplog):
-    """The task goes on, and an operator finds the reason for what is missing."""
-    with caplog.at_level(logging.ERROR):
-        assert broken(ValueError("defect")).begin() is None
-    assert "locks are not affected" in caplog.text
-
-
-@pytest.mark.parametrize("thrown", [SoftTimeLimitExceeded(), LockLostError("k", "gone")])
-def test_what_is_thrown_into_the_body_in_the_middle_is_not_swallowed(broken, thrown):
-    """It is for the task, and no defect."""
-    with pytest.raises(type(thrown)):
-        broken(thrown).begin()
+    channel = world.watchdog.channel
+    telemetry = Telemetry(
+        SimpleNamespace(settings=AppSettings(**settings), host="h", channel=channel)
+    )
+    channel.watchers = [telemetry]
+    return telemetry
 
 
 def test_every_counter_is_counted(world):
     """By its word in the table, with an outcome where the metric has one."""
-    observer, lease = telemetry_of(world, dislock_metrics=True), world.lease()
-    observer.acquired(lease, "at_once", 0.0)
-    observer.conflict(lease, "k", "skip", "who")
-    observer.unavailable(lease, "k", "retry", "away")
-    observer.renewed(lease)
-    observer.capped(lease, "expire")
-    observer.lost(lease, "warn", gone=True)
-    observer.ended(lease, "lost", 1.0)
-    observer.message("t", "sent")
-    assert {what: bool(outcome) for what, outcome, *_ in observer.counters._events} == {
+    watcher, lease = telemetry_of(world, dislock_metrics=True), world.lease()
+    watcher.acquired(lease, "at_once", 0.0)
+    watcher.resolved(lease, Conflict("k", {}, 1.0), "skip")
+    watcher.unavailable(lease, "k", "retry", "away")
+    watcher.renewed(lease)
+    watcher.capped(lease)
+    watcher.lost(lease)
+    watcher.ended(lease)
+    watcher.message("t", "sent", "")
+    assert {what: bool(outcome) for what, outcome, *_ in watcher.counters._events} == {
         word: OUTCOME in metric.labels for word, metric in COUNTED.items()
     }
 
 
 def test_where_nobody_asked_nothing_is_counted_or_sent(world):
     """Without metrics, spans and tasks the loop has nothing to do."""
-    observer = telemetry_of(world)
+    watcher = telemetry_of(world)
     lease = world.lease()
-    world.watchdog.reports.lost(lease)
-    world.watchdog.reports.capped(lease)
-    observer.message("t", "sent")
-    observer.finish()
-    assert (observer.counters, observer.due_at()) == (None, FOREVER)
+    world.watchdog.channel.lost(lease)
+    world.watchdog.channel.capped(lease)
+    watcher.message("t", "sent", "")
+    watcher.finish()
+    assert (watcher.counters, watcher.due_at()) == (None, FOREVER)
 
 
 def test_counts_that_cannot_be_sent_are_told_once_per_outage(world, caplog):
     """An operator learns why the metrics stand still."""
-    observer = telemetry_of(world, dislock_metrics=True)
+    watcher = telemetry_of(world, dislock_metrics=True)
     replies = [StoreError("redis://h", "away")] * 2 + [1, 1, StoreError("redis://h", "full")]
     server = SimpleNamespace(run_many=lambda *_, **__: [replies.pop(0)])
-    observer.process.loop_store = SimpleNamespace(lock_server=server)
+    watcher.process.loop_store = SimpleNamespace(lock_server=server)
     for _ in range(4):
-        observer.message("t", "sent")
-        observer.run()
+        watcher.message("t", "sent", "")
+        watcher.run()
     told = [record.getMessage().rpartition(" ")[2] for record in caplog.records]
     assert (told, replies) == (["away", "full"], [])
 
@@ -186,45 +159,45 @@ class TestEvents:
         return app.tasks["t"]
 
     @pytest.fixture
-    def observer(self, world):
+    def watcher(self, world):
         return telemetry_of(world)
 
     @pytest.fixture
-    def lease(self, world, task, observer):
+    def lease(self, world, task, watcher):
         holder = {"task": "t", "id": "1", "worker": "w1@here", "pid": 7}
         lease = world.lock(lock_on_lost="raise").try_acquire(Attempt("me", holder, sender=task))
         lease.renewals = 360
         return lease
 
-    def test_a_pool_process_sends_them_from_the_loop(self, world, observer, lease, sent):
+    def test_a_pool_process_sends_them_from_the_loop(self, world, watcher, lease, sent):
         """A broker that is away delays no report; key, reason and what becomes of the body."""
         woken = []
-        observer.wake = lambda: woken.append(observer.due_at())
+        world.watchdog.channel.wake = lambda: woken.append(watcher.due_at())
         lease.lose("somebody deleted it")
-        world.watchdog.reports.lost(lease)
+        world.watchdog.channel.lost(lease)
         assert (sent, woken) == ([], [0.0])
-        observer.run()
+        watcher.run()
         told = {"uuid": "1", "key": "k", "reason": "somebody deleted it", "action": "raise"}
         assert sent == [("w1@here", "task-lock-lost", told)]
-        assert observer.due_at() == FOREVER
+        assert watcher.due_at() == FOREVER
 
     def test_the_main_process_has_the_dispatcher_of_the_request(self, world, lease, monkeypatch):
         """Which knows whether anybody wants events; a task that is eager has no such request."""
         told = []
         request = Mock(id="1", send_event=lambda type_, **about: told.append((type_, about)))
-        world.watchdog.reports.capped(lease)
+        world.watchdog.channel.capped(lease)
         # A copy of its message came and was put off: Celery forgets the request of this id then.
         monkeypatch.setattr(state, "requests", {})
         monkeypatch.setattr(state, "active_requests", {Mock(id="2"), request})
-        world.watchdog.reports.capped(lease)
+        world.watchdog.channel.capped(lease)
         [(type_, fields)] = told
         assert fields.pop("ends_in") == pytest.approx(29.5)
         assert type_ == "task-lock-capped"
         assert fields == {"key": "k", "renewals": 360, "action": "expire"}
 
-    def test_a_task_without_events_has_none(self, world, task, observer, lease, sent):
+    def test_a_task_without_events_has_none(self, world, task, watcher, lease, sent):
         """As Celery's own."""
         task.send_events = False
-        world.watchdog.reports.lost(lease)
-        observer.run()
+        world.watchdog.channel.lost(lease)
+        watcher.run()
         assert sent == []

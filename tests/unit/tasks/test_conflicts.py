@@ -13,8 +13,8 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask
 from celery_dislock.keys.names import shown_id, task_name
-from celery_dislock.locks.attempt import Attempt, Conflict
-from celery_dislock.locks.observer import Observer
+from celery_dislock.locks.channel import Watcher
+from celery_dislock.locks.lease import Attempt, Conflict
 from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.records import holder_of
@@ -327,23 +327,24 @@ def test_a_copy_is_known_by_any_id(task_id, parked):
 
 @pytest.fixture
 def counted(world, monkeypatch):
-    """What the observer is told: what has happened, its outcome, and the seconds waited."""
+    """What those who watch are told: what has happened, its outcome, and the seconds waited."""
     events = []
 
-    class Recorder(Observer):
+    class Recorder(Watcher):
         def acquired(self, lease, how, waited):
             events.append(("acquired", how, waited))
 
-        def conflict(self, attempt, key, outcome, holder):
+        def resolved(self, attempt, conflict, outcome):
             events.append(("conflict", outcome))
 
         def unavailable(self, attempt, key, outcome, reason):
             events.append(("unavailable", outcome))
 
-        def message(self, task, outcome, worker=""):
+        def message(self, task, outcome, worker):
             events.append(("message", outcome))
 
-    world.watchdog.reports.observer = Recorder()
+    channel = world.watchdog.channel
+    channel.watchers, channel.watched = [Recorder()], True
     return events
 
 

@@ -13,7 +13,7 @@ from celery.result import AsyncResult
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import NoResultError
-from celery_dislock.locks.attempt import Attempt, current
+from celery_dislock.locks.lease import Attempt, current
 from celery_dislock.servers.reservations import Reservation, Taken
 from celery_dislock.tasks import duplicates
 from celery_dislock.tasks.duplicates import LOOK_EVERY, STORED_WITHIN, First, duplicate_of

@@ -56,7 +56,7 @@ class Sending:
         self.fails = None
         self.counted = []
         self.settings = SimpleNamespace(dislock_on_unavailable="retry", dislock_prefix="dislock")
-        process = SimpleNamespace(observer=SimpleNamespace(message=self.count))
+        process = SimpleNamespace(channel=SimpleNamespace(watched=True, message=self.count))
         self.guard = SimpleNamespace(
             name="edit",
             interval=10.0,
