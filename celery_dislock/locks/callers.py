@@ -24,16 +24,18 @@ import sys
 import threading
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 from celery_dislock.exceptions import LockHeldError, LockTermsError
+from celery_dislock.locks.lease import to_json
 from celery_dislock.servers.bridge import call_of, current_greenlet
+from celery_dislock.servers.records import describe
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from types import FrameType
 
     from celery_dislock.config.options import TaskOptions
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     Kind = Literal["thread", "greenlet", "task"]
 
+THREADS = 1000  # threads and greenlets whose description is kept
 TIMING = {"lock_expire", "lock_watchdog_timeout", "max_renew_times"}
 
 # Functions that run the jobs of thread pools, and their local variables that no two jobs share.
@@ -138,6 +141,8 @@ class Caller:
     Attributes:
         kind: The argument of that name.
         thread: The thread; of a greenlet, what :mod:`threading` takes for one.
+        is_main: Whether that is the main thread, which runs no jobs of a pool.
+        name: The name that the thread had when it first took a lock; of a task, also its own.
         pid: The process that made this record; a forked child does not have its leases.
         leases: The leases that it has, in the order in which they were taken.  That of a task comes
             after that of an eager task around it.
@@ -147,14 +152,12 @@ class Caller:
         self.leases: list[CallerLease] = []
         self.kind = kind
         self.thread = threading.current_thread()
+        self.is_main = self.thread is threading.main_thread()
+        self.name: str = self.thread.name
+        if kind == "task":
+            self.name += f", {one.get_name()}"
         self.pid = os.getpid()
         self._one = None if one is None else ref(one)
-
-    @property
-    def name(self) -> str:
-        """The name of the thread; of a task, also its own."""
-        task = self._one() if self._one is not None and self.kind == "task" else None
-        return self.thread.name if task is None else f"{self.thread.name}, {task.get_name()}"
 
     @property
     def dead(self) -> bool:
@@ -168,22 +171,22 @@ class Caller:
 
     def hold(self, held: CallerLease) -> None:
         """Record a lease of this caller, and mark the context in which it was taken."""
-        held.caller, held.job = ref(self), self._job()
+        held.caller = ref(self)
+        held.job = () if self.is_main else _job_here()
         if not held.execution:
             elsewhere = None if self.kind == "task" else ref(held)
             held.lease.caller_ended = partial(nobody_is_left, ref(self), elsewhere)
         around = _around.get()
-        live = [one for one in around if one() is not None] if around else ()
-        _around.set((*live, ref(held)))
+        if around:  # of what has ended elsewhere the mark is left
+            around = tuple([one for one in around if one() is not None])
+        _around.set((*around, ref(held)))
         self.leases.append(held)
-
-    def _job(self) -> Sequence[object]:
-        """Return the job of a thread pool that runs here; empty: none does."""
-        return () if self.thread is threading.main_thread() else _job_here()
 
     def is_inside(self, held: CallerLease) -> bool:
         """Return whether the caller's code that runs here runs inside the block of a lease."""
-        return any(one() is held for one in _around.get()) and held.job == self._job()
+        if not any(one() is held for one in _around.get()):
+            return False
+        return held.job == (() if self.is_main else _job_here())
 
     def end_body(self, begun: int) -> None:
         """
@@ -203,6 +206,9 @@ class Caller:
         """Remove a lease of this caller from the record; a second call does nothing."""
         if held in self.leases:
             self.leases.remove(held)
+        around = _around.get()
+        if around and around[-1]() is held:
+            _around.set(around[:-1])
 
     def forget_all(self) -> None:
         """Forget the leases of a caller that has ended; only their blocks and locks know them."""
@@ -281,6 +287,32 @@ def _record(kind: Kind, one: Any) -> Caller:
     if caller is None or caller.pid != os.getpid():
         caller = _others[one] = Caller(kind, one)
     return caller
+
+
+@lru_cache(THREADS)
+def described(
+    host: str, pid: int, ident: int | None, thread: str, timeout: float | None
+) -> tuple[str, Mapping[str, Any], str]:
+    """Return the start of the owners' names, and the holder, also as JSON."""
+    holder = describe({"thread": thread}, host, pid, timeout)
+    return f"{host}:{pid}:{ident}/", holder, to_json(holder)
+
+
+def an_event_loop_runs() -> bool:
+    """Return whether an event loop runs in this thread, which a blocking call would stop."""
+    asyncio: Any = sys.modules.get("asyncio")
+    running = getattr(asyncio, "_get_running_loop", None)  # missing during an import
+    if running is not None and running() is not None:
+        return True
+    trio: Any = sys.modules.get("trio.lowlevel")
+    current_task = getattr(trio, "current_task", None)
+    if current_task is None:
+        return False
+    try:
+        current_task()
+    except RuntimeError:  # trio does not run in this thread
+        return False
+    return True
 
 
 def nobody_is_left(caller: ref[Caller], held: ref[CallerLease] | None) -> bool:

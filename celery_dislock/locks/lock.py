@@ -108,7 +108,7 @@ class Lock:
             StoreError: The server did not answer.  The lock may have been taken.  If so, it ends
                 after its timeout, or at once with :meth:`abandon`.
         """
-        return self._take(attempt, 0.0, place=0.0)
+        return self.acquire(attempt, timeout=0.0, place=0.0)
 
     def acquire(
         self,
@@ -145,16 +145,10 @@ class Lock:
             StoreError: As for :meth:`try_acquire`.  The place in line is given up, or expires.
             ForbiddenError: The server's access rules forbid this user to wait in line.
         """
-        until = math.inf if timeout is None else self.clock() + timeout
-        return self._take(attempt, until, place=place, gives_way=gives_way)
-
-    def _take(
-        self, attempt: Attempt, until: float, *, place: float, gives_way: bool = False
-    ) -> Lease | Conflict:
-        """Ask for the lock until it is taken or *until* is over; with no *place*, ask once."""
         # Errors after which there is nothing to give up, or the caller does so.
         passed_on: tuple[type[BaseException], ...]
         passed_on = (UnreachableError,) if place else (Replaced, StoreError)
+        until = math.inf if timeout is None else self.clock() + timeout
         unheard = 0
         try:
             while True:
@@ -303,24 +297,21 @@ class Lock:
         sent_before = lease.end in ENDED_BY_OWNER
         if lease.end is None:
             lease.end = End.EXPIRING if ending.expires else End.RELEASED
+        done = sent_before  # if it is interrupted again, the watchdog does the rest
         try:
             was_held = self._release(lease, ending, sent_before=sent_before)
-        except BaseException:
-            if sent_before:  # interrupted again, as on an event loop: the watchdog does the rest
-                self._ended(lease, ending)
-            raise
-        if not (was_held or ending.expires or lease.lost):
-            if lease.capped:  # the cap was reported before
-                lease.lose(f"it was renewed {lease.renewals} times, its cap, and ran out")
-            else:
-                lease.lose(GONE_WHEN_RELEASED)
-                self.channel.lost(lease)
-        self._ended(lease, ending)
-
-    def _ended(self, lease: Lease, ending: Ending) -> None:
-        lease.finished = True
-        if self.channel.watched or lock_released.receivers:
-            self.channel.released(lease, expiring=ending.expires)
+            if not (was_held or ending.expires or lease.lost):
+                if lease.capped:  # the cap was reported before
+                    lease.lose(f"it was renewed {lease.renewals} times, its cap, and ran out")
+                else:
+                    lease.lose(GONE_WHEN_RELEASED)
+                    self.channel.lost(lease)
+            done = True
+        finally:
+            if done:
+                lease.finished = True
+                if self.channel.watched or lock_released.receivers:
+                    self.channel.released(lease, expiring=ending.expires)
 
     def _release(self, lease: Lease, ending: Ending, *, sent_before: bool) -> bool:
         """

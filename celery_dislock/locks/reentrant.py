@@ -20,11 +20,16 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.config.options import seconds
 from celery_dislock.exceptions import EventLoopError, LockLostError, NotOwnerError, SettingsError
 from celery_dislock.keys.templates import check_written, keys_of
-from celery_dislock.locks.callers import CallerLease, check_terms, current_caller
+from celery_dislock.locks.callers import (
+    CallerLease,
+    an_event_loop_runs,
+    check_terms,
+    current_caller,
+    described,
+)
 from celery_dislock.locks.interruption import refusal
-from celery_dislock.locks.lease import Attempt, Conflict, End, to_json
+from celery_dislock.locks.lease import Attempt, Conflict, End
 from celery_dislock.locks.running import Running
-from celery_dislock.servers.records import describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +43,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.view import Holder
 
 MAY_WAIT = seconds(at_least=0)  # check of a maximum wait
-THREADS = 1000  # threads and greenlets whose description is kept
 WARNED_MOST = 1000  # keys that are remembered as warned of
 
 logger = logging.getLogger("celery_dislock")
@@ -125,7 +129,7 @@ class ReentrantLock:
             if not blocking:
                 remedy = "it has no effect with blocking=False: leave one of the two out"
                 raise self._refusal("timeout", timeout, remedy)
-        return isinstance(self._take_alone(blocking=blocking, timeout=wait_for), CallerLease)
+        return isinstance(self._take(object(), 0, blocking=blocking, timeout=wait_for), CallerLease)
 
     def try_acquire(self) -> Lease | Conflict:
         """
@@ -138,7 +142,7 @@ class ReentrantLock:
             SettingsError, LockLostError, LockTermsError, EventLoopError, StoreError: As for
                 :meth:`acquire`.
         """
-        answer = self._take_alone(blocking=False, timeout=None)
+        answer = self._take(object(), 0, blocking=False, timeout=None)
         return answer.lease if isinstance(answer, CallerLease) else answer
 
     def release(self) -> None:
@@ -319,11 +323,10 @@ class ReentrantLock:
 
     def _latest(self, *, of_block: bool = False) -> tuple[CallerLease, object] | None:
         """Return the acquisition that a release undoes; *of_block*: if possible, of a block."""
-        own = [
-            (held, entry, block)
-            for entry, (held, block) in list(self._own.items())
-            if entry in held.entries and not (held.lease.finished or held.lease.is_inherited)
-        ]
+        own = []
+        for entry, (held, block) in list(self._own.items()):
+            if entry in held.entries and not (held.lease.finished or held.lease.is_inherited):
+                own.append((held, entry, block))
         if len(own) == 1 and not own[0][2]:  # the usual case: no block's
             return own[0][:2]
         caller, here = current_caller(), self.held
@@ -360,10 +363,10 @@ class ReentrantLock:
             timeout: Maximum seconds to wait; None: no limit.
         """
         caller, options = current_caller(), self._options
-        if caller.kind != "task" and _an_event_loop_runs():
+        if caller.kind != "task" and an_event_loop_runs():
             raise EventLoopError(self.key)
-        if options.lock_on_lost != "warn" and (why := refusal()):
-            raise self._refusal("on_lost", options.lock_on_lost, why)
+        if options.lock_on_lost != "warn":
+            self._refuse_to_interrupt(block)
         lock, process = self._lock_here(caller), self._runtime.process
         if caller.kind == "greenlet":
             process.check_patching()
@@ -374,7 +377,7 @@ class ReentrantLock:
                 held.lease.ensure_held()
                 return self._entered(held, entry, block, caller)
             held.leave(entry)  # the last release was interrupted
-        start, holder, written = _described(
+        start, holder, written = described(
             *(process.host, process.pid, caller.thread.ident, caller.name),
             None if lock.interval is None else lock.timeout,
         )
@@ -413,12 +416,13 @@ class ReentrantLock:
         held.entries[entry] = block
         return held
 
-    def _take_alone(self, *, blocking: bool, timeout: float | None) -> CallerLease | Conflict:
-        """Take the lock where no ``with`` block does."""
-        if self._options.lock_on_lost != "warn" and "lock_on_lost" in self._stated:
+    def _refuse_to_interrupt(self, block: int) -> None:
+        """Raise an error if ``on_lost`` could interrupt nothing here."""
+        remedy = refusal()
+        if not block and "lock_on_lost" in self._stated:
             remedy = "it interrupts the body of a `with` block, and nothing else: use one"
+        if remedy:
             raise self._refusal("on_lost", self._options.lock_on_lost, remedy)
-        return self._take(object(), 0, blocking=blocking, timeout=timeout)
 
     def _refusal(self, option: str, value: object, remedy: str) -> SettingsError:
         return SettingsError(f"lock {self.key!r}", option, value, remedy)
@@ -438,32 +442,7 @@ def _warn_of_wait(key: str, thread: str, hint: str) -> None:
     )
 
 
-@lru_cache(THREADS)
-def _described(
-    host: str, pid: int, ident: int | None, thread: str, timeout: float | None
-) -> tuple[str, Mapping[str, Any], str]:
-    """Return the start of the owners' names, and the holder, also as JSON."""
-    holder = describe({"thread": thread}, host, pid, timeout)
-    return f"{host}:{pid}:{ident}/", holder, to_json(holder)
-
-
 def _note(exc: BaseException, text: str) -> None:
     """Add a note, like ``BaseException.add_note`` of Python 3.11."""
     notes: list[str] = getattr(exc, "__notes__", [])
     exc.__notes__ = [*notes, text]  # type: ignore[attr-defined]
-
-
-def _an_event_loop_runs() -> bool:
-    asyncio: Any = sys.modules.get("asyncio")
-    running = getattr(asyncio, "_get_running_loop", None)  # missing during an import
-    if running is not None and running() is not None:
-        return True
-    trio: Any = sys.modules.get("trio.lowlevel")
-    current_task = getattr(trio, "current_task", None)
-    if current_task is None:
-        return False
-    try:
-        current_task()
-    except RuntimeError:  # trio does not run in this thread
-        return False
-    return True

@@ -188,8 +188,11 @@ class Runtime(Generic[P]):
 
     def lock_names(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Return the locks' names in Redis; the braces keep a lock in one slot of a cluster."""
-        prefix = self.settings.dislock_prefix
-        return tuple([f"{prefix}:{{{key}}}" for key in keys])
+        return tuple(map(self._name, keys))
+
+    @cached_property
+    def _name(self) -> Callable[[str], str]:
+        return f"{self.settings.dislock_prefix}:{{{{{{}}}}}}".format
 
 
 class Process:
