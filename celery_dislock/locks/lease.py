@@ -123,7 +123,7 @@ class Lease:
 
     renewals = 0
     capped = finished = False
-    reported = False  # its end, to the observer
+    reported = False  # its end, on the channel
     reservation: Reservation | None = None
     end: End | None = None
     caller_ended: Callable[[], bool] | None = None
