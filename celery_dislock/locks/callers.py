@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 from celery_dislock.exceptions import LockHeldError, LockTermsError
-from celery_dislock.locks.lease import to_json
 from celery_dislock.servers.bridge import call_of, current_greenlet
-from celery_dislock.servers.records import describe
+from celery_dislock.servers.records import describe, written
 
 if TYPE_CHECKING:
     import asyncio
@@ -293,7 +292,7 @@ def described(
 ) -> tuple[str, Mapping[str, Any], str]:
     """Return the start of the owners' names, and the holder, also as JSON."""
     holder = describe({"thread": thread}, host, pid, timeout)
-    return f"{host}:{pid}:{ident}/", holder, to_json(holder)
+    return f"{host}:{pid}:{ident}/", holder, written(holder)
 
 
 def an_event_loop_runs() -> bool:

@@ -11,7 +11,6 @@ Nothing here sends or waits: the lock does so for its leases.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from contextvars import ContextVar
@@ -23,7 +22,7 @@ from weakref import ref
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import LockHeldError, LockLostError, StoreError
-from celery_dislock.servers.records import in_words
+from celery_dislock.servers.records import in_words, written
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends:
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
 
 AT_ONCE, WAITED, PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
-
-to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 GONE_WHEN_RENEWED = "the server no longer has it: expired, taken or deleted"
 GONE_WHEN_RELEASED = "it was gone when it was released: expired, taken or deleted"
@@ -126,7 +123,7 @@ class Lease:
 
     renewals = 0
     capped = finished = False
-    reported = False  # its end, to the observer
+    reported = False  # its end, on the channel
     reservation: Reservation | None = None
     end: End | None = None
     caller_ended: Callable[[], bool] | None = None
@@ -369,7 +366,7 @@ class Attempt:
     trace: Any = None
 
     def __post_init__(self) -> None:
-        self.holder_json = self.holder_json or to_json(self.holder)
+        self.holder_json = self.holder_json or written(self.holder)
 
     def end(self, ending: Ending = RELEASED) -> None:
         """End the lease, if there is one; a second call does nothing."""

@@ -1,8 +1,8 @@
 """Read what is stored on a lock server, with limits: anybody who can publish has a part in it.
 
 A holder describes itself in the record of its lease, for messages and tools: :class:`About` has
-the names of all its fields.  :func:`describe` makes the description, and :func:`holder_of` reads
-it.
+the names of all its fields.  :func:`describe` makes the description, :func:`written` writes it, and
+:func:`holder_of` reads it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ LEADER = "beat"  # the thread that leads several beats
 
 MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
 NAMES = {letter: mode for mode, letter in MODES.items()}
+
+#: Write a holder's description as it is stored.
+written = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class About(TypedDict, total=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from dataclasses import replace
@@ -190,6 +189,6 @@ class Acquisition:
         )
         if left_by is None:
             return
-        taken = lock.store.take_over(lock.names, left_by, attempt.owner, json.dumps(attempt.holder))
+        taken = lock.store.take_over(lock.names, left_by, attempt.owner, attempt.holder_json)
         if 0 < taken < len(lock.names):  # the leases are kept all together, or not at all
             lock.abandon(attempt)
