@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.locks.interruption import Running
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
-    from celery_dislock.locks.running import Running
 
     Kind = Literal["thread", "greenlet", "task"]
 

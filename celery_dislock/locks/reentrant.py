@@ -27,9 +27,8 @@ from celery_dislock.locks.callers import (
     current_caller,
     described,
 )
-from celery_dislock.locks.interruption import refusal
+from celery_dislock.locks.interruption import Running, refusal
 from celery_dislock.locks.lease import Attempt, Conflict, End
-from celery_dislock.locks.running import Running
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
