@@ -283,7 +283,15 @@ import os
 SECRET_KEY = "none"
 INSTALLED_APPS = ["django.contrib.contenttypes", "django_celery_beat"]
 USE_TZ = True
-DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": os.environ["DATABASE"]}}
+DATABASES = {
+    "default": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": os.environ["DATABASE"],
+        # A transaction that begins to write later than it reads fails at once, however long
+        # its patience, if another beat has written meanwhile.
+        "OPTIONS": {"transaction_mode": "IMMEDIATE", "timeout": 60},
+    }
+}
 """
 ROWS = """
 import django
