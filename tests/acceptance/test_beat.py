@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ import pytest
 
 from tests.acceptance.fleet import ROOT, wait_for
 from tests.forked import start_celery
+from tests.programs import run_code
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -262,8 +261,7 @@ def test_a_schedule_edited_in_djangos_admin_during_a_takeover(beats):
 
     def in_django(program: str) -> None:
         path = {"PYTHONPATH": str(beats.folder)}
-        command = [sys.executable, "-c", ROWS + program]
-        subprocess.run(command, env={**os.environ, **env, **path}, check=True)
+        run_code(ROWS + program, env={**os.environ, **env, **path})
 
     in_django(MAKE)
     beats.conf["beat_schedule"] = {}
