@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from celery_dislock.config.options import TaskOptions
 from celery_dislock.locks.lease import Attempt, Conflict, Lease
 from celery_dislock.locks.runtime import Runtime
 from tests.holding import PATIENCE, wait_for
+from tests.programs import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,15 +28,7 @@ OPTIONS = TaskOptions(lock_watchdog_timeout=1.5)
 def act(scene: Callable[[str], None], url: str) -> None:
     """Play a scene in a new interpreter; its failed assertion is this test's."""
     program = f"from {__name__} import {scene.__name__} as s; s({url!r})"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", program, cwd=ROOT)
 
 
 def take(runtime: Runtime, key: str) -> Lease | Conflict:

@@ -1,13 +1,12 @@
 """Uniqueness when sending: what goes to the broker, and what callers get; on both servers.
 
-In the usual app, in apps that were set up in other ways, eagerly, and from fresh processes.
+In the usual app, in apps that were set up in other ways, and eagerly.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 
 import pytest
 from celery import Celery, Task, shared_task
@@ -20,7 +19,6 @@ from celery_dislock.servers.reservations import Reservations
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.sending import tell
 from tests.conftest import BOTH
-from tests.forked import ROOT, run_python
 from tests.unit.deliveries import deliver, noted
 
 pytestmark = BOTH
@@ -379,41 +377,3 @@ def test_a_retry(app, client, call, until):
     assert call(edit, 1).get() == "done"
     assert ran == [0, 1, 2]
     assert (reserved_for(client) is None) is (until != "expiry")
-
-
-plugins = pytest.mark.parametrize("plugin", ["plugin", "plain"])
-
-
-@pytest.fixture
-def send(redis_url):
-    """Send in a fresh process; return the id of each result, and whether it is a duplicate."""
-
-    def send(plugin, way):
-        program = ["tests.integration.unique_sender", redis_url, plugin, way]
-        told = run_python(*program, folder=ROOT, env=os.environ)
-        assert (told.returncode, told.stderr) == (0, "")
-        return json.loads(told.stdout)
-
-    return send
-
-
-@plugins
-def test_first_sends_of_many_threads(send, redis_client, plugin):
-    """Eight threads that use the task for the first time at once send one message."""
-    for _ in range(3):
-        redis_client.flushdb()
-        results = send(plugin, "threads")
-        assert messages(redis_client) == 1
-        assert len({task_id for task_id, _ in results}) == 1
-        assert sorted(duplicate for _, duplicate in results) == [False] + [True] * 7
-
-
-@pytest.mark.parametrize(
-    ("plugin", "way"), [("plain", "by name"), ("plain", "beat"), ("plugin", "delay")]
-)
-def test_two_sends_are_one_message(send, redis_client, plugin, way):
-    """By a program that has made no plugin too, by a name or by beat."""
-    (first, *is_first), (second, *is_second) = send(plugin, way)
-    assert messages(redis_client) == 1
-    assert first == second == reserved_for(redis_client)
-    assert (is_first, is_second) == ([False], [True])
