@@ -10,7 +10,7 @@ from billiard import current_process
 
 from celery_dislock import LockLostError, StoreError, scripts
 from proof.proxy import cut
-from tests.holding import name_of
+from tests.holding import PATIENCE, Holding, name_of, wait_for
 from tests.integration.driven import driving
 
 
@@ -24,6 +24,7 @@ def test_a_lease_is_renewed_every_third_of_its_timeout(driven):
         driven.advance(9)
         assert driven.asked(scripts.RENEW) == 0
         driven.advance(291)
+        assert not driven.beside().lock("k").try_acquire()
         assert 29 <= driven.asked(scripts.RENEW) <= 32
         assert lease.renewals == driven.asked(scripts.RENEW)
         assert driven.client.pttl(name_of("k")) <= 30_000
@@ -198,6 +199,29 @@ def test_a_receiver_that_raises_harms_nothing(driven, receive, error, where):
         assert lost.lost
         assert lease.renewals >= 4
         assert lease.held
+
+
+def test_held_turns_false_at_the_deadline_though_the_watchdog_is_blocked(redis_url, receive):
+    """A receiver that never returns blocks the one thread: trust ends all the same, once."""
+    gate, inside = threading.Event(), threading.Event()
+
+    def blocks(**_):
+        inside.set()
+        gate.wait(PATIENCE)
+
+    with Holding(redis_url) as holding:
+        lease = holding.take("k", 1.2)
+        receive("lock_renewed", blocks)
+        assert inside.wait(PATIENCE)
+        assert lease.held
+        wait_for(lambda: not lease.held, "the deadline")
+        assert lease.remaining == 0
+        with pytest.raises(LockLostError, match="its time ran out"):
+            lease.ensure_held()
+        gate.set()
+        assert "could not be renewed in time" in holding.wait_lost(lease).arguments["reason"]
+        lease.release()
+        assert [len(holding.named(name)) for name in ("lock_lost", "lock_released")] == [1, 0]
 
 
 def test_when_a_lease_was_acquired_is_unix_time(driven):
