@@ -429,7 +429,7 @@ def body():
         assert lease.renewals > 6, lease.renewals
         assert not heard  # told when the body yields
         until(lambda: len(heard) == lease.renewals)
-        dislock.runtime.process.store.lock_server.send("DEL", "dislock:{{k}}")
+        dislock.lock_of("k").free()
         compute(lambda: not lease.held)
         assert lease.lost
         until(lambda: heard[-1] == "lost")
@@ -453,8 +453,7 @@ from celery_dislock.servers.store import Store
 dislock = start(60)
 dislock.lock("export:7").acquire()
 waiters = [spawn(dislock.lock("export:7").acquire) for _ in range(20)]
-server = dislock.runtime.process.store.lock_server
-until(lambda: server.send("ZCARD", "dislock:{{export:7}}:line") == 20)
+until(lambda: dislock.lock_of("export:7").state()[0].waiting == 20)
 released = Store.release
 def slowly(*args, **kwargs):
     sleep(1)  # so that the second exception strikes before the release is sent

@@ -13,10 +13,11 @@ from urllib.parse import urlencode
 
 import pytest
 import redis
+from celery import Celery
 from redis.crc import key_slot
 
+from celery_dislock import Dislock
 from celery_dislock.exceptions import StoreError, UnreachableError
-from celery_dislock.locks.runtime import Runtime
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.connections import Driver
@@ -222,9 +223,10 @@ class TestUserAndPassword:
             {"broker_url": bare, "broker_transport_options": {"credential_provider": PROVIDER}},
             {"result_backend": bare, "redis_backend_credential_provider": Provider()},
         ):
-            runtime = Runtime(lambda conf=conf: conf)
-            round_trip(runtime.process.store)
-            runtime.process.store.close()
+            app = Celery(set_as_current=False)
+            app.conf.update(conf)
+            with Dislock(app) as dislock, dislock.lock("k") as lease:
+                assert lease.held
 
     @pytest.mark.parametrize("tls", [False, True])
     def test_what_the_sentinels_are_given_is_in_no_text(self, redis_server, tls):
@@ -466,8 +468,7 @@ class TestReplicas:
         round_trip(store)
         with master.client() as client:
             assert "cmdstat_wait" not in client.info("commandstats")
-        runtime = Runtime(lambda: {"dislock_url": master.url, "dislock_min_replicas": 1})
-        store = runtime.process.store
+        store = connect(master.url, {"min_replicas": 1})
         take(store, "a/1")
         assert exists(replica, LOCK)
         assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)

@@ -19,7 +19,6 @@ from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
 from tests.conftest import BOTH
 from tests.holding import wait_for
-from tests.integration.loop_store import STORES
 from tests.integration.lua_server import LuaServer
 from tests.redis_server import RedisServer
 
@@ -38,9 +37,9 @@ HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
 WITHIN = 10.0  # seconds
 
 
-@pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Store]:
-    store = STORES[request.param](redis_url)
+@pytest.fixture
+def store(redis_url: str) -> Iterator[Store]:
+    store = Store(redis_url)
     yield store
     store.close()
 
@@ -172,7 +171,6 @@ class TestRenewStalled:
         assert self.renew_stalled(store, locks=(LOCK, other)) == (self.OVERDUE, self.OVERDUE)
 
 
-@pytest.mark.parametrize("store", ["blocking"], indirect=True)  # an Overview never runs on a loop
 class TestAllHolders:
     def test_every_lock_that_is_held_is_found(self, store, redis_client):
         """All leases of all locks of the prefix, whatever else is on the server."""
