@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.scripts import ACQUIRE, RELEASE
 from celery_dislock.servers.overview import Overview
@@ -228,35 +227,6 @@ class TestMinority:
         assert patient.extend([LOCK], "a/1", LONG) is True
         assert patient.release([LOCK], "a/1") is True
         assert not [said for said in caplog.messages if "server" in said]
-
-
-class TestMajority:
-    @pytest.mark.parametrize("how", DOWN)
-    def test_three_of_five_away_is_a_store_error(self, servers, store, how):
-        """Without a majority nothing is taken, and nothing is left behind on any server."""
-        take(store, "a/1", "dislock:{held}")
-        away = servers[:2] + servers[4:]
-        down(away, how)
-        for _ in range(2):
-            for ask in (
-                lambda: take(store, "b/1"),
-                lambda: store.holders(LOCK),
-                lambda: store.extend([LOCK], "a/1", LONG),
-                lambda: store.renew([([LOCK], "a/1", LONG)], within=1.0),
-                store.ping,
-            ):
-                with pytest.raises(StoreError, match="only 2 of 5 servers answered"):
-                    ask()
-        assert [names_on(server) for server in servers[2:4]] == [["dislock:{held}"]] * 2
-        with pytest.raises(StoreError, match="only 2 of 5 servers answered"):
-            store.release(["dislock:{held}"], "a/1")
-        up(away, how)
-        wait_for(
-            lambda: not any(LOCK in names_on(server) for server in servers),
-            "the undoing of what frozen servers had been sent",
-        )
-        take(store, "b/1")
-        assert store.release([LOCK], "b/1") is True
 
 
 class TestHeld:

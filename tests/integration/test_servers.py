@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import queue
 import re
 import shutil
@@ -17,7 +18,7 @@ from celery import Celery
 from redis.crc import key_slot
 
 from celery_dislock import Dislock
-from celery_dislock.exceptions import StoreError, UnreachableError
+from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.connections import Driver
@@ -42,6 +43,7 @@ from tests.integration.servers import (
     tls_args,
     wait_for_replicas,
 )
+from tests.integration.test_async_servers import used
 from tests.leaks import SECRET
 from tests.programs import missing
 from tests.redis_server import RedisServer
@@ -55,6 +57,7 @@ LOCK = "dislock:{export:7}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
 WITHIN = 10.0  # seconds
+ASYNC_TLS = inspect.signature(redis.asyncio.SSLConnection).parameters
 ONE_LINE = 500  # characters, more or less
 
 
@@ -127,10 +130,10 @@ class TestTls:
         """However verification is spelt, in options or in the URL's query."""
         for required in ("required", "CERT_REQUIRED"):
             query = urlencode({"ssl_cert_reqs": required, **options})
-            store = connect(f"{tls_server.tls_url}?{query}")
-            round_trip(store)
-        store = connect(tls_server.tls_url, {"ssl_cert_reqs": ssl.CERT_REQUIRED, **options})
-        round_trip(store)
+            round_trip(connect(f"{tls_server.tls_url}?{query}"))
+        options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
+        round_trip(connect(tls_server.tls_url, options))
+        used(tls_server.tls_url, transport_options=options)
 
     @pytest.mark.parametrize(
         ("without", "told"), [("ssl_ca_certs", "(?i)certificate"), ("ssl_certfile", None)]
@@ -142,9 +145,16 @@ class TestTls:
         del options[without]
         if without == "ssl_certfile":
             del options["ssl_keyfile"]
-        store = connect(tls_server.tls_url, options)
         with pytest.raises(StoreError, match=told):
-            take(store, "a/1")
+            take(connect(tls_server.tls_url, options), "a/1")
+        with pytest.raises(StoreError):
+            used(tls_server.tls_url, transport_options=options)
+
+    @pytest.mark.skipif("ssl_validate_ocsp" in ASYNC_TLS, reason="it is an option there, too")
+    def test_an_option_that_asyncio_does_not_have_is_named(self, tls_server, options):
+        """redis-py's connections of asyncio have fewer of them; no command is sent."""
+        with pytest.raises(SettingsError, match="no option 'ssl_validate_ocsp"):
+            used(tls_server.tls_url, transport_options={**options, "ssl_validate_ocsp": True})
 
     def test_a_port_without_tls_is_asked_once(self, own_redis_server):
         """A handshake that nobody answers takes one timeout, not one for each attempt."""
@@ -167,6 +177,7 @@ class TestTls:
                 round_trip(store, lock)
                 take(store, "a/1", lock=lock)
                 assert exists(master, lock)
+            used(cluster.url, transport_options=options)
 
     def test_sentinels(self, tls_server, certificates, options, tmp_path):
         """Sentinels are asked over TLS, and so is the master that they name."""
@@ -202,18 +213,20 @@ def url(redis_program, tmp_path_factory):
 class TestUserAndPassword:
     def test_a_user_of_the_acl_takes_locks(self, connect, url):
         """User and password of the URL are used, special characters as %XX; a wrong one is not."""
-        store = connect(url)
-        round_trip(store)
-        store = connect(url.replace("se%3Acr", "wrong"))
+        round_trip(connect(url))
+        used(url)
+        wrong = url.replace("se%3Acr", "wrong")
         with pytest.raises(StoreError):
-            take(store, "a/1")
+            take(connect(wrong), "a/1")
+        with pytest.raises(StoreError):
+            used(wrong)
 
     @pytest.mark.parametrize("provider", [Provider(), PROVIDER], ids=["object", "name"])
     def test_credentials_may_come_from_a_provider(self, connect, url, provider):
         """A credential_provider, an object or its class's name, wins over the URL's user."""
-        store = connect(url.replace("se%3Acr", "wrong"), {"credential_provider": provider})
-        round_trip(store)
-        assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [False]
+        wrong, options = url.replace("se%3Acr", "wrong"), {"credential_provider": provider}
+        round_trip(connect(wrong, options))
+        used(wrong, transport_options=options)
 
     def test_the_provider_of_the_broker_is_taken_over(self, url):
         """In the broker's URL, its transport options, or as the result backend's setting."""
@@ -468,6 +481,7 @@ class TestReplicas:
         round_trip(store)
         with master.client() as client:
             assert "cmdstat_wait" not in client.info("commandstats")
+        used(master.url, min_replicas=1)
         store = connect(master.url, {"min_replicas": 1})
         take(store, "a/1")
         assert exists(replica, LOCK)
@@ -477,6 +491,7 @@ class TestReplicas:
     def test_an_acquisition_that_too_few_replicas_have_is_given_back(self, connect, replicated):
         """With too few replicas an acquisition is a StoreError, and the lock is free again."""
         master, replica = replicated
+        used(master.url, min_replicas=1)
         store = connect(master.url, {"min_replicas": 1})
         take(store, "a/1")
         replica.pause()
