@@ -17,7 +17,7 @@ from functools import partial
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, EventLoopError, LockHeldError, LockLostError, signals
+from celery_dislock import Dislock, LockHeldError, LockLostError, signals
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.replies import Parked
@@ -225,19 +225,6 @@ class TestForks:
 
 
 class TestBlocking:
-    def test_a_blocking_lock_in_a_loop_is_refused(self, dislock):
-        """Its message names the lock that is for coroutines."""
-
-        async def main():
-            lock = dislock.lock("k")
-            with pytest.raises(EventLoopError, match=r"dislock\.async_lock"), lock:
-                pytest.fail("it was taken")
-            with pytest.raises(EventLoopError, match=r"dislock\.async_lock"):
-                async with lock:
-                    pytest.fail("it was taken")
-
-        on_loop(main)
-
     def test_a_lock_of_the_thread_that_runs_the_loop_is_not_waited_for(self, dislock):
         """As in the body of a task that calls asyncio.run(): it would wait for itself."""
         with dislock.lock("k"), pytest.raises(LockHeldError, match="this very thread"):

@@ -20,6 +20,7 @@ from redis.crc import key_slot
 from celery_dislock import Dislock
 from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
 from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.connections import Driver
 from celery_dislock.servers.overview import Overview
@@ -27,6 +28,7 @@ from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
+from proof.proxy import Proxy, runs
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (
@@ -491,7 +493,6 @@ class TestReplicas:
     def test_an_acquisition_that_too_few_replicas_have_is_given_back(self, connect, replicated):
         """With too few replicas an acquisition is a StoreError, and the lock is free again."""
         master, replica = replicated
-        used(master.url, min_replicas=1)
         store = connect(master.url, {"min_replicas": 1})
         take(store, "a/1")
         replica.pause()
@@ -600,6 +601,37 @@ class TestCluster:
         finally:
             cluster.masters[0].resume()
         assert all(store.release([lock], "a/1") for lock in locks)
+
+    def test_an_acquisition_that_fails_halfway_is_given_back(self, connect, cluster):
+        """The error is the caller's, and no lock is left taken for nobody."""
+        store = connect(cluster.url, {"socket_timeout": 0.3})
+        locks = [name_on(cluster.masters, number, "halfway") for number in (0, 1)]
+        round_trip(store, locks[0])
+        cluster.masters[1].pause()
+        try:
+            with pytest.raises(StoreError):
+                store.acquire(locks, "a/1", LONG, HOLDER)
+            assert not exists(cluster.masters[0], locks[0])
+        finally:
+            cluster.masters[1].resume()
+
+    @pytest.mark.parametrize(("says", "most"), [("MOVED", 20), ("OOM", 1)])
+    def test_a_node_that_refuses_is_left(self, connect, cluster, says, most):
+        """Those that send on in a circle after a few times; another error is the caller's."""
+        lock, ports = name_on(cluster.masters, 0, "circle"), {}
+        with Proxy(cluster.masters[0].port, ports) as proxy:
+            ports[b"%d" % cluster.masters[0].port] = b"%d" % proxy.port
+            store = connect(f"redis+cluster://127.0.0.1:{proxy.port}")
+            round_trip(store, lock)
+            answer = {
+                "MOVED": f"-MOVED {key_slot(lock.encode())} 127.0.0.1:{proxy.port}",
+                "OOM": "-OOM no memory",
+            }
+            asked = proxy.count(runs(ACQUIRE))
+            proxy.fault(runs(ACQUIRE), answer[says], times=1000)
+            with pytest.raises(StoreError):
+                take(store, "a/1", lock=lock)
+            assert 1 <= proxy.count(runs(ACQUIRE)) - asked <= most
 
     def test_one_seed_is_enough_and_dead_ones_are_passed_over(self, connect, cluster):
         """The nodes are found from any that answers."""
