@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from tests.holding import PATIENCE, name_of, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from typing_extensions import Self
 
     from celery_dislock import Lease
     from proof.proxy import Command
@@ -51,20 +53,23 @@ class Driven(DislockServer):
         client: Reaches the same database beside the proxy.
     """
 
-    def __init__(self, proxy: Proxy, test: str = "this test") -> None:
+    def __init__(self, proxy: Proxy, stack: ExitStack, test: str) -> None:
         super().__init__(Behind(proxy.url), test)
         self.proxy = proxy
-
-    def opened(self) -> None:
-        """Open what uses the server."""
-        self.dislock = self._undo.enter_context(
-            Dislock.from_url(self.url, watchdog_timeout=30.0)  # seconds
-        )
-        database = self.url.rpartition("/")[2]
-        self.client = self._undo.enter_context(
-            redis.Redis.from_url(memory_server().url, db=int(database), decode_responses=True)
-        )
+        self._stack = stack
         load_scripts()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.dislock = self._open(self.url)
+        self._beside = memory_server().url.rpartition("/")[0] + "/" + self.url.rpartition("/")[2]
+        self.client = self._stack.enter_context(
+            redis.Redis.from_url(self._beside, decode_responses=True)
+        )
+        return self
+
+    def _open(self, url: str) -> Dislock:
+        return self._stack.enter_context(Dislock.from_url(url, watchdog_timeout=30.0))  # seconds
 
     @property
     def now(self) -> float:
@@ -94,8 +99,7 @@ class Driven(DislockServer):
 
     def beside(self) -> Dislock:
         """Open what reaches the same locks beside the proxy."""
-        url = memory_server().url.rpartition("/")[0] + "/" + self.url.rpartition("/")[2]
-        return self._undo.enter_context(Dislock.from_url(url, watchdog_timeout=30.0))
+        return self._open(self._beside)
 
     def fault(self, script: Script, happens: str | Callable[[], object], **which: Any) -> None:
         """Let it happen to calls of a script; by *times* and *about*, see :func:`calls`."""
@@ -164,8 +168,7 @@ def calls(script: Script, about: str = "") -> Callable[[Command], bool]:
 def driving(test: str = "this test") -> Iterator[Driven]:
     """Open such a server."""
     port = int(memory_server().url.rpartition(":")[2].partition("/")[0])
-    with Proxy(port) as proxy, Driven(proxy, test) as driven:
-        driven.opened()
+    with Proxy(port) as proxy, ExitStack() as stack, Driven(proxy, stack, test) as driven:
         yield driven
 
 
