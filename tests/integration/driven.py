@@ -11,11 +11,13 @@ import time
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import redis
 
 from celery_dislock import Dislock, scripts, signals
 from celery_dislock.scripts import Script
+from celery_dislock.servers import memory
 from celery_dislock.servers.memory import memory_server
 from celery_dislock.testing import DislockServer
 from proof.proxy import Proxy, runs
@@ -33,14 +35,24 @@ ALWAYS = 10_000  # times; more often than any test asks
 
 
 class Behind:
-    """The lock server of this process, as it is reached through a proxy."""
+    """The lock server of this process, as it is reached through a proxy; its time stands still."""
 
     is_for_tests = True
 
     def __init__(self, url: str) -> None:
         self.url = url
-        memory = memory_server()
-        self.clock, self.advance, self.outage = memory.clock, memory.advance, memory.outage
+        self.outage = memory_server().outage
+        self._now = memory_server().clock()
+
+    def clock(self) -> float:
+        """Return UNIX time, which passes when the test says so, and by a microsecond each time."""
+        self._now += 0.000001
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; who waits on the server looks at the clock again."""
+        self._now += seconds
+        memory_server().advance(0)
 
 
 class Driven(DislockServer):
@@ -54,12 +66,14 @@ class Driven(DislockServer):
     """
 
     def __init__(self, proxy: Proxy, stack: ExitStack, test: str) -> None:
-        super().__init__(Behind(proxy.url), test)
+        self._behind = Behind(proxy.url)
+        super().__init__(self._behind, test)
         self.proxy = proxy
         self._stack = stack
         load_scripts()
 
     def __enter__(self) -> Self:
+        self._stack.enter_context(mock.patch.object(memory.CLOCK, "time", self._behind.clock))
         super().__enter__()
         self.dislock = self._open(self.url)
         self._beside = memory_server().url.rpartition("/")[0] + "/" + self.url.rpartition("/")[2]
@@ -74,7 +88,7 @@ class Driven(DislockServer):
     @property
     def now(self) -> float:
         """UNIX time of the server, which the test moves."""
-        return memory_server().clock()
+        return self._behind.clock()
 
     def lock(self, key: str = "k", **options: Any) -> Any:
         """Make a lock."""
@@ -88,7 +102,7 @@ class Driven(DislockServer):
 
     def stall(self, seconds: float) -> None:
         """Let time pass in which this process does not run."""
-        memory_server().advance(seconds)
+        self._behind.advance(seconds)
 
     def renew_elsewhere(self, lease: Lease, timeout: float = 30.0) -> None:
         """Let another process renew a lease."""

@@ -70,22 +70,19 @@ def test_the_pauses_of_an_outage_grow(driven):
 
 def test_the_first_retry_follows_at_once(driven):
     """A connection that was cut while it was idle costs no pause beside."""
-    with pytest.raises(LockLostError), driven.lock(watchdog_timeout=1) as lease:
+    with driven.lock() as lease:
         driven.fault(scripts.RENEW, cut, times=1)
-        driven.advance(0.4)
+        driven.advance(10.01)
         assert (driven.asked(scripts.RENEW), lease.renewals) == (2, 1)
-        driven.fault(scripts.RENEW, cut)
-        driven.advance(1)
-        assert driven.asked(scripts.RENEW) < 14
 
 
 def test_a_lease_not_renewed_in_time_is_lost_at_its_deadline(driven, heard):
     """Trust ends half a second before the expiry, for good, and is reported once."""
     with pytest.raises(LockLostError, match="renewed in time"), driven.lock() as lease:
         driven.fault(scripts.RENEW, "-ERR not now")
-        driven.advance(lease.acquired_at + 29.3 - driven.now)
+        driven.advance(lease.acquired_at + 29.49 - driven.now)
         assert lease.held
-        driven.advance(0.3)
+        driven.advance(0.02)
         assert not lease.held
         assert lease.remaining == 0
         driven.renew_elsewhere(lease, 100)  # whatever the server still has
@@ -103,7 +100,7 @@ def test_a_slow_answer_shortens_trust(driven, script):
         if script is scripts.RENEW:
             driven.advance(10.1)
             assert lease.renewals == 1
-        assert 24 < lease.remaining < 24.6
+        assert lease.remaining == pytest.approx(24.5, abs=0.11)
 
 
 def test_an_answer_that_comes_too_late_is_no_lease(driven):
