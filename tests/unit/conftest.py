@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
-from itertools import count
 
 import pytest
 from celery import Celery, _state
-from celery.backends import cache
 
 from celery_dislock import Dislock, signals
-from celery_dislock.config.settings import AppSettings
-from celery_dislock.parking.process import ParkingProcess, runtime_of
 from celery_dislock.servers.store import Store
 from celery_dislock.worker import steps
-from tests.unit.deliveries import Broker
-from tests.unit.fakes import FakeIdentity, World
-
-
-@pytest.fixture
-def world():
-    return World()
+from tests.driven import Broker, LockServer, new_app
+from tests.unit.fakes import world  # noqa: F401 -- of tests that still use it
 
 
 @pytest.fixture(autouse=True)
@@ -31,19 +21,23 @@ def shared_tasks_are_the_tests_own(monkeypatch):
 
 
 @pytest.fixture
-def app(world, monkeypatch):
-    """An app whose locks are kept in the world's store, by the world's clock."""
-    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
-    cache._DUMMY_CLIENT_CACHE.clear()  # else results outlive their app
-    app.task = partial(app.task, shared=False)  # other apps of this run have tasks of these names
+def lock_server(monkeypatch):
+    """The lock server of all apps of the test, which has the time of all clocks."""
+    server = LockServer()
+    server.drive(monkeypatch)
+    return server
 
-    process = ParkingProcess({"dislock_url": "redis://"}, AppSettings(), None)
-    process.store, process.watchdog, process.pid = world.store, world.watchdog, 42
-    process.quick_store, process.identity = world.store, FakeIdentity()
-    numbers = count(1)
-    process.owner_name = lambda start: f"{start}{next(numbers)}"
-    monkeypatch.setattr(type(runtime_of(app)), "process", property(lambda _: process))
-    return app
+
+@pytest.fixture
+def app(lock_server):
+    """An app whose locks are on that server."""
+    return new_app()
+
+
+@pytest.fixture
+def broker(lock_server, monkeypatch):
+    """What is published."""
+    return Broker(lock_server, monkeypatch)
 
 
 @pytest.fixture
@@ -85,15 +79,6 @@ def plain_app():
     app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
     Dislock(app)
     return app
-
-
-@pytest.fixture
-def broker(app, monkeypatch):
-    """What the app sends."""
-    broker = Broker()
-    monkeypatch.setattr(app, "send_task", broker)
-    monkeypatch.setattr(app, "producer_or_acquire", broker.acquired)
-    return broker
 
 
 @pytest.fixture
