@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.scripts import Script
 
+MICROSECOND = 1e-6  # what the clock counts in
 AT_LEAST = 0.001  # seconds by which time moves, if a watchdog has something to do
 _numbers = count(1)
 
@@ -72,7 +73,7 @@ class LockServer(LuaServer):
         while True:
             due = [wait for one in self._watchdogs if (wait := one.tick()) is not None]
             left = until - self.clock()
-            if left <= 0:
+            if left < MICROSECOND:
                 return
             super().advance(min([left, *(max(wait, AT_LEAST) for wait in due)]))
 
