@@ -52,7 +52,7 @@ def test_a_copy_of_a_success_that_is_not_over_is_put_off(
 
     monkeypatch.setattr(app.backend, "mark_as_done", stores)
     deliver(once, "1")
-    assert (seen, broker.ids, ran) == ([29, "IGNORED"], ["1"], [0])
+    assert (seen, broker.ids, ran) == ([30, "IGNORED"], ["1"], [0])
     assert lock_server.locks() == []
 
 
