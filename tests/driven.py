@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery
@@ -51,16 +52,17 @@ class LockServer(LuaServer):
     Attributes:
         away: Answer nobody.
         mute: Do what is asked, and let no reply arrive.
-        round_trips: How many there were.
+        requests: How many there were, answered or not.
     """
 
     name = "redis://driven"
 
     def __init__(self) -> None:
         self.away = self.mute = False
-        self.round_trips = 0
+        self.requests = 0
         self._strikes: list[tuple[BaseException, bool]] = []
         self._watchdogs: list[Watchdog] = []
+        self._timers: list[tuple[float, Callable[[], Any]]] = []
         super().__init__()
 
     def clock(self) -> float:
@@ -68,14 +70,22 @@ class LockServer(LuaServer):
         return int(self._lua[b"now"]()) / 1_000_000
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; the watchdogs do what is due."""
+        """Let time pass; the watchdogs do what is due, and what :meth:`after` was given."""
         until = self.clock() + seconds
         while True:
+            while self._timers and self._timers[0][0] <= self.clock():
+                self._timers.pop(0)[1]()
             due = [wait for one in self._watchdogs if (wait := one.tick()) is not None]
+            due += [when - self.clock() for when, _ in self._timers[:1]]
             left = until - self.clock()
             if left < MICROSECOND:
                 return
             super().advance(min([left, *(max(wait, AT_LEAST) for wait in due)]))
+
+    def after(self, seconds: float, call: Callable[[], Any]) -> None:
+        """Call this when so much time has passed."""
+        self._timers.append((self.clock() + seconds, call))
+        self._timers.sort(key=itemgetter(0))
 
     def stall(self, seconds: float) -> None:
         """Let time pass while this process stands still."""
@@ -102,9 +112,9 @@ class LockServer(LuaServer):
         return popped
 
     def _ask(self, request: Callable[[], Any], keys: Sequence[str] = ()) -> Any:
+        self.requests += 1
         if self.away:
             raise UnreachableError(self.name, "away")
-        self.round_trips += 1
         error, after = self._strikes.pop() if self._strikes else (None, False)
         if error is not None and not after:
             raise error

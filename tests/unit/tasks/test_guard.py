@@ -38,7 +38,7 @@ def test_the_body_runs_under_the_lock_and_the_lock_is_gone_after(app, lock_serve
 
     task = declare(app, export, lock_key="export:<corp_id>")
     assert task.apply((7,)).get() == ("export:7", ["export:7"])
-    assert lock_server.round_trips == 2
+    assert lock_server.requests == 2
     assert lock_server.contents() == {}
     assert current_lease() is None
 
@@ -52,10 +52,10 @@ def test_a_body_that_lasts_keeps_its_lock_until_it_has_ended_and_no_longer(app, 
 
     task = declare(app, body)
     assert deliver(task).info is None
-    trips = lock_server.round_trips
+    trips = lock_server.requests
     assert 100 <= trips <= 110
     lock_server.advance(1000)
-    assert lock_server.round_trips == trips
+    assert lock_server.requests == trips
 
 
 def test_an_execution_leaves_nothing_to_the_garbage_collector(app):
@@ -120,7 +120,7 @@ def test_a_task_called_as_a_function_takes_no_lock(app, lock_server):
     assert (bool(lease), lease.held, lease.remaining, lease.token) == (False, False, 0.0, 0)
     assert (lease.key, lease.owner, lease.tokens, lease.renewals) == ("", "", {}, 0)
     assert lease.why_ended == "not locked"
-    assert lock_server.round_trips == 0
+    assert lock_server.requests == 0
 
 
 def test_a_body_ensures_that_it_holds_its_lock_without_being_bound(app, lock_server):
@@ -159,7 +159,7 @@ def test_a_task_that_calls_itself_as_a_function_takes_its_lock_once(app, lock_se
     """Recursion inside the body does not meet its own lock."""
     task = declare(app, lambda self, n: n if n == 0 else self(n - 1))
     assert task.apply((3,)).get() == 0
-    assert lock_server.round_trips == 2
+    assert lock_server.requests == 2
 
 
 @pytest.mark.parametrize(
