@@ -12,12 +12,15 @@ from celery.result import AsyncResult
 from greenlet import getcurrent, greenlet
 
 from celery_dislock import DuplicateTaskError, LockLostError, SingletonTask, StoreError
-from tests.declaring import declare, never
+from tests.declaring import declare
 from tests.driven import new_app, reservation
 from tests.unit.deliveries import deliver, noted
 
 LOCK = "dislock:{k}"
 LONGEST = 2**53 / 1000  # seconds that the scripts can count
+
+
+def by_doc(self, doc): ...
 
 
 def unique(app, *body, **options):
@@ -90,13 +93,15 @@ def test_an_id_that_is_given_to_all(app, broker, on_duplicate):
     task = unique(app, lock_on_duplicate=on_duplicate)
     sent = []
     for _ in range(5):
-        try:
+        with contextlib.suppress(DuplicateTaskError):
             sent.append(task.apply_async(task_id="mine").duplicate)
-        except DuplicateTaskError as exc:
-            assert (exc.key, exc.id) == ("k", "mine")
     expected = {"return": [False, *[True] * 4], "raise": [False], "replace": [False] * 5}
     assert sent == expected[on_duplicate]
     assert len(broker.sent) == (5 if on_duplicate == "replace" else 1)
+    if on_duplicate == "raise":
+        with pytest.raises(DuplicateTaskError) as refused:
+            task.delay()
+        assert (refused.value.key, refused.value.id) == ("k", "mine")
     if on_duplicate == "replace":  # with the mark of the key and a greater number
         notes = [one.notes["unique"] for one in broker.sent]
         assert {tuple(one[:3]) for one in notes} == {(LOCK, "start", reservation(task).mark)}
@@ -165,7 +170,11 @@ def test_what_cannot_be_published_is_not_reserved(task, broker, publishing):
 
 def test_a_publisher_that_fails_after_its_task_has_begun_leaves_the_key(app, broker, publishing):
     """The broker had the message: its reservation ends with its task."""
-    task = unique(app, lambda: getcurrent().parent.switch(), lock_unique_until="end")
+
+    def waits():
+        getcurrent().parent.switch()
+
+    task = unique(app, waits, lock_unique_until="end")
 
     def loses_its_reply():
         left = reservation(task)
@@ -359,7 +368,7 @@ def call(app, request):
     [("start", False, False), ("end", True, False), ("expiry", True, True)],
 )
 def test_an_eager_task_runs_under_its_reservation(app, call, until, inner, after):
-    """With "end" for as long as it runs; a duplicate has the result of the first, if it ran here."""
+    """With "end" as long as it runs; a duplicate has the result of the first, if it ran here."""
     found = []
 
     def body():
@@ -379,7 +388,7 @@ def test_an_eager_task_runs_under_its_reservation(app, call, until, inner, after
 
 @pytest.mark.parametrize("until", ["start", "end", "expiry"])
 def test_an_eager_retry_is_no_duplicate(app, call, until):
-    """It runs within the first, under its id.  One that raises frees its key as a worker's does."""
+    """It runs within the first, under its id.  A task that raises frees its key."""
     ran = []
 
     def body(self):
@@ -498,6 +507,6 @@ def test_a_shared_task_has_keys_of_each_app(broker):
 def test_every_way_to_declare_it(app, broker, conf, options):
     """An annotation, a setting, any base class; the bound task is no argument of the call."""
     app.conf.update(conf)
-    task = declare(app, lambda self, doc: never(self, doc), lock_key="edit:<doc>", **options)
+    task = declare(app, by_doc, lock_key="edit:<doc>", **options)
     assert [task.delay(1).duplicate for _ in range(2)] == [False, True]
     assert len(broker.sent) == 1
