@@ -28,6 +28,7 @@ from celery_dislock.locks.runtime import Process
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.messages.headers import notes_in
 from celery_dislock.servers.connections import store_error
+from celery_dislock.tasks.actions import Actions
 from celery_dislock.tasks.sending import Sender
 from tests.declaring import declare
 from tests.integration.lua_server import LuaServer
@@ -139,7 +140,9 @@ class LockServer(LuaServer):
         sender = partial(Sender, clock=self.clock, pause=self.advance)
         patch.setattr(Process, "watchdog_type", staticmethod(watchdog))
         patch.setattr("celery_dislock.servers.store.server_for", lambda *_, **__: self)
+        actions = partial(Actions, clock=self.clock, pause=self.advance)
         patch.setattr("celery_dislock.tasks.sending.Sender", sender)
+        patch.setattr("celery_dislock.tasks.handle.Actions", actions)
         patch.setattr(time, "time", self.clock)
         patch.setattr(time, "monotonic", self.clock)
         patch.setattr(time, "sleep", self.advance)

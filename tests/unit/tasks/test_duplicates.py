@@ -25,7 +25,10 @@ class Site:
         self.error = None
 
     def send(self, *, wanted=True, until="end", **options):
-        self.task = declare(self.app, lambda: self.body(), lock_unique_until=until, **options)
+        def body():
+            return self.body()
+
+        self.task = declare(self.app, body, lock_unique_until=until, **options)
         self.task.apply_async(task_id="a", ignore_result=not wanted)
         self.result = self.task.delay()
         assert (self.result.id, self.result.duplicate) == ("a", True)

@@ -72,12 +72,12 @@ def test_an_execution_leaves_nothing_to_the_garbage_collector(app):
 
 def test_a_task_may_take_several_keys_all_or_none(app, lock_server):
     """The keys of a list are taken in order, each once; the conflict names the one held."""
-    task = declare(
-        app,
-        lambda self, source, to: (self.lease.key, lock_server.locks()),
-        lock_key=["account:<to>", "account:<source>", lambda *_: "transfers"],
-        lock_on_conflict="raise",
-    )
+
+    def transfer(self, source, to):
+        return self.lease.key, lock_server.locks()
+
+    keys = ["account:<to>", "account:<source>", lambda *_: "transfers"]
+    task = declare(app, transfer, lock_key=keys, lock_on_conflict="raise")
     locks = ["account:1", "account:2", "transfers"]
     assert task.apply((2, 1)).get() == ("account:1 + account:2 + transfers", locks)
     assert task.apply((3, 3)).get()[0] == "account:3 + transfers"

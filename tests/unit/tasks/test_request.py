@@ -52,8 +52,11 @@ def alive(monkeypatch):
 def running(app, lock_server, alive, monkeypatch):
     """The main process's request of a task that runs in a child."""
 
+    def waits():
+        getcurrent().parent.switch()
+
     def start(pid=CHILD, **options):
-        task = declare(app, lambda: getcurrent().parent.switch(), Request=Users, **options)
+        task = declare(app, waits, Request=Users, **options)
         task.lock_server = lock_server
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: CHILD)
@@ -94,7 +97,7 @@ def test_a_death_ends_no_lease_of_another_execution(running, lock_server, other)
     """An owner is known by task id, worker and process, and by no beginning of one of them."""
     request = running(lock_limit=2)
     record = lock_server.contents()["dislock:{k}"]
-    [(owner, lease)] = record.items()
+    [lease] = record.values()
     lock_server.send("HSET", "dislock:{k}", other.format(CHILD), lease)
     request.on_failure(DIED)
     assert bool(lock_server.locks()) is not other.startswith("1@w1:{}/")
