@@ -176,6 +176,8 @@ class Sent:
     def delay(self) -> float:
         """Seconds until it is due."""
         eta = self.headers.get("eta")
+        if eta is None:
+            return 0.0
         return (datetime.fromisoformat(eta) - datetime.now(timezone.utc)).total_seconds()
 
 

@@ -428,6 +428,23 @@ def test_a_running_task_keeps_its_reservation_until_it_is_renewed(app, broker):
         assert deliver(task, headers=broker.last.headers).retval == pytest.approx(ttl, abs=0.1)
 
 
+@pytest.mark.parametrize("until", ["start", "end", "expiry"])
+@pytest.mark.parametrize("lock_key", ["k", ["k", "l"]])
+def test_a_task_that_ran_without_its_lock_frees_its_key(app, lock_server, broker, lock_key, until):
+    """Else the next messages of the key would be dropped for lock_unique_for."""
+    app.conf.dislock_on_unavailable = "run"
+    task = unique(
+        app,
+        lambda: setattr(lock_server, "away", False),
+        lock_key=lock_key,
+        lock_unique_until=until,
+    )
+    task.apply_async(task_id="1")
+    lock_server.away = True
+    assert deliver(task, headers=broker.last.headers).info is None
+    assert task.delay().duplicate is (until == "expiry")
+
+
 @pytest.mark.parametrize("options", [{}, {"lock_limit": None}, {"lock_key": ["k", "l"]}])
 def test_a_replaced_task_ends_as_revoked(app, lock_server, broker, options):
     """Whether it takes one lock, several or none; its result names the task that replaced it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -12,15 +13,19 @@ from celery.result import AsyncResult
 from greenlet import getcurrent, greenlet
 
 from celery_dislock import DuplicateTaskError, LockLostError, SingletonTask, StoreError
-from tests.declaring import declare
+from tests.declaring import declare, never
 from tests.driven import new_app, reservation
 from tests.unit.deliveries import deliver, noted
 
 LOCK = "dislock:{k}"
-LONGEST = 2**53 / 1000  # seconds that the scripts can count
+EDITIONS = 60
 
 
 def by_doc(self, doc): ...
+
+
+def looks(self):
+    return reservation(self)
 
 
 def unique(app, *body, **options):
@@ -299,13 +304,17 @@ def test_what_is_sent_again_without_a_number_of_this_key_has_none(task, broker, 
         ({}, {"expires": 60}, 60.0),
         ({"lock_unique_until": "end"}, {"expires": 9000}, 3600.0),
         ({"lock_unique_until": "end"}, {"expires": -5}, 0.0),
+        ({}, {"expires": datetime.now(timezone.utc) + timedelta(minutes=9)}, 540.0),
         ({"lock_unique_until": "expiry"}, {"expires": 60}, 3600.0),
         ({}, {"eta": datetime.max.replace(tzinfo=timezone.utc)}, 365 * 86400.0),
         ({}, {"eta": (datetime.now(timezone.utc) + timedelta(minutes=9)).isoformat()}, 4140.0),
     ],
 )
 def test_for_how_long_a_message_keeps_its_key(app, lock_server, broker, declared, sent, kept):
-    """From when its task is due, and no longer than the message; "expiry" as long as it says."""
+    """From when its task is due, and no longer than the message; "expiry" as long as it says.
+
+    The lock server's clock is years behind the sender's here: an absolute time is the sender's.
+    """
     task = unique(app, **declared)
     task.apply_async(**sent)
     left = reservation(task)
@@ -330,8 +339,7 @@ def test_a_burst_has_an_end(app, lock_server, broker, options, burst, delay):
     task.apply_async(countdown=20)
     lock_server.advance(burst)
     task.apply_async(**options)
-    due = broker.last.delay if broker.last.headers["eta"] else 0
-    assert due == pytest.approx(delay, abs=1.5)
+    assert broker.last.delay == pytest.approx(delay, abs=1.5)
 
 
 @pytest.mark.parametrize("name", ["link", "link_error", "chain", "chord", "group_id"])
@@ -344,6 +352,118 @@ def test_what_belongs_to_more_is_seen(task, lock_server, broker, name):
     assert reservation(task) is not None
     assert task.apply_async(**{name: more}).duplicate is False
     assert len(broker.sent) == 3
+
+
+@pytest.mark.parametrize("left", [0.002, 0.001, 0.0005, 0.0])
+def test_the_last_moment_of_another_reservation(app, lock_server, publishing, broker, left):
+    """A task whose key another message has begins, and its lock is not granted by half."""
+    task = unique(app, lambda: "ran", lock_on_duplicate="replace", lock_unique_until="end")
+    task.apply_async(task_id="a")
+    publishing(lambda: (setattr(lock_server, "away", True), {}["it dies"]))
+    with pytest.raises(KeyError):
+        task.apply_async(task_id="b")
+    lock_server.away = False
+    lock_server.advance(10 - left)
+    assert deliver(task, "a", headers=broker.last.headers).retval == "ran"
+    assert lock_server.locks() == []
+    assert all(ttl > 0 for ttl in lock_server.ttls().values())
+
+
+def test_of_many_editions_the_newest_runs_and_the_record_stays_small(app, lock_server, broker):
+    """None but the newest runs, in whatever order they come; the state is one small record."""
+    ran = []
+    task = unique(app, lambda self: ran.append(self.request.id), lock_on_duplicate="replace")
+    ids = [task.delay().id for _ in range(EDITIONS)]
+    messages = broker.sent * 2  # each comes twice
+    random.Random(1).shuffle(messages)
+    for one in messages:
+        deliver(task, one.id, headers=one.headers)
+    assert set(ran) == {ids[-1]}
+    assert {str(app.AsyncResult(one).result)[-36:] for one in ids[:-1]} == {ids[-1]}
+    assert [*lock_server.ttls()] == [f"{LOCK}:unique"]
+    assert len(lock_server.contents()[f"{LOCK}:unique"]) < 250
+
+
+# The lock server's clock jumps, as in a failover to a server whose clock is another
+
+HOUR = 3600
+of_a_wrong_clock = pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["ahead", "behind"])
+
+
+def test_a_reservation_outlives_no_clock_that_is_set_back(app, lock_server, broker):
+    """It lasts for as much longer as the clock was set back, and not for ever."""
+    task = unique(app, lock_unique_for=100)
+    task.delay()
+    lock_server.stall(-HOUR)
+    assert task.delay().duplicate is True
+    assert 100 < lock_server.ttls()[f"{LOCK}:unique"] / 1000 <= 100 + HOUR
+    lock_server.stall(HOUR + 101)
+    assert task.delay().duplicate is False
+
+
+@pytest.mark.parametrize("until", ["start", "end"])
+@of_a_wrong_clock
+def test_a_task_ends_its_reservation_whatever_the_clock_says(
+    app, lock_server, broker, until, ahead
+):
+    """Ids are compared, and no times: a clock that jumps keeps nobody's key."""
+    task = unique(app, looks, lock_unique_until=until)
+    task.apply_async(task_id="1", countdown=HOUR)
+    lock_server.stall(ahead)
+    seen = deliver(task, "1", headers=broker.last.headers).retval
+    assert seen is None if until == "start" else seen.id == "1"
+    assert reservation(task) is None
+
+
+def test_a_clock_that_goes_forward_ends_a_reservation(app, lock_server, broker):
+    """A second message is sent, and the first ends nothing of its reservation."""
+    task = unique(app, lock_unique_for=100)
+    for task_id in "ab":
+        task.apply_async(task_id=task_id)
+        lock_server.stall(HOUR if task_id == "a" else 0)
+    deliver(task, "a", headers=broker.sent[0].headers)
+    assert reservation(task).id == "b"
+
+
+def test_a_clock_that_goes_forward_by_hours_forgets_a_replacement(app, lock_server, broker):
+    """What was replaced runs as well, and leaves the key to the newer message."""
+    task = unique(app, lambda: "ran", lock_on_duplicate="replace", lock_unique_for=100)
+    for task_id in "abc":
+        lock_server.stall(3 * HOUR if task_id == "c" else 0)
+        task.apply_async(task_id=task_id)
+    assert deliver(task, "a", headers=broker.sent[0].headers).retval == "ran"
+    assert reservation(task).id == "c"
+
+
+@pytest.mark.parametrize(
+    ("jumps", "delays"), [((20, -HOUR, 30), (40, 50, 30)), ((HOUR,), (0,))], ids=["back", "forward"]
+)
+def test_a_burst_is_never_older_than_the_clock(app, lock_server, broker, jumps, delays):
+    """Else a debounce would be postponed for an hour beyond lock_replace_for.
+
+    When the clock goes forward, the newest message is not postponed any more.
+    """
+    task = unique(app, lock_on_duplicate="replace", lock_replace_for=60, lock_unique_for=2 * HOUR)
+    task.apply_async(countdown=50)
+    for jump, delay in zip(jumps, delays, strict=True):
+        lock_server.stall(jump)
+        task.apply_async(countdown=50)
+        assert broker.last.delay == pytest.approx(delay, abs=2)
+
+
+@pytest.mark.parametrize("when", ["before it is confirmed", "after it is confirmed"])
+@of_a_wrong_clock
+def test_what_was_replaced_does_not_run(app, lock_server, broker, publishing, when, ahead):
+    """Whatever the clock says, if the server still has what it was told."""
+    task = unique(app, never, lock_on_duplicate="replace", lock_unique_for=2 * HOUR)
+    task.apply_async(task_id="a")
+    older = broker.last.headers
+    if when == "before it is confirmed":
+        publishing(lambda: lock_server.stall(ahead))
+    task.delay()
+    lock_server.stall(ahead if when == "after it is confirmed" else 0)
+    deliver(task, "a", headers=older)
+    assert app.AsyncResult("a").state == "REVOKED"
 
 
 # Eager tasks
