@@ -12,7 +12,6 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.worker import reservations
 from celery_dislock.worker.reservations import RENEWALS, ReservationStep
 from tests.unit.deliveries import noted
-from tests.unit.fakes import without_strangers
 
 LOCK = "dislock:{edit:1}"
 
@@ -50,7 +49,6 @@ class Request:
 
 @pytest.fixture
 def app(plain_app):
-    without_strangers(plain_app)
 
     @plain_app.task(
         name="edit",
@@ -155,7 +153,7 @@ def test_a_worker_without_unique_tasks_does_not_step(plain_app, app):
     """Nor one of a task whose reservations end at a certain time, nor one that locks nothing."""
     app.conf.dislock_enabled = False
     assert not ReservationStep(SimpleNamespace(app=app)).include_if(SimpleNamespace(app=app))
-    worker = SimpleNamespace(app=without_strangers(plain_app))
+    worker = SimpleNamespace(app=plain_app)
 
     @plain_app.task(base=SingletonTask, lock_unique_until="expiry", shared=False)
     def once(): ...

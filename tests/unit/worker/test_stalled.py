@@ -14,7 +14,6 @@ from celery_dislock.servers.replies import Looked
 from celery_dislock.servers.requests import Execution
 from celery_dislock.worker import stalled
 from celery_dislock.worker.stalled import LATE, StalledKeeper, StalledStep
-from tests.unit.fakes import FakeClock, without_strangers
 
 CHILD = os.getpid() + 1
 INTERVAL = 10.0  # seconds
@@ -228,7 +227,6 @@ def test_nothing_stops_it(clock, caplog, monkeypatch):
 
 @pytest.fixture
 def app(plain_app):
-    without_strangers(plain_app)
 
     @plain_app.task(name="quick", base=SingletonTask, lock_watchdog_timeout=6, shared=False)
     def quick(): ...
@@ -261,7 +259,7 @@ def test_a_setting_turns_the_step_off(app, setting):
 
 def test_without_tasks_that_renew_their_locks_there_is_no_step(plain_app):
     """No tasks, or fixed expiries alone."""
-    assert not included(without_strangers(plain_app))[0]
+    assert not included(plain_app)[0]
 
     @plain_app.task(name="fixed", base=SingletonTask, lock_expire=60, shared=False)
     def fixed(): ...
