@@ -61,7 +61,7 @@ class LockServer(LuaServer):
     def __init__(self) -> None:
         self.away = self.mute = False
         self.requests = 0
-        self._strikes: list[tuple[BaseException, bool]] = []
+        self._strikes: dict[int, tuple[BaseException, bool]] = {}
         self._watchdogs: list[Watchdog] = []
         self._timers: list[tuple[float, Callable[[], Any]]] = []
         super().__init__()
@@ -92,9 +92,9 @@ class LockServer(LuaServer):
         """Let time pass while this process stands still."""
         super().advance(seconds)
 
-    def strike(self, error: BaseException, *, after: bool = False) -> None:
-        """Raise an error at the next request, as a signal's handler does: before or after it."""
-        self._strikes.append((error, after))
+    def strike(self, error: BaseException, *, after: bool = False, skip: int = 0) -> None:
+        """Raise an error at the next request but *skip*: before or after it is carried out."""
+        self._strikes[self.requests + 1 + skip] = error, after
 
     def run(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
         """Run a script."""
@@ -116,7 +116,7 @@ class LockServer(LuaServer):
         self.requests += 1
         if self.away:
             raise UnreachableError(self.name, "away")
-        error, after = self._strikes.pop() if self._strikes else (None, False)
+        error, after = self._strikes.pop(self.requests, (None, False))
         if error is not None and not after:
             raise error
         try:
@@ -170,7 +170,7 @@ class Sent:
 
     def __init__(self, body: Any, headers: Any, locks: list[str], options: dict[str, Any]) -> None:
         self.headers, self.body, self.locks, self.options = headers, body, locks, options
-        self.id, self.notes = headers["id"], notes_in(headers)
+        self.id, self.notes = headers.get("id"), notes_in(headers)
 
     @property
     def delay(self) -> float:

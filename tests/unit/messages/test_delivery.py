@@ -150,9 +150,13 @@ def test_a_retry_takes_along_what_belongs_to_the_message_alone(app, broker, wher
     def retry(self, *_):
         raise self.retry(countdown=0, max_retries=9)
 
-    other = {"before_start": lambda *_: None, "body": lambda self: retry(self), where: retry}
+    def body(self):
+        if where == "body":
+            retry(self)
+
+    before_start = retry if where == "before_start" else lambda *_: None
     deliver(
-        declare(app, lambda self: other["body"](self), before_start=other["before_start"]),
+        declare(app, body, before_start=before_start),
         headers={"headers": {"trace": 1}, "x-death": [{"queue": "q"}]},
         notes={"ticket": ["dislock:{k}", "1:0:0"], "put_off": 3, "sent": 5},
         delivery_info={"exchange": "celery_delayed_0", "routing_key": "0." * 28 + "other"},
@@ -191,14 +195,13 @@ def test_a_retry_whose_lease_is_gone_asks_anew(app, lock_server, broker, taken):
     """A copy of it has taken it over, and this one is put off; or it has run out."""
     copies = []
 
-    def body(task):
-        if task.request.retries == 1 and taken and not copies:
+    def body(self):
+        if self.request.retries == 1 and taken and not copies:
             copies.append(deliver(task, headers=broker.sent[0].headers, retries=1).info.state)
-            return
-        if not task.request.retries:
-            raise task.retry(countdown=0)
+        elif not self.request.retries:
+            raise self.retry(countdown=0)
 
-    task = declare(app, lambda self: body(self), lock_hold_on_retry=True)
+    task = declare(app, body, lock_hold_on_retry=True)
     deliver(task)
     if not taken:
         lock_server.advance(31)
