@@ -7,6 +7,7 @@ whoever sleeps, or waits in line, lets time pass.
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -14,6 +15,7 @@ from functools import partial
 from itertools import count
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from celery import Celery
 from celery.backends import cache
@@ -32,7 +34,7 @@ from celery_dislock.tasks.actions import Actions
 from celery_dislock.tasks.sending import Sender
 from tests.declaring import declare
 from tests.integration.lua_server import LuaServer
-from tests.unit.deliveries import deliver
+from tests.unit.deliveries import arrived, deliver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +56,7 @@ class LockServer(LuaServer):
         away: Answer nobody.
         mute: Do what is asked, and let no reply arrive.
         requests: How many there were, answered or not.
+        frozen: Ids of processes whose watchdogs stand still.
     """
 
     name = "redis://driven"
@@ -61,8 +64,9 @@ class LockServer(LuaServer):
     def __init__(self) -> None:
         self.away = self.mute = False
         self.requests = 0
+        self.frozen: set[int] = set()
         self._strikes: dict[int, tuple[BaseException, bool]] = {}
-        self._watchdogs: list[Watchdog] = []
+        self._watchdogs: list[tuple[int, Watchdog]] = []
         self._timers: list[tuple[float, Callable[[], Any]]] = []
         super().__init__()
 
@@ -76,7 +80,8 @@ class LockServer(LuaServer):
         while True:
             while self._timers and self._timers[0][0] <= self.clock():
                 self._timers.pop(0)[1]()
-            due = [wait for one in self._watchdogs if (wait := one.tick()) is not None]
+            awake = [one for pid, one in self._watchdogs if pid not in self.frozen]
+            due = [wait for one in awake if (wait := one.tick()) is not None]
             due += [when - self.clock() for when, _ in self._timers[:1]]
             left = until - self.clock()
             if left < MICROSECOND:
@@ -129,23 +134,23 @@ class LockServer(LuaServer):
             raise StoreError(self.name, "no reply")
         return reply
 
-    def drive(self, patch: pytest.MonkeyPatch) -> None:
+    def drive(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Be the lock server of all URLs, and have the time of all clocks."""
 
         def watchdog(store: Any, **options: Any) -> Watchdog:
             made = Watchdog(store, **{**options, "clock": self.clock, "threaded": False})
-            self._watchdogs.append(made)
+            self._watchdogs.append((os.getpid(), made))
             return made
 
         sender = partial(Sender, clock=self.clock, pause=self.advance)
-        patch.setattr(Process, "watchdog_type", staticmethod(watchdog))
-        patch.setattr("celery_dislock.servers.store.server_for", lambda *_, **__: self)
+        monkeypatch.setattr(Process, "watchdog_type", staticmethod(watchdog))
+        monkeypatch.setattr("celery_dislock.servers.store.server_for", lambda *_, **__: self)
         actions = partial(Actions, clock=self.clock, pause=self.advance)
-        patch.setattr("celery_dislock.tasks.sending.Sender", sender)
-        patch.setattr("celery_dislock.tasks.handle.Actions", actions)
-        patch.setattr(time, "time", self.clock)
-        patch.setattr(time, "monotonic", self.clock)
-        patch.setattr(time, "sleep", self.advance)
+        monkeypatch.setattr("celery_dislock.tasks.sending.Sender", sender)
+        monkeypatch.setattr("celery_dislock.tasks.handle.Actions", actions)
+        monkeypatch.setattr(time, "time", self.clock)
+        monkeypatch.setattr(time, "monotonic", self.clock)
+        monkeypatch.setattr(time, "sleep", self.advance)
 
     def locks(self) -> list[str]:
         """Return the keys of the locks that somebody has."""
@@ -190,11 +195,13 @@ class Broker:
         sent: The messages, in order.
     """
 
-    def __init__(self, lock_server: LockServer, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, lock_server: LockServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times_away = 0
         self.sent: list[Sent] = []
         self._locks = lock_server.locks
-        patch.setattr(Producer, "publish", lambda _, *args, **options: self.take(*args, **options))
+        monkeypatch.setattr(
+            Producer, "publish", lambda _, *args, **options: self.take(*args, **options)
+        )
 
     def take(self, body: Any, *, headers: Any, **options: Any) -> None:
         """Take a message."""
@@ -212,6 +219,36 @@ class Broker:
     def ids(self) -> list[str]:
         """The ids of the messages."""
         return [one.id for one in self.sent]
+
+
+class Child:
+    """
+    A pool process in which a task runs until :meth:`go_on`.
+
+    Attributes:
+        request: What the main process knows of it.
+    """
+
+    pid = os.getpid() + 1
+
+    def __init__(
+        self, app: Celery, headers: Any = None, task_id: str = "1", **options: Any
+    ) -> None:
+        task = declare(app, _wait, **options)
+        self._worker = greenlet(partial(deliver, task, task_id, headers=headers))
+        self.request = arrived(task, task_id, **(headers or {}))
+        self.request.worker_pid = self.pid
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Let the task go on, unless it has ended."""
+        with patch.object(os, "getpid", lambda: self.pid):
+            if not self._worker.dead:
+                self._worker.switch()
+
+
+def _wait() -> None:
+    getcurrent().parent.switch()
 
 
 def new_app(name: str = "shop") -> Celery:

@@ -45,7 +45,7 @@ def deliver(
     return tracer(task_id, args, {}, {**headers, "hostname": "w1", **about, "delivery_info": info})
 
 
-def arrived(task: Any, task_id: str = "1", *args: Any, **headers: Any) -> Any:
+def arrived(task: Any, task_id: str = "1", /, *args: Any, **headers: Any) -> Any:
     """Make the worker's request of a message that has come."""
     message = Message(
         body=json.dumps([args, {}, {}]),

@@ -11,15 +11,14 @@ from types import SimpleNamespace
 import pytest
 from billiard.exceptions import Terminated, WorkerLostError
 from celery.worker.request import Request
-from greenlet import getcurrent, greenlet
 
 from celery_dislock.hooks import recovering
 from celery_dislock.tasks import request as recovery
 from tests.declaring import declare, never
-from tests.driven import held
+from tests.driven import Child, held
 from tests.unit.deliveries import arrived, deliver, noted, run
 
-CHILD = os.getpid() + 1
+CHILD = Child.pid
 
 
 class Users(Request):
@@ -49,29 +48,20 @@ def alive(monkeypatch):
 
 
 @pytest.fixture
-def running(app, lock_server, alive, monkeypatch):
+def running(app, lock_server, alive):
     """The main process's request of a task that runs in a child."""
 
-    def waits():
-        getcurrent().parent.switch()
-
     def start(pid=CHILD, **options):
-        task = declare(app, waits, Request=Users, **options)
-        task.lock_server = lock_server
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "getpid", lambda: CHILD)
-            made.append(greenlet(lambda: deliver(task)))
-            made[-1].switch()
-        request = arrived(task)
-        request.worker_pid = pid
-        assert request.heard == []
+        children.append(Child(app, Request=Users, **options))
+        request = children[-1].request
+        request.task.lock_server, request.worker_pid = lock_server, pid
         return request
 
-    made = []
+    children = []
     yield start
-    for one in made:
+    for one in children:
         with suppress(Exception):
-            one.switch()
+            one.go_on()
 
 
 def failure(exc):
