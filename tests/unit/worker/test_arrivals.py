@@ -13,7 +13,7 @@ from kombu.message import Message
 
 from celery_dislock.worker.arrivals import ArrivalStep
 from tests.declaring import declare, never
-from tests.driven import held, reservation
+from tests.driven import held, new_app, reservation
 from tests.unit.deliveries import deliver, noted
 
 BODY = [[], {}, {}]
@@ -65,11 +65,23 @@ def consumer(app):
 
 
 @pytest.fixture
-def turn(app, consumer, broker):
-    """The header of a message that has its turn: it was parked for the lock."""
-    with held(app):
-        deliver(app.tasks["locks"], "2")
-    return {"dislock": broker.last.notes}
+def turn_of(broker):
+    """Park a task, and return the header of its turn; its worker's code is older."""
+
+    def turn_of(name):
+        older = new_app("older")
+        task = declare(older, never, name=name, lock_on_conflict="queue")
+        with held(older):
+            deliver(task, "2")
+        return {"dislock": broker.last.notes}
+
+    return turn_of
+
+
+@pytest.fixture
+def turn(consumer, turn_of):
+    """The header of the message of a turn."""
+    return turn_of("locks")
 
 
 class Came(Message):
@@ -203,12 +215,13 @@ def test_a_body_of_a_tasks_shape_goes_on(consumer, turn, body):
 
 @pytest.mark.parametrize("locks_are_off", [False, True])
 def test_a_task_that_takes_no_lock_leaves_its_line_and_runs(
-    app, lock_server, consumer, turn, caplog, locks_are_off
+    app, lock_server, consumer, turn_of, caplog, locks_are_off
 ):
     """Once: another copy of it is acknowledged unrun.  With --no-dislock no task takes one."""
     caplog.set_level("INFO", "celery_dislock")
     app.conf.dislock_enabled = False if locks_are_off else None
     name = "locks" if locks_are_off else "plain"
+    turn = turn_of(name)
     first, second = (message(turn, name, delivery_tag=tag) for tag in ("one", "two"))
     for came in (first, second):
         arrive(consumer, came)
