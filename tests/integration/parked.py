@@ -68,20 +68,23 @@ class Broker:
         self.store = server.store(home=home, hand_over=self.published.extend)
         self.lines = Lines(self.store.lock_server, "dislock", home, self.published.extend)
 
-    def ask(self, task, copy=1, *, message=b"", marked=False, ttl=LONG, lock=LOCK, **terms):
+    def ask(self, task, /, copy=1, *, message=b"", marked=False, ttl=LONG, lock=LOCK, **terms):
         """Take the lock for this copy of the task's message, or claim its turn."""
         shown = Ticket(f"{task}:0:0", f"{task}@", marked, message, **terms)
         return self.lines.park(lock, owner_of(task, copy), ttl, json.dumps({"id": task}), shown)
 
-    def park(self, task, copy=1, *, message=None, ttl=TURN, **terms):
+    def park(self, task, /, copy=1, *, message=None, ttl=TURN, **terms):
         """As ask(), but it is put in line where it cannot have the lock."""
         message = message_of(task) if message is None else message
         return self.ask(task, copy, message=message, ttl=ttl, **terms)
 
     def end(self, task, copy=1, **how):
         """End the lease of this copy, and the work of the task."""
-        ending = Ending(**{"ticket": f"{task}:0:0", **how})
+        ending = self.ending(**{"ticket": f"{task}:0:0", **how})
         return self.store.release([LOCK], owner_of(task, copy), ending)
+
+    def ending(self, ticket, **how):
+        return Ending(ticket=ticket, **how)
 
     def sweep(self):
         return self.lines.sweep([LOCK])[LOCK]
@@ -106,14 +109,14 @@ class Line(Broker):
         super().__init__(server, home)
         self.client = server.client()
 
-    def ask(self, task, copy=1, **terms):
+    def ask(self, task, /, copy=1, **terms):
         return Answer(super().ask(task, copy, **terms))
 
-    def claim(self, task, copy=2, **terms):
+    def claim(self, task, /, copy=2, **terms):
         """Ask with the message that a turn has brought."""
         return self.ask(task, copy, marked=True, **terms)
 
-    def run(self, task, copy=2, **terms):
+    def run(self, task, /, copy=2, **terms):
         """Claim its turn, and end."""
         assert self.claim(task, copy, **terms) == "granted"
         self.end(task, copy)

@@ -16,11 +16,17 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.worker.arrivals import ArrivalStep
 from tests.unit.deliveries import noted
 from tests.unit.fakes import FakeLines, FakeRecord
-from tests.unit.parking.test_park import Postman
 
 LOCK = "dislock:{k}"
 TURN = noted(ticket=[LOCK, "2:0:0"])
 BODY = [[], {}, {}]
+
+
+class Postman:
+    """Stands for what publishes parked tasks."""
+
+    def hand_over(self, lines, turns):
+        raise AssertionError
 
 
 class Consumer:
