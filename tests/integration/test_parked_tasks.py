@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from celery import chain
 from celery.exceptions import Ignore, Reject, Retry
-from kombu import Producer
+from kombu import Exchange, Producer, Queue
 from kombu.exceptions import OperationalError
 
 from celery_dislock import SingletonTask, scripts
@@ -35,6 +37,15 @@ def assert_done(shop, task, caplog, ran=("2",), **how):
     assert shop.ran == list(ran)
 
 
+TOLD = ["expires", "reply_to", "timelimit", "shadow", "retries", "root_id", "parent_id", "stamps"]
+
+
+def told_of(request):
+    """Return what a task can know of the message that it came with."""
+    places = {name: request.delivery_info[name] for name in ("exchange", "routing_key", "priority")}
+    return {name: request.get(name) for name in TOLD} | places
+
+
 class TestParking:
     def test_it_is_parked_as_it_came(self, shop, caplog):
         """It stays out of its queue, says what it waits for, and runs as if it had just come."""
@@ -55,6 +66,52 @@ class TestParking:
         assert result.get() == [7, "seven"]
         assert_done(shop, task, caplog)
         assert result.get() == [7, "seven"]
+
+    @pytest.mark.parametrize("strategy", ["queue", "retry"])
+    def test_it_comes_again_as_it_was_sent(self, strategy):
+        """From its exchange, with its options, stamps and callbacks, parked or put off."""
+        options = {
+            "exchange": "by-topic",
+            "routing_key": "parked.some.words",
+            "priority": 3,
+            "expires": datetime.now(timezone.utc) + timedelta(hours=1),
+            "reply_to": "somewhere",
+            "time_limit": 50,
+            "soft_time_limit": 40,
+            "shadow": "a shadow",
+            "retries": 1,
+            "root_id": "root",
+            "parent_id": "parent",
+        }
+        queue = Queue("own", Exchange("by-topic", "topic"), routing_key="parked.#")
+        with Shop(task_queues=[queue]) as shop:
+            task = shop.declare(lambda self: told_of(self.request), lock_on_conflict=strategy)
+            note = shop.declare(name="note", lock_key=False)
+            results = []
+            for task_id in ("1", "2"):
+                signature = task.s().set(link=note.si().set(task_id=f"{task_id}-linked", **options))
+                signature.stamp(tenant="seven")
+                with shop.held() if task_id == "2" else nullcontext():
+                    result = signature.apply_async(task_id=task_id, declare=[queue], **options)
+                    results.append(result)
+                    shop.work()
+                shop.work(later=60)
+            first, second = (result.result for result in results)
+            assert first["stamps"] == {"tenant": "seven"}
+            assert (first["retries"], first["timelimit"], first["priority"]) == (1, [50, 40], 3)
+            assert second == first
+            assert shop.ran == ["1", "1-linked", "2", "2-linked"]
+
+    def test_it_is_parked_when_its_time_has_come(self, shop):
+        """Not before, and when it has its turn it does not wait again."""
+        task = shop.declare()
+        with shop.held():
+            shop.run(task, countdown=60)
+            assert shop.line == []
+            shop.work(later=60)
+            assert shop.line == ["2"]
+        shop.work()
+        assert shop.ran == ["2"]
 
     def test_the_state_is_stored_before_it_is_in_line(self, shop, monkeypatch):
         """Once in line it may run and end anywhere; a copy of it stores nothing."""
