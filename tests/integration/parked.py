@@ -131,6 +131,10 @@ class Line(Broker):
         """Return the owners of all leases."""
         return [one.owner for one in self.store.holders(LOCK)]
 
+    def clear(self, task):
+        """End what the process of a task had, which is dead."""
+        return self.store.release_dead([LOCK], f"{task}@w:1/")
+
     def give_back(self, task):
         self.lines.give_back(LOCK, f"{task}:0:0")
 
