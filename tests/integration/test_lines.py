@@ -108,6 +108,18 @@ class TestTurns:
         assert broker.ask("a", copy=2) == "parked"
         assert broker.claim("a", 3) == "granted"
 
+    @pytest.mark.parametrize("marked", [True, False])
+    def test_a_copy_does_not_run_beside_it_nor_before_its_result(self, broker, held, marked):
+        """Its own task is named as the holder, and it has no place: so the copy comes again."""
+        broker.park("a")
+        broker.end("first")
+        broker.claim("a")
+        for at in ("its body", "its result"):
+            for ask in (broker.ask, broker.park):
+                told = ask("a", copy=3, marked=marked)
+                assert (told, told.holder["id"], told.place) == ("refused", "a", 0), at
+            broker.end("a", copy=2, settles=TURN)  # the lock is free then
+
     def test_a_request_that_comes_late_parks_no_task_that_has_run(self, broker, held):
         """The one that was sent in its place was granted the lock, which became free meanwhile."""
         broker.ask("a")
@@ -762,6 +774,9 @@ class TestSetAside:
         assert broker.withdraw("head") is True
         assert broker.records().aside == {"head": record}
         assert broker.given() == ["head", "next"]
+        broker.run("next")
+        assert broker.claim("head") == "done"  # a copy; what people put back is not marked
+        assert broker.ask("head") == "granted"
 
     def test_who_is_not_there_is_not_set_aside(self, broker, held, server):
         """An unknown ticket, and the name of the byte counter, change nothing."""
