@@ -39,7 +39,10 @@ def test_a_server_that_is_given_takes_the_place_of_the_apps(dislock):
 
 @pytest.mark.parametrize(
     "asked",
-    "show,line,free --yes,pause,resume,limit {} 3,run {} -- true,put-back,drop id --key".split(","),
+    [
+        *("show", "line", "free --yes", "pause", "resume", "put-back", "drop id --key"),
+        *("limit {} 3", "run {} -- true"),
+    ],
 )
 @pytest.mark.parametrize("key", ["export:<corp_id>", "export:%s", "export:{corp_id}"])
 def test_the_template_of_a_task_is_no_key(dislock, asked, key):

@@ -7,9 +7,21 @@ import pytest
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.web import cache
 from celery_dislock.operating.web.cache import FRESH, SHARE, Cache
-from tests.unit.fakes import FakeClock
 
 AWAY = StoreError("redis://fake", "no answer in time")
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
 
 
 class Source:
@@ -37,7 +49,7 @@ class Source:
 
 @pytest.fixture
 def clock():
-    return FakeClock()
+    return Clock()
 
 
 @pytest.fixture
