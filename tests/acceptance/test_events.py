@@ -92,6 +92,7 @@ def test_what_becomes_of_tasks_is_seen(start_fleet, scene, watcher, pool):
     scene.lose_the_lock()
     event = watcher.wait_for(running, "task-lock-lost")
     assert (event["key"], event["action"]) == (scene.key, "warn")
+    assert event["hostname"] == "own1@here"
     assert event["reason"] == "the server no longer has it: expired, taken or deleted"
     assert watcher.state_of(running) == "LOCK-LOST"
     scene.open_gate()
