@@ -132,10 +132,8 @@ def test_where_nobody_asked_nothing_is_counted(app, declare, scraped):
     assert set(scraped()) == {("server_up",)}
 
 
-def test_counts_that_cannot_be_sent_are_told_once_per_outage(
-    app, server, declare, caplog, monkeypatch
-):
-    """An operator learns why the metrics stand still."""
+def test_an_outage_loses_no_counts(server, declare, scraped, caplog, monkeypatch):
+    """They wait, and are sent when the server answers; an operator is told once per outage."""
     monkeypatch.setattr(counting, "EVERY", 0.0)
     task = declare()
     for _ in range(2):
@@ -146,6 +144,7 @@ def test_counts_that_cannot_be_sent_are_told_once_per_outage(
         server.advance(0)
     told = [one for one in caplog.messages if one.startswith("Counts for metrics cannot be sent")]
     assert len(told) == 2
+    assert scraped()["unavailable_total", "retry", NAME] == 2
 
 
 # Spans, in a process that uses OpenTelemetry.
