@@ -11,7 +11,7 @@ from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.operating.locks import as_data
 from celery_dislock.servers.view import parked_message, state_of
 from celery_dislock.words import for_people
-from tests.unit.operating.cli.conftest import holder, lock
+from tests.staged import holder, lock
 
 NOW = 1_700_000_000_000  # ms
 NAME = "dislock:{export:7}"

@@ -13,7 +13,7 @@ from celery_dislock.parking.store import Dropped
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.tasks.actions import RUNS, TERMINATED, Actions, BrokerError, one_line
 from tests.leaks import SECRET
-from tests.unit.operating.cli.conftest import holder, lock, reserved
+from tests.staged import RESERVED, holder, lock
 
 LOCK = "dislock:{k}"
 TICKET = "t:0:0"
@@ -84,9 +84,9 @@ def test_what_is_not_ours_is_not_told(process, dropped, answer):
 @pytest.mark.parametrize(
     ("there", "ends"),
     [
-        (reserved(since=9.0), True),
-        (reserved(mark="other"), False),  # under the same id, which somebody uses for all
-        (reserved(number=8), False),
+        (RESERVED._replace(since=9.0), True),
+        (RESERVED._replace(mark="other"), False),  # under the same id, which somebody uses for all
+        (RESERVED._replace(number=8), False),
         (None, False),
     ],
 )
@@ -95,8 +95,8 @@ def test_a_reservation_is_ended_by_all_that_was_shown_of_it(process, monkeypatch
     actions = Actions(None, process)
     look = SimpleNamespace(lock=lambda _name, **_most: lock(reservation=there))
     monkeypatch.setattr(actions, "_overview", look)
-    assert actions.end_reservation(LOCK, reserved()) is ends
-    asked = [("unreserve", Reservation(LOCK, "id-1", mark="5eed", number=7))]
+    assert actions.end_reservation(LOCK, RESERVED) is ends
+    asked = [("unreserve", Reservation(LOCK, "id-9", mark="5eed", number=7))]
     assert process.asked == (asked if ends else [])
 
 
@@ -119,7 +119,7 @@ def test_a_task_is_terminated_by_its_id(process):
     told = []
     control = SimpleNamespace(revoke=lambda task_id, **how: told.append((task_id, how)))
     Actions(SimpleNamespace(control=control), process).terminate(holder(), signal="KILL")
-    assert told == [("9b1d", {"terminate": True, "signal": "KILL"})]
+    assert told == [("id-1", {"terminate": True, "signal": "KILL"})]
 
 
 def test_a_broker_that_is_away_is_told_without_its_password(process):
