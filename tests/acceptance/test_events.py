@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 from celery import states
 from celery.events.state import State
-from click.testing import CliRunner
 
-from celery_dislock.operating.cli import dislock as command
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
+from tests.commands import Dislock
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -111,9 +109,7 @@ def test_parked_tasks_are_seen(start_fleet, scene, watcher):
         assert (event["key"], event["place"]) == (scene.key, place)
         assert 0 <= event["held_for"] < LIMIT
         assert watcher.state_of(result) == "PARKED"
-    obj = SimpleNamespace(app=scenarios.app)
-    words = ["drop", dropped.id, "--key", scene.key, "--yes"]
-    answer = CliRunner().invoke(command, words, obj=obj)
+    answer = Dislock(scenarios.app)("drop", dropped.id, "--key", scene.key, "--yes")
     assert answer.exit_code == 0, answer.output
     event = watcher.wait_for(dropped, "task-revoked")
     assert event["reason"].startswith("dropped by an operator")
