@@ -277,6 +277,8 @@ def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
     tab.get_by_role("button", name="Limit it").click()
     expect(tab.get_by_role("status")).to_contain_text("Limited lock 'account:1' to 3 leases")
     assert page.state().limit == 3
+    page.locks.put(account._replace(limit=0))
+    page.pass_by()
     tab.get_by_role("button", name="Resume").click()
     tab.get_by_role("button", name="Take it back").click()
     expect(tab.get_by_role("status")).to_contain_text("Took back the limit")

@@ -245,7 +245,7 @@ def test_lease_and_reservation_are_asked_for_one_by_one(
 
 
 @pytest.mark.parametrize("wanted", ["parked-2", "parked-2:0:0"])
-def test_a_parked_task_is_searched_in_all_lines(dislock, server, enlist, wanted):
+def test_a_parked_task_is_searched_in_all_lines(dislock, server, enlist, caplog, wanted):
     """By its ticket or its id; what is dropped is shown before; a damaged line costs nothing."""
 
     @dislock.app.task(name="shop.pay", shared=False)
@@ -263,6 +263,8 @@ def test_a_parked_task_is_searched_in_all_lines(dislock, server, enlist, wanted)
     assert "Dropped.\n" in answer.stderr
     assert [one.id for one in server.overview.lock("dislock:{k}").line] == ["parked-1"]
     assert dislock.app.AsyncResult("parked-2").state == "REVOKED"
+    done = "dropped the parked task of ticket 'parked-2:0:0' from the line of lock 'k'"
+    assert f"Command: 'me' on here {done}." in caplog.messages
     assert dislock("drop", wanted, "--key", "i", "--yes").exit_code == FOUND
     answer = dislock("drop", wanted, "--key", "k", "--yes")
     assert (answer.exit_code, answer.stderr) == (FOUND, f"No parked task {wanted} is in line.\n")
