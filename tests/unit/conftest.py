@@ -11,7 +11,6 @@ from celery_dislock import Dislock, signals
 from celery_dislock.servers.store import Store
 from celery_dislock.worker import steps
 from tests.driven import Broker, LockServer, new_app
-from tests.unit.fakes import world  # noqa: F401 -- of tests that still use it
 
 BUILTIN = "celery.app.builtins"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from contextlib import suppress
@@ -11,11 +12,13 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_dislock import (
+    Dislock,
     DislockError,
     Key,
     Lease,
     LockHeldError,
     LockLostError,
+    ReentrantLock,
     SettingsError,
     SingletonTask,
     StoreError,
@@ -337,6 +340,29 @@ def test_a_time_limit_before_its_body_frees_its_key(app, lock_server, broker, af
     assert deliver(task, headers=broker.last.headers).info.state == "FAILURE"
     assert lock_server.locks() == []
     assert reservation(task) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"lock_limit": None, "lock_unique_until": "end"}])
+def test_a_block_whose_end_is_struck_ends_with_the_body(app, lock_server, options):
+    """Before the first instruction of its end, where nothing in the block can help itself."""
+    dislock = Dislock(app)
+
+    def strike(frame, event, _argument):
+        if event == "call" and frame.f_code is ReentrantLock.__exit__.__code__:
+            raise SoftTimeLimitExceeded
+
+    def body():
+        with dislock.lock("inner"):
+            sys.setprofile(strike)
+
+    before = sys.getprofile()
+    try:
+        with pytest.raises(SoftTimeLimitExceeded):
+            declare(app, body, **options).apply().get()
+    finally:
+        sys.setprofile(before)
+    assert lock_server.locks() == []
+    assert dislock.lock("inner").lease is None
 
 
 # The lock server does not answer: dislock_on_unavailable
