@@ -155,7 +155,7 @@ class BeatLock:
         if not self.leads:  # stopped, or waiting for the broker, since the claim
             raise StandBy(LOST)
         before_us = to_us(entry.last_run_at)
-        if before_us:  # else it was never sent, and may have the name of an entry before it
+        if before_us:  # else it is new, and an older entry may have had its name
             tick = f"{self._lock.names[0]} {before_us} {name_of(entry)}"
             options = {"task_id": str(uuid5(NAMESPACE_OID, tick)), **(entry.options or {})}
             entry = copy_of(entry, options=options)
@@ -355,8 +355,8 @@ class TableLock(BeatLock):
     """
     Mixin over django-celery-beat's scheduler, whose entries are rows of a table.
 
-    A row is read again when it was edited, and what is in the table is then taken for true.  So
-    what was sent is saved at once, and only by the beat that leads.
+    A row that was edited is read again, and then the table decides when its entry was sent last.
+    So each sending is saved at once, and only by the beat that leads.
     """
 
     if TYPE_CHECKING:

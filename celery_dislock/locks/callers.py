@@ -390,7 +390,7 @@ def check_terms(
     differing = [name for name in names if getattr(has, name) != getattr(asked, name)]
     if not has.admits_several:
         if asked.lock_mode == "shared" and "lock_mode" in differing:
-            differing.remove("lock_mode")  # who is alone may read as well
+            differing.remove("lock_mode")  # the only holder of a lock may read, too
         if held.execution:
             differing = [name for name in differing if name in stated or name not in TIMING]
     if differing:

@@ -288,7 +288,7 @@ class Lease:
             self.driver.end(self, ending)
 
     def __bool__(self) -> bool:
-        """False for a body that runs without a lock alone; see :attr:`held` for what is lost."""
+        """Return True, also for a lost lease: only :class:`NoLease` is falsy; see :attr:`held`."""
         return True
 
     def __repr__(self) -> str:

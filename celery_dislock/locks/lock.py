@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 ASK_AGAIN = 30.0  # seconds: the longest time between two requests of a waiter
 PLACE_TIMEOUT = 3 * ASK_AGAIN  # seconds without a request after which a waiter counts as dead
-UNHEARD = (0.1, 2.0)  # seconds to pause after a failed wait, doubled; below TAKE_UP
+UNHEARD = (0.1, 2.0)  # seconds of the first and the longest pause after failed waits; below TAKE_UP
 UNSAID = 1  # failed waits in a row that are not logged: a connection may just have been closed
 LATE = 0.002  # seconds to wait beyond a lease's end: the server counts in milliseconds
 
@@ -145,7 +145,7 @@ class Lock:
             StoreError: As for :meth:`try_acquire`.  The place in line is given up, or expires.
             ForbiddenError: The server's access rules forbid this user to wait in line.
         """
-        # Errors after which there is nothing to give up, or the caller does so.
+        # Errors to raise at once: nothing was asked for, or the caller gives up what it may have.
         passed_on: tuple[type[BaseException], ...]
         passed_on = (UnreachableError,) if place else (Replaced, StoreError)
         until = math.inf if timeout is None else self.clock() + timeout
@@ -212,9 +212,9 @@ class Lock:
         # Ask again for the other locks of several, and for the full length of a fixed expiry.
         if handed is None or len(self.names) > 1 or self.options.lock_expire is not None:
             return None
-        # The place was set after the first request, and the server measured what remained of it at
-        # the grant.  So this time is never later than the real grant.  A failover may have lost the
-        # later requests: so one that has waited for long asks again.
+        # When it granted the lock, the server measured how long the place would have lasted.  The
+        # place was set at the first request or later.  So the real grant is not before this time.
+        # If a failover has lost later requests, this time is long ago, and the lock is asked for.
         since = min(self.clock(), asked_at + place - handed.place_left)
         is_trusted = self.clock() < since + trust_in(handed.ttl)
         return ((handed.token,), since, handed.ttl) if is_trusted else None
@@ -339,7 +339,7 @@ class Lock:
                 *(self.key, in_words(lease.holder), self.timeout, exc),
             )
             return trusted
-        except BaseException:  # an interruption, after which nobody may repeat this
+        except BaseException:  # an interruption: perhaps nobody repeats this call
             self._release_late(lease, ending)
             raise
         if sent_before:

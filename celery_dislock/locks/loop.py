@@ -140,7 +140,7 @@ class Loop:
         # The time for which a lease has woken the thread is kept even if that lease has ended: a
         # process that takes and releases locks in turn would wake the thread for each of them.
         woken_for = self.wakes_at if self.wakes_at > self.clock() else FOREVER
-        self.wakes_at = FOREVER  # a lease that comes too late for the next line rings the bell
+        self.wakes_at = FOREVER  # a lease that is watched after the next line rings the bell
         next_at = min(woken_for, *(due_at() for due_at, _ in self.steps))
         self.wakes_at = next_at if self._runs or self._current else FOREVER
         now = self.beat(0.0 if next_at == FOREVER else next_at)

@@ -9,11 +9,11 @@ which needs no mutex and may be interrupted by a signal handler at any instructi
 seconds the watchdog's loop adds the queue up, and sends the sums in one round trip.  If nothing has
 happened, it sleeps on.
 
-Sums that the server has not confirmed are sent again: if only its reply was lost, they count twice.
-Not more often: after a failure, a call without counts comes first, and they follow once it is
-answered.  Else a server that hangs would find them many times in its sockets.  At the end of the
-process everything is sent that is left.  A process that is killed takes the counts of its last
-seconds along.
+Sums that the server has not confirmed are sent again.  If only its reply was lost, they count
+twice.  They never count more often: after a failure a call without counts comes first, and the sums
+follow when it is answered.  Otherwise a server that hangs would find them many times in its sockets.
+What is left is sent at the end of the process.  If it is killed, the counts of its last seconds are
+lost.
 
 What is counted is also recorded by instruments of OpenTelemetry's metrics API, if the application
 uses it.  This package never imports it.

@@ -69,7 +69,7 @@ def _holders(number: Callable[[Holder], float]) -> Source:
 
 
 def _parked(lock: LockState) -> Iterable[tuple[tuple[str | None], float]]:
-    """Count those that were looked at; the others of a long line are taken to be of most's task."""
+    """Count the parked tasks that were read; those beyond them count for the most frequent task."""
     found = Counter((one.task,) for one in lock.line if one.parked)
     for task, _ in found.most_common(1):
         found[task] += lock.waiting - len(lock.line)

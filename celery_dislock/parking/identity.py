@@ -6,8 +6,8 @@ carries the name.  A worker with another store has another name.  If that worker
 line would give it another turn, and it would run twice.
 
 A store that has lost its data gets another name.  A process that knows the old one notes that both
-are the same store, so that tasks on their way run.  A store that was drained has sent on all that
-was not done there, so that a task of which nothing is known is a copy.
+are the same store, so that tasks on their way run.  When a store is drained, all tasks
+that are not done there are sent on.  So a task that it does not know afterwards is a copy.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from celery_dislock.servers.replies import Replaced
     from celery_dislock.tasks.acquisition import Acquisition
 
-TO_ITS_LINE_MOST = 10.0  # seconds for which a task is put off that has its turn elsewhere
-TO_ITS_LINE_TIMES = 100  # after these it may be forged, and comes less often
+TO_ITS_LINE_MOST = 10.0  # seconds by which a turn of another lock server is put off
+TO_ITS_LINE_TIMES = 100  # puts-off after which the turn may be forged: it is put off for longer
 WARNED_MOST = 1000  # tasks and keys that are remembered as warned of
 SENT_BY_HOLDER = (
     "that task has sent this one: if it waits for this one's result in its body, it waits for "
@@ -87,7 +87,7 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
         chosen = _ask(chosen, delivery.task, conflict)
     if delivery.notes.since is None:
         delivery.notes.since = time.time()
-    if chosen != "queue":  # what becomes of that is not known yet
+    if chosen != "queue":  # whether the line has a place is not known yet
         _count(delivery, conflict, chosen)
     return STRATEGIES[chosen](asking, conflict)
 
@@ -133,7 +133,7 @@ def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess
         if newer == str(delivery.id):  # the result of this id is that of the newer message
             acknowledge(delivery, reason)
         skip(delivery, reason)
-    except Ignore:  # only now, as its end is stored, it gives up its place in line
+    except Ignore:  # its end is stored, so it may give up its place in line
         delivery.ending = delivery.if_done
         if delivery.notes.parked is not None:
             try:

@@ -1,4 +1,4 @@
-"""The result that a caller gets whose message was not sent: that of the message which is there.
+"""The result that a caller gets if its message was not sent: that of the message already there.
 
 ``get()`` waits for that task as for any other, and looks now and then whether a result can still
 come.  If neither the key's reservation, nor the lock, nor the result says that the task is waiting
@@ -57,7 +57,7 @@ STORED_WITHIN = 10.0  # seconds in which a task's result is stored after its loc
 @dataclass(frozen=True)
 class First:
     """
-    The message that is there, as a process knows it that has not sent its own.
+    The message that was sent first, as far as the sender of a duplicate knows it.
 
     Attributes:
         guard: The guard of its task.
@@ -104,12 +104,12 @@ class First:
             return math.inf
         if record.state == "ended":
             return record.since
-        # A reservation that nobody renews ends soon, but for "expiry".
+        # A dead worker renews no reservation, so that it ends soon.  With "expiry" it stays.
         is_dead = record.state == "running" and self.reserved.until == "expiry" and self._holds()
         return math.inf if is_dead else 0.0
 
     def patience(self, state: str) -> float:
-        """Return for how long nothing may be known of the task until no result is expected."""
+        """Return the seconds without a sign of the task after which no result is expected."""
         # With "end" the reservation is there for as long as the task is, unless it is parked.
         is_unseen = state == PARKED or (
             self.reserved.until != "end" and (state == states.RETRY or not self._holds())

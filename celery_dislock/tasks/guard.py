@@ -202,8 +202,8 @@ class Guard:
         """
         Put off a task that has its turn on another lock server, or under another prefix.
 
-        It would run here, and get another turn there.  A turn in a line that was taken over is one
-        for the lock of the same key here.
+        If it ran here, the other line would give it a second turn, and it would run twice.  If that
+        line was taken over, the turn is one for the lock of the same key here.
         """
         notes, prefix = delivery.notes, self.runtime.settings.dislock_prefix
         if notes.parked is None or notes.store is None or not self.can_park:
@@ -271,7 +271,7 @@ class Guard:
         raise SettingsError(self.name, "run", type(result).__name__, RETURNED)
 
     def _end(self, delivery: Delivery, lease: Lease | None, outcome: Outcome) -> None:
-        """End the lease and the reservation, and send what the body has sent under its id."""
+        """End the lease and the reservation, and publish what the body sent under its id."""
         outbox, delivery.outbox = delivery.outbox or Outbox(), None
         ending = delivery.if_done if outcome.done else RELEASED
         kept = self._kept_for_retry(lease, outbox.retry_in)
@@ -307,7 +307,7 @@ class Guard:
                 delivery.lock.store.reservations.begin(reservation, elsewhere=elsewhere)
             except StoreError as exc:
                 self.runtime.process.lock_server_failed(exc)
-                if reservation.until == "start":  # if the server answers then
+                if reservation.until == "start":  # it ends after the body instead
                     delivery.reservation = reservation._replace(until="end")
                 return
         if reservation.until == "start":

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 PID_MAX = 2**22  # highest process id on Linux
 CHECK_EVERY = 0.05  # seconds between two checks of a process that is about to end
-# What follows states of ours, if it has to be said.
+# The state to store after one of our own, by the event that Celery sends.
 AFTER_OURS = {"task-started": states.STARTED, "task-revoked": states.REVOKED}
 PARKED_BEFORE = {TICKET, LEFT}  # notes
 # What a pool process died of, as Celery tells its main process.

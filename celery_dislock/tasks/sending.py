@@ -126,7 +126,7 @@ class Sending(NamedTuple):
 
     def _send(self, **options: Any) -> Any:
         guard = self.guard
-        if guard.options.lock_queue_overflow == "replace":  # in line, the message sent last counts
+        if guard.options.lock_queue_overflow == "replace":  # the last that was sent counts
             sent = {SENT: int(time.time() * 1e6)}
             notes = notes_in(options.get("headers"))
             options["headers"] = with_notes(options.get("headers"), {**sent, **notes})
@@ -249,7 +249,7 @@ class Sender:
         header = [reserved.lock, reserved.until, reserved.mark, reserved.number]
         options["headers"] = with_notes(headers, {UNIQUE: header})
         self._remember(task_id, reserved)
-        if not again:  # a retry, or a task that is put off, comes when it is to come
+        if not again:  # a retry and a task that is put off have their time already
             options = postponed(options, guard.options.lock_replace_for, found.burst)
         result = (self._run if sending.eager else self._publish)(
             reserved, partial(sending.send_now, options)

@@ -304,7 +304,7 @@ def _leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
         )
 
 
-# For every task: one may have a reservation or a turn that takes no lock here, or none any more.
+# For every task: one that takes no lock here may have a reservation or a turn all the same.
 task_prerun.connect(_before_body, weak=False)
 task_postrun.connect(_after_result, weak=False)
 task_revoked.connect(_leave_revoked, weak=False)
