@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.locks.interruption import Running
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
-    from celery_dislock.locks.running import Running
 
     Kind = Literal["thread", "greenlet", "task"]
 
@@ -141,7 +141,7 @@ class Caller:
         kind: The argument of that name.
         thread: The thread; of a greenlet, what :mod:`threading` takes for one.
         is_main: Whether that is the main thread, which runs no jobs of a pool.
-        name: The name that the thread had when it first took a lock; of a task, also its own.
+        label: What follows the thread's name in messages: the name of a task.
         pid: The process that made this record; a forked child does not have its leases.
         leases: The leases that it has, in the order in which they were taken.  That of a task comes
             after that of an eager task around it.
@@ -152,9 +152,7 @@ class Caller:
         self.kind = kind
         self.thread = threading.current_thread()
         self.is_main = self.thread is threading.main_thread()
-        self.name: str = self.thread.name
-        if kind == "task":
-            self.name += f", {one.get_name()}"
+        self.label: str = f", {one.get_name()}" if kind == "task" else ""
         self.pid = os.getpid()
         self._one = None if one is None else ref(one)
 

@@ -81,7 +81,7 @@ class Lock:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.key = " + ".join(self.keys)
+        self.key = self.keys[0] if len(self.keys) == 1 else " + ".join(self.keys)
         self.clock, self.channel = self.watchdog.clock, self.watchdog.channel
         self.timeout = options.timeout
         self.interval = options.renewal_interval
@@ -320,7 +320,7 @@ class Lock:
         A lease may expire while its release is on its way: a greenlet that sends it waits for a hub
         that computes, or a connection is made anew.  It was held until its owner was done.
         """
-        trusted = lease.trust_left > 0
+        trusted = lease.trusted_until > self.clock()
         at_least = max(ending.at_least, self.options.lock_at_least_for)
         if ending.expires:
             # The main process of the worker may have renewed it until now.
@@ -344,7 +344,7 @@ class Lock:
             raise
         if sent_before:
             self.watchdog.cleared(lease.owner)
-        return ended or sent_before or (trusted and lease.trust_left == 0)
+        return ended or sent_before or (trusted and lease.trusted_until <= self.clock())
 
     def _release_late(self, lease: Lease, ending: Ending) -> None:
         late = LateRelease(self.names, lease.owner, ending)

@@ -27,9 +27,8 @@ from celery_dislock.locks.callers import (
     current_caller,
     described,
 )
-from celery_dislock.locks.interruption import refusal
+from celery_dislock.locks.interruption import Running, refusal
 from celery_dislock.locks.lease import Attempt, Conflict, End
-from celery_dislock.locks.running import Running
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -378,7 +377,7 @@ class ReentrantLock:
                 return self._entered(held, entry, block, caller)
             held.leave(entry)  # the last release was interrupted
         start, holder, written = described(
-            *(process.host, process.pid, caller.thread.ident, caller.name),
+            *(process.host, process.pid, caller.thread.ident, caller.thread.name + caller.label),
             None if lock.interval is None else lock.timeout,
         )
         attempt = Attempt(process.owner_name(start), holder, self, written)
@@ -405,7 +404,7 @@ class ReentrantLock:
         """Raise an error if the caller would wait for itself, or warn if it may do so for ever."""
         caller.refuse_to_wait(lock)
         if timeout is None and (hint := caller.hint(lock)):
-            _warn_of_wait(self.key, caller.name, hint)
+            _warn_of_wait(self.key, caller.thread.name + caller.label, hint)
 
     def _entered(self, held: CallerLease, entry: object, block: int, caller: Caller) -> CallerLease:
         for old, (its, _) in list(self._own.items()) if self._own else ():

@@ -24,9 +24,8 @@ from celery_dislock.config.settings import app_settings
 from celery_dislock.config.urls import lock_server
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.locks.channel import Channel, Watcher, nothing
-from celery_dislock.locks.interruption import patched_by
+from celery_dislock.locks.interruption import is_pool_process, patched_by
 from celery_dislock.locks.lock import Lock
-from celery_dislock.locks.running import is_pool_process
 from celery_dislock.locks.watchdog import FLUSH_WITHIN, Watchdog
 from celery_dislock.servers.bridge import current_call, in_thread, run_on_loop, wait_for
 from celery_dislock.servers.connections import Outage

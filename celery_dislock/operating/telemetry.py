@@ -20,8 +20,8 @@ from celery import Task
 
 from celery_dislock.clock import FOREVER
 from celery_dislock.locks.channel import Watcher
+from celery_dislock.locks.interruption import is_pool_process
 from celery_dislock.locks.lease import GONE, End
-from celery_dislock.locks.running import is_pool_process
 from celery_dislock.messages.events import send
 from celery_dislock.operating.counting import SPOKEN, Counters
 from celery_dislock.scripts import COUNT

@@ -20,8 +20,8 @@ from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
 from celery_dislock.keys.templates import in_order
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.channel import TRACING
+from celery_dislock.locks.interruption import Running, StopTask
 from celery_dislock.locks.lease import PUT_OFF, Attempt, Conflict, current
-from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.messages.delivery import Delivery, Outbox
 from celery_dislock.messages.headers import Notes, own_turn, reservation_of
 from celery_dislock.messages.unrun import skip

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import redis
 
 from celery_dislock import Dislock, scripts, signals
 from celery_dislock.scripts import Script
+from celery_dislock.servers import memory
 from celery_dislock.servers.memory import memory_server
 from celery_dislock.testing import DislockServer
 from proof.proxy import Proxy, runs
@@ -24,6 +26,8 @@ from tests.holding import PATIENCE, name_of, wait_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from typing_extensions import Self
+
     from celery_dislock import Lease
     from proof.proxy import Command
 
@@ -31,14 +35,24 @@ ALWAYS = 10_000  # times; more often than any test asks
 
 
 class Behind:
-    """The lock server of this process, as it is reached through a proxy."""
+    """The lock server of this process, as it is reached through a proxy; its time stands still."""
 
     is_for_tests = True
 
     def __init__(self, url: str) -> None:
         self.url = url
-        memory = memory_server()
-        self.clock, self.advance, self.outage = memory.clock, memory.advance, memory.outage
+        self.outage = memory_server().outage
+        self._now = memory_server().clock()
+
+    def clock(self) -> float:
+        """Return UNIX time, which passes when the test says so, and by a microsecond each time."""
+        self._now += 0.000001
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; who waits on the server looks at the clock again."""
+        self._now += seconds
+        memory_server().advance(0)
 
 
 class Driven(DislockServer):
@@ -51,25 +65,30 @@ class Driven(DislockServer):
         client: Reaches the same database beside the proxy.
     """
 
-    def __init__(self, proxy: Proxy, test: str = "this test") -> None:
-        super().__init__(Behind(proxy.url), test)
+    def __init__(self, proxy: Proxy, stack: ExitStack, test: str) -> None:
+        self._behind = Behind(proxy.url)
+        super().__init__(self._behind, test)
         self.proxy = proxy
-
-    def opened(self) -> None:
-        """Open what uses the server."""
-        self.dislock = self._undo.enter_context(
-            Dislock.from_url(self.url, watchdog_timeout=30.0)  # seconds
-        )
-        database = self.url.rpartition("/")[2]
-        self.client = self._undo.enter_context(
-            redis.Redis.from_url(memory_server().url, db=int(database), decode_responses=True)
-        )
+        self._stack = stack
         load_scripts()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(mock.patch.object(memory.CLOCK, "time", self._behind.clock))
+        super().__enter__()
+        self.dislock = self._open(self.url)
+        self._beside = memory_server().url.rpartition("/")[0] + "/" + self.url.rpartition("/")[2]
+        self.client = self._stack.enter_context(
+            redis.Redis.from_url(self._beside, decode_responses=True)
+        )
+        return self
+
+    def _open(self, url: str) -> Dislock:
+        return self._stack.enter_context(Dislock.from_url(url, watchdog_timeout=30.0))  # seconds
 
     @property
     def now(self) -> float:
         """UNIX time of the server, which the test moves."""
-        return memory_server().clock()
+        return self._behind.clock()
 
     def lock(self, key: str = "k", **options: Any) -> Any:
         """Make a lock."""
@@ -83,7 +102,7 @@ class Driven(DislockServer):
 
     def stall(self, seconds: float) -> None:
         """Let time pass in which this process does not run."""
-        memory_server().advance(seconds)
+        self._behind.advance(seconds)
 
     def renew_elsewhere(self, lease: Lease, timeout: float = 30.0) -> None:
         """Let another process renew a lease."""
@@ -94,8 +113,7 @@ class Driven(DislockServer):
 
     def beside(self) -> Dislock:
         """Open what reaches the same locks beside the proxy."""
-        url = memory_server().url.rpartition("/")[0] + "/" + self.url.rpartition("/")[2]
-        return self._undo.enter_context(Dislock.from_url(url, watchdog_timeout=30.0))
+        return self._open(self._beside)
 
     def fault(self, script: Script, happens: str | Callable[[], object], **which: Any) -> None:
         """Let it happen to calls of a script; by *times* and *about*, see :func:`calls`."""
@@ -164,8 +182,7 @@ def calls(script: Script, about: str = "") -> Callable[[Command], bool]:
 def driving(test: str = "this test") -> Iterator[Driven]:
     """Open such a server."""
     port = int(memory_server().url.rpartition(":")[2].partition("/")[0])
-    with Proxy(port) as proxy, Driven(proxy, test) as driven:
-        driven.opened()
+    with Proxy(port) as proxy, ExitStack() as stack, Driven(proxy, stack, test) as driven:
         yield driven
 
 

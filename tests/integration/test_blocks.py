@@ -204,7 +204,7 @@ def test_a_stack_releases_a_lock_that_it_did_not_take(driven, lock):
 class TestRefusals:
     def test_a_block_that_waits_in_vain_is_not_entered(self, driven, somebody):
         """After its timeout the error says who holds the lock."""
-        with pytest.raises(LockHeldError, match="somebody else"), driven.lock(timeout=0.01):
+        with pytest.raises(LockHeldError, match="somebody else"), driven.lock(timeout=0):
             raise AssertionError
 
     @pytest.mark.parametrize(
@@ -224,13 +224,13 @@ class TestRefusals:
             getattr(driven.lock(on_lost="raise"), method)()
 
     @pytest.mark.parametrize("run", [asyncio.run, lambda coroutine: trio.run(lambda: coroutine)])
-    def test_a_thread_with_an_event_loop_is_not_blocked(self, driven, lock, run):
+    def test_a_blocking_lock_in_a_loop_is_refused(self, driven, lock, run):
         """All coroutines of the loop would stand still, and count as one owner."""
 
         async def take():
-            with pytest.raises(EventLoopError, match="to_thread"):
+            with pytest.raises(EventLoopError, match=r"dislock\.async_lock.*to_thread"):
                 lock.try_acquire()
-            with pytest.raises(EventLoopError, match="to_thread"):
+            with pytest.raises(EventLoopError, match=r"dislock\.async_lock.*to_thread"):
                 async with lock:
                     pass
 

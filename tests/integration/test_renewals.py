@@ -10,7 +10,7 @@ from billiard import current_process
 
 from celery_dislock import LockLostError, StoreError, scripts
 from proof.proxy import cut
-from tests.holding import name_of
+from tests.holding import PATIENCE, Holding, name_of, wait_for
 from tests.integration.driven import driving
 
 
@@ -24,6 +24,7 @@ def test_a_lease_is_renewed_every_third_of_its_timeout(driven):
         driven.advance(9)
         assert driven.asked(scripts.RENEW) == 0
         driven.advance(291)
+        assert not driven.beside().lock("k").try_acquire()
         assert 29 <= driven.asked(scripts.RENEW) <= 32
         assert lease.renewals == driven.asked(scripts.RENEW)
         assert driven.client.pttl(name_of("k")) <= 30_000
@@ -69,22 +70,19 @@ def test_the_pauses_of_an_outage_grow(driven):
 
 def test_the_first_retry_follows_at_once(driven):
     """A connection that was cut while it was idle costs no pause beside."""
-    with pytest.raises(LockLostError), driven.lock(watchdog_timeout=1) as lease:
+    with driven.lock() as lease:
         driven.fault(scripts.RENEW, cut, times=1)
-        driven.advance(0.4)
+        driven.advance(10.01)
         assert (driven.asked(scripts.RENEW), lease.renewals) == (2, 1)
-        driven.fault(scripts.RENEW, cut)
-        driven.advance(1)
-        assert driven.asked(scripts.RENEW) < 14
 
 
 def test_a_lease_not_renewed_in_time_is_lost_at_its_deadline(driven, heard):
     """Trust ends half a second before the expiry, for good, and is reported once."""
     with pytest.raises(LockLostError, match="renewed in time"), driven.lock() as lease:
         driven.fault(scripts.RENEW, "-ERR not now")
-        driven.advance(lease.acquired_at + 29.3 - driven.now)
+        driven.advance(lease.acquired_at + 29.49 - driven.now)
         assert lease.held
-        driven.advance(0.3)
+        driven.advance(0.02)
         assert not lease.held
         assert lease.remaining == 0
         driven.renew_elsewhere(lease, 100)  # whatever the server still has
@@ -102,7 +100,7 @@ def test_a_slow_answer_shortens_trust(driven, script):
         if script is scripts.RENEW:
             driven.advance(10.1)
             assert lease.renewals == 1
-        assert 24 < lease.remaining < 24.6
+        assert lease.remaining == pytest.approx(24.5, abs=0.11)
 
 
 def test_an_answer_that_comes_too_late_is_no_lease(driven):
@@ -198,6 +196,29 @@ def test_a_receiver_that_raises_harms_nothing(driven, receive, error, where):
         assert lost.lost
         assert lease.renewals >= 4
         assert lease.held
+
+
+def test_held_turns_false_at_the_deadline_though_the_watchdog_is_blocked(redis_url, receive):
+    """A receiver that never returns blocks the one thread: trust ends all the same, once."""
+    gate, inside = threading.Event(), threading.Event()
+
+    def blocks(**_):
+        inside.set()
+        gate.wait(PATIENCE)
+
+    with Holding(redis_url) as holding:
+        lease = holding.take("k", 1.2)
+        receive("lock_renewed", blocks)
+        assert inside.wait(PATIENCE)
+        assert lease.held
+        wait_for(lambda: not lease.held, "the deadline")
+        assert lease.remaining == 0
+        with pytest.raises(LockLostError, match="its time ran out"):
+            lease.ensure_held()
+        gate.set()
+        assert "could not be renewed in time" in holding.wait_lost(lease).arguments["reason"]
+        lease.release()
+        assert [len(holding.named(name)) for name in ("lock_lost", "lock_released")] == [1, 0]
 
 
 def test_when_a_lease_was_acquired_is_unix_time(driven):

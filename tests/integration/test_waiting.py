@@ -160,6 +160,16 @@ def test_a_timeout_ends_the_wait(driven, first, acquire):
     assert "MainThread on " in got[0].holder
 
 
+def test_a_late_hand_off_is_passed_on(driven, first, acquire):
+    """A waiter that is handed the lock while it gives up passes it to the next in line."""
+    lock = driven.beside().lock_of("k")
+    driven.fault(scripts.RELEASE, lock.free, times=1)
+    with driven.waiting(acquire(5.0)) as impatient, driven.waiting(acquire()) as after:
+        driven.advance(5.1)
+    assert impatient == [None]
+    assert after[0].held
+
+
 def test_a_server_that_goes_away_meanwhile_is_asked_again(driven, first, acquire):
     """A wait that fails is followed by a question, whose failure is the caller's."""
     with driven.waiting(acquire()) as got, driven.outage():

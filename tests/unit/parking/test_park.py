@@ -9,7 +9,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_revoked
 
 from celery_dislock import LockLostError, SingletonTask, StoreError
-from celery_dislock.locks.running import StopTask
+from celery_dislock.locks.interruption import StopTask
 from celery_dislock.messages.headers import HEADER, notes_in
 from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.process import runtime_of
