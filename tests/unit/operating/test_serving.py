@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 
 from celery_dislock.operating.cli import web
-from celery_dislock.operating.cli.group import dislock
 from celery_dislock.operating.cli.web import _port_of
+from tests.commands import FOUND, USAGE
 from tests.pages import Visitor
-
-
-@pytest.fixture
-def command(app):
-    """Run the command with these options."""
-
-    def run(*args):
-        return CliRunner().invoke(dislock, ["web", *args], obj=SimpleNamespace(app=app))
-
-    return run
 
 
 @pytest.mark.parametrize(
     ("args", "named"),
     [(["--host", "0.0.0.0"], "--allow-host"), (["--port", "70000"], "--port")],  # noqa: S104
 )
-def test_what_cannot_be_served_is_refused(command, args, named):
+def test_what_cannot_be_served_is_refused(dislock, args, named):
     """The error names the option that is missing or wrong."""
-    done = command(*args)
-    assert done.exit_code == 2
+    done = dislock("web", *args)
+    assert done.exit_code == USAGE
     assert named in done.output
 
 
-def test_without_a_server_the_error_names_the_extra(command, monkeypatch):
+def test_without_a_server_the_error_names_the_extra(dislock, monkeypatch):
     """The package itself needs none."""
     monkeypatch.setitem(sys.modules, "waitress.server", None)
-    done = command()
-    assert done.exit_code == 2
+    done = dislock("web")
+    assert done.exit_code == USAGE
     assert 'pip install "celery-dislock[web]"' in done.output
 
 
@@ -59,13 +49,13 @@ NAMED = ("--allow-host", "ops.example.com")
     ids=str,
 )
 def test_the_token_is_shown_if_it_is_needed(
-    command, monkeypatch, args, shows_token, is_free, start
+    dislock, monkeypatch, args, shows_token, is_free, start
 ):
     """On this machine one reads without it, unless there may be a proxy."""
     served, printed = [], []
     monkeypatch.setattr("waitress.server.create_server", lambda *page, **_: served.append(*page))
     monkeypatch.setattr(web, "_run", lambda _server, address: printed.append(address))
-    assert command(*args).exit_code == 0
+    assert dislock("web", *args).exit_code == 0
     assert printed[0].startswith(start)
     assert ("token=" in printed[0]) is shows_token
     assert (Visitor(served[0]).get("/metrics").status_code != 403) is is_free
@@ -83,13 +73,10 @@ def test_the_port_that_was_taken_is_known_for_each_kind_of_server(server):
     assert _port_of(server) == 8766
 
 
-def test_a_port_that_is_taken_is_told(command, monkeypatch):
+def test_a_port_that_is_taken_is_told(dislock):
     """The exit code is 1."""
-
-    def taken(*_page, **_how):
-        raise OSError(98, "Address already in use")
-
-    monkeypatch.setattr("waitress.server.create_server", taken)
-    done = command()
-    assert done.exit_code == 1
-    assert "Error: cannot listen at 127.0.0.1:8765: [Errno 98]" in done.output
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = dislock("web", "--port", str(port))
+    assert done.exit_code == FOUND
+    assert f"Error: cannot listen at 127.0.0.1:{port}: [Errno 98]" in done.output
