@@ -1,0 +1,65 @@
+"""How those who hold a lock describe themselves to those who want it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+from celery import Celery
+
+from celery_dislock import Dislock, SingletonTask
+
+KEY = "export:7"
+TIMEOUT = 60.0  # seconds
+
+
+@pytest.fixture
+def app(redis_url):
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(dislock_url=redis_url)
+    app.dislock = Dislock(app)
+    yield app
+    app.dislock.close()
+
+
+def refused(app):
+    """Return what somebody else is told who wants the lock, and what tools are told."""
+    told = []
+    lock = app.dislock.lock(KEY)
+    thread = threading.Thread(target=lambda: told.append(lock.try_acquire()))
+    thread.start()
+    thread.join()
+    (holder,) = lock.holders()
+    return told[0].holder, holder
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_a_thread_says_its_name(app, is_renewed):
+    """With its process; the timeout tells since when a renewal is overdue, if there are any."""
+    with app.dislock.lock(KEY, **{"watchdog_timeout" if is_renewed else "expire": TIMEOUT}):
+        told, seen = refused(app)
+    here = {"worker": socket.gethostname(), "pid": os.getpid()}
+    renewed = {"timeout": TIMEOUT} if is_renewed else {}
+    assert told == {"thread": threading.current_thread().name, **here, **renewed}
+    assert (seen.thread, seen.worker, seen.pid) == (told["thread"], here["worker"], here["pid"])
+    assert (seen.task, seen.id, seen.renewed is not None) == (None, None, is_renewed)
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_a_task_says_its_id(app, is_renewed):
+    """With its worker, and the process and host on which an operator finds it."""
+    how = {"lock_watchdog_timeout" if is_renewed else "lock_expire": TIMEOUT}
+
+    @app.task(base=SingletonTask, bind=True, lock_key=KEY, name="shop.export", shared=False, **how)
+    def export(self):
+        return self.request.hostname, *refused(app)
+
+    done = export.apply()
+    worker, told, seen = done.get()
+    who = {"task": "shop.export", "id": done.id}
+    here = {"worker": worker, "pid": os.getpid(), "host": socket.gethostname()}
+    assert told == {**who, **here, **({"timeout": TIMEOUT} if is_renewed else {})}
+    assert {name: getattr(seen, name) for name in (*who, *here)} == {**who, **here}
+    assert (seen.thread, seen.renewed is not None) == (None, is_renewed)
