@@ -68,6 +68,29 @@ class TestKeeping:
         assert holding.named("lock_lost") == []
 
 
+@pytest.mark.parametrize("where", ["in a round trip", "elsewhere"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_an_unexpected_error_ends_no_lease(holding, monkeypatch, caplog, where, error):
+    """It is logged and counted, and the step is done again."""
+    lease, raised = holding.take(KEY, LONG / 20), []
+
+    def fails(*_args, **_within):
+        raised.append(error)
+        raise error
+
+    with monkeypatch.context() as patch:
+        if where == "elsewhere":
+            patch.setattr(lease, "caller_ended", fails)
+        else:
+            patch.setattr(holding.store, "renew", fails)
+        wait_for(lambda: len(raised) > 1, "another try")
+    holding.wait_renewed(lease, 2)
+    assert holding.watchdog.errors >= 2
+    assert "the watchdog goes on" in caplog.text
+    # What a round trip raises is an outage, which delays no other lease.
+    assert ("Cannot renew" in caplog.text) is (where == "in a round trip")
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_next_lease_starts_the_thread_again(holding, receive):
     """If what a receiver raises has ended the thread, all leases are renewed from then on."""
