@@ -30,7 +30,7 @@ help:  ## show this list
 demo: $(PAGES)  ## watch two real workers keep their locks
 	@$(BIN)/python -m example_project.demo $(ARGS)
 
-test: $(PAGES)  ## run all tests but the slow ones; ARGS=tests/unit/locks runs some
+test: $(PAGES)  ## run all tests but the slow ones; ARGS=tests/unit/keys runs some
 	@$(PYTEST) -m "not slow" --numprocesses $(JOBS) $(GROUPED) $(STUCK) $(ARGS)
 
 unit: $(STAMP)  ## run the unit tests: no server, no worker

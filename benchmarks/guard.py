@@ -34,8 +34,8 @@ from celery.app.trace import build_tracer
 from benchmarks.report import Row, take_turns
 from celery_dislock import Dislock
 from celery_dislock.keys.templates import key_builder
-from celery_dislock.locks.attempt import to_json
 from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.servers.records import written
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.store import Store
@@ -142,7 +142,7 @@ class Tasks:
         task_id, names = str(uuid.uuid4()), ["dislock:{export:4711:monthly}"]
         owner = f"{task_id}@celery@bench:12345/01234567.1"
         holder = {"task": "bench.export", "id": task_id, "worker": "celery@bench", "pid": 12345}
-        said, store = to_json(holder), self.store
+        said, store = written(holder), self.store
         terms = Terms(options.lock_mode, options.lock_limit or 1)
 
         def call() -> None:

@@ -28,8 +28,7 @@ import redis_lock
 
 from benchmarks.report import Row
 from celery_dislock.config.options import TaskOptions
-from celery_dislock.locks.attempt import Attempt
-from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lease import Attempt, Lease
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import BATCH, Watchdog
 from celery_dislock.scripts import RENEW, milliseconds

@@ -19,3 +19,5 @@ monotonic: Callable[[], float] = (
     if hasattr(time, "clock_gettime")
     else time.monotonic
 )
+
+FOREVER = float("inf")  # the time of what is never due

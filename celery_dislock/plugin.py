@@ -9,12 +9,11 @@ command line use is imported when they ask for it, by its name in this module.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from celery import Celery, current_app
 from celery._state import connect_on_app_finalize
@@ -26,11 +25,11 @@ from celery_dislock.config.settings import (
     apply_options,
     check_settings,
     in_place_of_app,
-    refuse_unknown,
 )
 from celery_dislock.exceptions import SettingsError
+from celery_dislock.keys.templates import keys_of
 from celery_dislock.locks.asynchronous import AsyncLock
-from celery_dislock.locks.making import keys_of, make_lock
+from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.locks.runtime import Process, Runtime, flush_all
 from celery_dislock.operating.counting import finish_all
 from celery_dislock.operating.telemetry import Telemetry
@@ -40,13 +39,12 @@ from celery_dislock.tasks.task import SingletonTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
     from typing import Concatenate
 
     import click
     from typing_extensions import Self, Unpack
 
-    from celery_dislock.locks.reentrant import ReentrantLock
+    from celery_dislock.config.plain import PlainOptions
     from celery_dislock.tasks.declaring import DeclaredOptions, LockedTask, P, R
     from celery_dislock.tasks.handle import LockHandle
 
@@ -262,20 +260,7 @@ class Dislock:
             raise SettingsError("dislock.task(...)", "base", base, remedy)
         return self._app.task(*fun, base=base, **options)
 
-    def lock(  # noqa: PLR0913 -- each option is a parameter of its own
-        self,
-        key: str | Sequence[str],
-        *,
-        mode: Literal["exclusive", "shared"] | None = None,
-        limit: int | None = None,
-        watchdog_timeout: float | timedelta | None = None,
-        max_renew_times: int | None = None,
-        expire: float | timedelta | None = None,
-        on_lost: Literal["warn", "raise"] | None = None,
-        timeout: float | timedelta | None = None,
-        fair: bool = True,
-        **unknown: NoReturn,
-    ) -> ReentrantLock:
+    def lock(self, key: str | Sequence[str], **options: Unpack[PlainOptions]) -> ReentrantLock:
         """
         Make the lock of a key for plain Python: the same lock that tasks with this key take.
 
@@ -287,40 +272,24 @@ class Dislock:
             mode: "exclusive" or "shared".  This and the next options are the task options of the
                 same name with ``lock_``.  None: the app's setting, else the default.
             limit: Maximum number of leases at a time, > 0.
-            watchdog_timeout: Expiry of the lease in seconds, > 0; renewed after each third of it.
+            watchdog_timeout: Expiry of the lease in seconds, > 0, or a timedelta; renewed after
+                each third of it.
             max_renew_times: Number of renewals after which the lease is left to expire; 0 or
                 less: no cap.
-            expire: A fixed expiry in seconds, > 0, instead of the watchdog.
+            expire: A fixed expiry in seconds, > 0, or a timedelta, instead of the watchdog.
             on_lost: "warn" logs the loss.  "raise" also raises LockLostError in the body of the
                 ``with`` block.  None: "warn", whatever the app's setting.
-            timeout: Maximum seconds, >= 0, that ``with`` waits for the lock before it raises
-                LockHeldError.  None: no limit.
+            timeout: Maximum seconds, >= 0, or a timedelta, that ``with`` waits for the lock before
+                it raises LockHeldError.  None: no limit.
             fair: False: pass the waiters in line if the lock admits one more lease.
-            unknown: Any other name raises SettingsError.
 
         Raises:
             SettingsError: An option is unknown, or cannot be used.
             LockKeyError: A key cannot be used, or the list is empty.
         """
-        given = _given(mode, limit, watchdog_timeout, max_renew_times, expire, on_lost)
-        if unknown:
-            refuse_unknown(f"lock {key!r}", unknown, LOCK_OPTIONS)
-        return make_lock(self.runtime, key, given, timeout=timeout, fair=fair)
+        return ReentrantLock(self.runtime, key, options)
 
-    def async_lock(  # noqa: PLR0913 -- as of lock()
-        self,
-        key: str | Sequence[str],
-        *,
-        mode: Literal["exclusive", "shared"] | None = None,
-        limit: int | None = None,
-        watchdog_timeout: float | timedelta | None = None,
-        max_renew_times: int | None = None,
-        expire: float | timedelta | None = None,
-        on_lost: Literal["warn", "raise"] | None = None,
-        timeout: float | timedelta | None = None,
-        fair: bool = True,
-        **unknown: NoReturn,
-    ) -> AsyncLock:
+    def async_lock(self, key: str | Sequence[str], **options: Unpack[PlainOptions]) -> AsyncLock:
         """
         Make the lock of a key for coroutines: the same lock, owned by an asyncio task.
 
@@ -329,28 +298,15 @@ class Dislock:
 
         Args:
             key: See :meth:`lock`.
-            mode: See :meth:`lock`, as for the next options.
-            limit: See :meth:`lock`.
-            watchdog_timeout: See :meth:`lock`.
-            max_renew_times: See :meth:`lock`.
-            expire: See :meth:`lock`.
-            on_lost: "raise" cancels the body of the ``async with`` block, which then ends with
-                LockLostError.  "warn" logs the loss.  None: "raise", whatever the app's setting.
-            timeout: Maximum seconds, >= 0, that ``async with`` waits for the lock before it raises
-                LockHeldError.  None: no limit.
-            fair: See :meth:`lock`.
-            unknown: Any other name raises SettingsError.
+            options: See :meth:`lock`; but ``on_lost="raise"``, which is the default here, cancels
+                the body of the ``async with`` block, which then ends with LockLostError.
 
         Raises:
             SettingsError: An option is unknown, or cannot be used.
             LockKeyError: A key cannot be used, or the list is empty.
             ImportError: The extra ``asyncio`` is not installed.
         """
-        given = _given(mode, limit, watchdog_timeout, max_renew_times, expire, on_lost)
-        if unknown:
-            refuse_unknown(f"lock {key!r}", unknown, LOCK_OPTIONS)
-        lock = make_lock(self.runtime, key, given, timeout=timeout, fair=fair, on_lost="raise")
-        return AsyncLock(lock, self.runtime)
+        return AsyncLock(ReentrantLock(self.runtime, key, options, "raise"), self.runtime)
 
     def lock_of(self, key: str | Sequence[str]) -> LockHandle:
         """
@@ -398,22 +354,6 @@ class Dislock:
         self.close()
 
 
-def _given(*options: Any) -> dict[str, Any]:
-    """Name the options of a lock in plain Python as those of tasks."""
-    return dict(zip(TASK_OPTIONS, options, strict=True))
-
-
-TASK_OPTIONS = [
-    *("lock_mode", "lock_limit", "lock_watchdog_timeout", "max_renew_times", "lock_expire"),
-    "lock_on_lost",
-]
-LOCK_OPTIONS = [
-    name
-    for name, parameter in inspect.signature(Dislock.lock).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-]
-
-
 def _follow(app: Celery) -> None:
     for blueprint, steps in STEPS.items():
         app.steps[blueprint].update(f"{__name__}:{step}" for step in steps)
@@ -421,7 +361,7 @@ def _follow(app: Celery) -> None:
         app.on_after_finalize.connect(receiver, weak=False)
 
 
-Process.observer_type = Telemetry
+Process.watchers = (Telemetry,)
 
 # A spawned (not forked) pool process makes its own app, which has the main process's configuration
 # but not its signal handlers.

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import greenlet
 
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.config.plain import Plain
 from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.channel import Channel, Watcher
 from celery_dislock.locks.lock import Lock
-from celery_dislock.locks.observer import Observer
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.parking.store import Lines
@@ -25,9 +27,8 @@ from proof import simulated_sending
 from tests.integration.lua_server import LuaServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Lease
     from celery_dislock.scripts import Script
     from celery_dislock.servers.replies import Turn
@@ -150,7 +151,7 @@ class Actor:
     waits: Wait = field(default_factory=Wait)
 
 
-class Watched(Observer):
+class Watched(Watcher):
     """
     Keeps the leases that a process has, for the model.
 
@@ -160,11 +161,10 @@ class Watched(Observer):
     """
 
     def __init__(self, told: Callable[[Lease, float], None], durations: Durations) -> None:
-        super().__init__()
         self.told, self.durations = told, durations
         self.leases: set[Lease] = set()
 
-    def acquired(self, lease: Lease, how: str, waited: float) -> None:  # noqa: ARG002 -- an observer
+    def acquired(self, lease: Lease, how: str, waited: float) -> None:  # noqa: ARG002 -- a watcher
         """Check what this lease is held beside, and its token."""
         self.leases.add(lease)
         self.durations.acquired(lease)
@@ -176,11 +176,11 @@ class Watched(Observer):
             self.durations.renewed(lease)
             self.told(lease, FOREVER)
 
-    def capped(self, lease: Lease, action: str) -> None:  # noqa: ARG002
+    def capped(self, lease: Lease) -> None:
         """Check that it was renewed for as long as it may."""
         self.durations.capped(lease)
 
-    def ended(self, lease: Lease, end: str, held: float) -> None:  # noqa: ARG002
+    def ended(self, lease: Lease) -> None:
         """Forget it; its lock may be held on."""
         self.leases.discard(lease)
         self.durations.ended(lease)
@@ -214,14 +214,15 @@ class Process(Runtime[Any]):
         super().__init__(dict)
         self.net, self.number, self.name = net, number, f"p{number}"
         self.frozen = self.dead = False
-        self.observer = Watched(told, durations)
+        self.watched, self.channel = Watched(told, durations), Channel()
+        self.channel.watchers, self.channel.watched = [self.watched], True
         self.store = self.store_here = Store("redis://nowhere", home=HOME, hand_over=self.publish)
         server: Any = net
         self.store.lock_server = server
         self.store.reservations = Reservations(server)
         self.lines = Lines(server, "dislock", HOME, self.publish)
         self.watchdog = SimulatedWatchdog(
-            self.store, clock=net.clock, threaded=False, observer=self.observer
+            self.store, clock=net.clock, threaded=False, channel=self.channel
         )
         self._owners = count(1)
 
@@ -230,15 +231,24 @@ class Process(Runtime[Any]):
         """This one."""
         return self
 
-    def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
+    def plain(self, key: object, given: Mapping[str, Any], on_lost: str) -> Plain:  # noqa: ARG002
+        """Return the options of a lock, which may be any of a task's, and "fair"."""
+        options = dict(given)
+        fair = options.pop("fair", True)
+        return Plain(TaskOptions(**options), timeout=None, fair=fair, stated=options)
+
+    def lock(
+        self,
+        keys: Sequence[str],
+        options: TaskOptions,
+        store: Store | None = None,
+        *,
+        fair: bool = True,
+    ) -> Lock:
         """Make a lock under the driven clock."""
         return Lock(
-            keys,
-            self.lock_names(keys),
-            options,
-            self.store,
-            self.watchdog,
-            sleep_in(self.net),
+            *(keys, self.lock_names(keys), options, store or self.store, self.watchdog, fair),
+            pause=sleep_in(self.net),
         )
 
     def owner_name(self, start: str) -> str:

@@ -39,7 +39,7 @@ import greenlet
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DislockError, StoreError
 from celery_dislock.keys.names import execution_start
-from celery_dislock.locks.making import make_lock
+from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.messages.headers import STORE, notes_in
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.tasks.request import release_after_death
@@ -431,7 +431,7 @@ class History:
             "lock_at_least_for": rng.choice((0.0, 0.0, 0.0, 7.0)),
             "max_renew_times": rng.choice((360, 360, 2)),
         }
-        lock = make_lock(process, keys, options, fair=rng.random() < 0.9)
+        lock = ReentrantLock(process, keys, {**options, "fair": rng.random() < 0.9})
         waits = rng.choice((0.0, 3.0, 40.0, 300.0))
         depth = 0
         try:
@@ -527,7 +527,7 @@ class History:
             beside = [
                 other
                 for process in self.processes
-                for other in process.observer.leases
+                for other in process.watched.leases
                 if name in other.driver.names
                 and other.end is None
                 and other.trusted_until > self.net.time

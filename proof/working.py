@@ -106,9 +106,9 @@ class WorkerRuntime(Runtime[Any]):
         """What the guard takes for its process."""
         return self.inside.parking
 
-    def lock(self, keys: Any, options: Any) -> Any:
+    def lock(self, *of: Any, **how: Any) -> Any:
         """Make a lock under the driven clock."""
-        return self.inside.lock(keys, options)
+        return self.inside.lock(*of, **how)
 
 
 class Worker:
@@ -152,7 +152,7 @@ class Worker:
         process.parking = parking = WorkerProcess(self.app.conf, AppSettings(), Publisher(self.app))
         parking.store = parking.loop_store = parking.__dict__["quick_store"] = process.store
         parking.lines, parking.watchdog = process.lines, process.watchdog
-        parking.observer = process.observer
+        parking.channel = process.channel
         parking.identity = identity.StoreIdentity(server, "dislock")
         vars(parking).update(pid=process.number, owner_name=process.owner_name)
         self.app.__dict__["_dislock_sender"] = sending.Sender(

@@ -1,18 +1,11 @@
-"""Locks without Celery: a store and a watchdog as a process has them, and all that they report."""
+"""Locks without Celery, as a process has them, and all that they report."""
 
 from __future__ import annotations
 
-import os
 import time
-from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock import signals
-from celery_dislock.config.options import TaskOptions
-from celery_dislock.locks.attempt import Attempt, Conflict
-from celery_dislock.locks.lease import Lease
-from celery_dislock.locks.lock import Lock
-from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock import Conflict, Dislock, Lease, ReentrantLock, signals
 from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
@@ -22,8 +15,6 @@ if TYPE_CHECKING:
 
 PATIENCE = 30.0  # seconds; far beyond what any condition takes on an idle machine
 POLL_INTERVAL = 0.005  # seconds
-
-_numbers = count(1)
 
 
 def wait_for(
@@ -48,48 +39,41 @@ class Event(NamedTuple):
 
 class Holding:
     """
-    What one process needs to hold locks, and the signals that come of it, in their order.
+    What one process has to hold locks, and the signals that come of it, in their order.
 
     Args:
         url: The lock server.
         transport: Options of its connections.
-        watchdog: Something else than a real one, to keep the leases.
+
+    Attributes:
+        store: What the locks ask; its connections are others.
     """
 
-    def __init__(
-        self, url: str, transport: Mapping[str, Any] | None = None, watchdog: Any = None
-    ) -> None:
+    def __init__(self, url: str | list[str], transport: Mapping[str, Any] | None = None) -> None:
+        self.dislock = Dislock.from_url(url, transport_options=transport or {})
         self.store = Store(url, transport)
-        self.watchdog = watchdog or Watchdog(self.store)
-        self.sender = self  # of these locks' signals, and of no other test's
         self.events: list[Event] = []
-        self._attempts: list[Attempt] = []
+        self._locks: list[ReentrantLock] = []
+        self._leases: list[Lease] = []
         self._receivers = [(signal, self._recorder(signal.name)) for signal in _SIGNALS]
 
     def __enter__(self) -> Self:
         for signal, receiver in self._receivers:
-            signal.connect(receiver, sender=self.sender, weak=False)
+            signal.connect(receiver, weak=False)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for attempt in self._attempts:
-            attempt.end()
+        for lease in self._leases:
+            lease.release()
         for signal, receiver in self._receivers:
-            signal.disconnect(receiver, sender=self.sender)
+            signal.disconnect(receiver)
+        self.dislock.close()
         self.store.close()
 
-    def lock(self, key: str, timeout: float = 2.0, **options: Any) -> Lock:
+    def lock(self, key: str, timeout: float = 2.0, **options: Any) -> ReentrantLock:
         """Make a lock of these options."""
-        options = {"lock_watchdog_timeout": timeout, **options}
-        return Lock([key], [name_of(key)], TaskOptions(**options), self.store, self.watchdog)
-
-    def attempt(self, owner: str | None = None) -> Attempt:
-        """Make an attempt, of a new owner unless one is given."""
-        number = next(_numbers)
-        holder = {"task": "tests.hold", "id": f"id-{number}", "worker": "w", "pid": os.getpid()}
-        attempt = Attempt(owner or f"id-{number}@w:{os.getpid()}/{number}", holder, self.sender)
-        self._attempts.append(attempt)
-        return attempt
+        self._locks.append(self.dislock.lock(key, watchdog_timeout=timeout, **options))
+        return self._locks[-1]
 
     def take(self, key: str, timeout: float = 2.0, **options: Any) -> Lease:
         """Take the lock, which must be free."""
@@ -98,8 +82,11 @@ class Holding:
         return lease
 
     def try_take(self, key: str, timeout: float = 2.0, **options: Any) -> Lease | Conflict:
-        """Take the lock if it is free."""
-        return self.lock(key, timeout, **options).try_acquire(self.attempt())
+        """Take the lock if it is free.  Who holds it in this thread has the same lease again."""
+        answer = self.lock(key, timeout, **options).try_acquire()
+        if isinstance(answer, Lease):
+            self._leases.append(answer)
+        return answer
 
     def named(self, name: str, lease: Lease | None = None) -> list[Event]:
         """Return the signals of that name, about one lease or about any."""
@@ -117,11 +104,13 @@ class Holding:
     def wait_renewed(self, lease: Lease, times: int = 1) -> None:
         """Wait until the lease has been renewed so often more."""
         wanted = lease.renewals + times
-        wait_for(lambda: lease.renewals >= wanted or lease.why_ended, f"renewal of {lease!r}")
+        wait_for(lambda: lease.renewals >= wanted or not lease.held, f"renewal of {lease!r}")
         assert lease.renewals >= wanted, lease
 
     def _recorder(self, name: str) -> Callable[..., None]:
         def record(signal: Any, sender: Any, **arguments: Any) -> None:
+            if not any(sender is lock for lock in self._locks):
+                return
             lease = arguments.get("lease")
             held = lease.held if lease is not None else False
             self.events.append(Event(name, lease, arguments, held))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,8 +19,9 @@ import pytest
 from celery_dislock.testing.redis_server import ServerMissing, find_server
 
 if TYPE_CHECKING:
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
+LIMIT = 120.0  # seconds in which a program that is run to its end must end
 NOT_HERE = "not installed: "  # how the reason begins for which such a test is skipped
 
 
@@ -28,6 +30,29 @@ def missing(what: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(f"CI must have {what}", pytrace=False)
     pytest.skip(f"{NOT_HERE}{what}")
+
+
+def run(
+    *command: str | Path, status: int | None = 0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """
+    Run a program to its end; what it said is shown if it ends in another way.
+
+    Args:
+        command: The program and its arguments.
+        status: How it has to end; None: in any way.
+        options: More for ``subprocess.run``.
+    """
+    options = {"stdin": subprocess.DEVNULL, "timeout": LIMIT, **options}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, **options)
+    how = f"{command} has ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    assert status in {None, done.returncode}, how
+    return done
+
+
+def run_code(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program in Python that is given as text; see :func:`run`."""
+    return run(sys.executable, "-c", code, **options)
 
 
 def find_redis() -> Path:

@@ -54,11 +54,11 @@ from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.urls import MEMORY, shown
 from celery_dislock.exceptions import LockKeyError, SettingsError, StoreError
 from celery_dislock.keys.templates import check_written
-from celery_dislock.locks.attempt import WAITED, Attempt, Conflict
+from celery_dislock.locks.lease import WAITED, Attempt, Conflict
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.scripts import TICK, TICKS
 from celery_dislock.scripts.names import beat_of
-from celery_dislock.servers.records import LEADER, in_words, text
+from celery_dislock.servers.records import LEADER, describe, in_words, text
 from celery_dislock.servers.requests import Terms
 
 if TYPE_CHECKING:
@@ -183,12 +183,7 @@ class BeatLock:
         """Wait for the lock, and go on where the beat before has ended."""
         self._give_up()
         process = runtime_of(self.app).process
-        holder = {
-            "thread": LEADER,
-            "worker": process.host,
-            "pid": process.pid,
-            "timeout": self._lock.timeout,
-        }
+        holder = describe({"thread": LEADER}, process.host, process.pid, self._lock.timeout)
         name = process.owner_name(f"{process.host}:{process.pid}/")
         attempt = self._attempt = Attempt(name, holder, self)
         lock, within = self._lock, min(self.max_interval, WAIT_MOST)

@@ -410,16 +410,6 @@ MEANT = {
     "lease_time": "leave it out, as leases are renewed, or give lock_expire for a fixed expiry",
     "auto_renewal": "leave it out, as leases are renewed, or give lock_expire for a fixed expiry",
 }
-# The same for a lock in plain Python.
-MEANT_IN_PYTHON = {
-    "wait_timeout": "give timeout",
-    "blocking_timeout": "give timeout",
-    "blocking": "give timeout=0, or call try_acquire()",
-    "ttl": "leave it out, as locks end by themselves, or give expire for a fixed expiry",
-    "lease_time": "leave it out, as leases are renewed, or give expire for a fixed expiry",
-    "auto_renewal": "leave it out, as leases are renewed, or give expire for a fixed expiry",
-    "sleep": "leave it out: a release wakes the next in line, and nobody polls",
-}
 
 # The only values of these options that several independent lock servers support.
 ALONE = {"lock_mode": "exclusive", "lock_limit": 1, "lock_unique_until": None}

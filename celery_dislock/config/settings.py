@@ -13,7 +13,7 @@ with the remedy.  All checks run when a task is bound, a lock is made or a worke
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
@@ -23,7 +23,6 @@ from celery_dislock.config.options import (
     ALONE,
     BELONG_TO,
     MEANT,
-    MEANT_IN_PYTHON,
     MIGRATING,
     NEAR_MISS,
     NEED,
@@ -114,8 +113,6 @@ def setting_name(option: str) -> str | None:
     return "dislock_" + option.removeprefix("lock_")
 
 
-RESOLVED_MOST = 1000  # sets of options that are kept: somebody may compute a timeout each time
-
 _OPTIONS = {f.name for f in fields(TaskOptions)}
 _SETTINGS = {f.name for f in fields(AppSettings)} | {
     name for f in fields(TaskOptions) if (name := setting_name(f.name))
@@ -152,45 +149,6 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
     check_servers(owner, options, conf)
     _check_together(owner, declared, options)
     return options
-
-
-class ResolvedOptions:
-    """
-    Options that were resolved, by those that were given; kept while the settings stay the same.
-
-    Resolving reads every setting, which takes longer than a round trip to the lock server.
-    """
-
-    def __init__(self) -> None:
-        # Replaced as one, so that no thread finds the options of other settings.
-        self._kept: tuple[object, int, dict[str, Any], dict[Any, TaskOptions]] = (None, 0, {}, {})
-
-    def get(
-        self,
-        given: Mapping[str, Any],
-        conf: Mapping[str, Any],
-        resolve: Callable[[], TaskOptions],
-    ) -> TaskOptions:
-        """
-        Return the options that *resolve* has returned for what is given, under these settings.
-
-        Raises:
-            Exception: What *resolve* raises.
-        """
-        # Of Celery's: what was set since it was loaded, and the layers below, to which apps add.
-        changes, layers = getattr(conf, "changes", conf), len(getattr(conf, "maps", ()))
-        of, over, after, options = self._kept
-        if of is not conf or over != layers or after != changes:
-            options = {}
-            self._kept = (conf, layers, dict(changes), options)
-        key = tuple([(name, value.__class__, value) for name, value in given.items()])
-        try:
-            return options[key]
-        except (KeyError, TypeError):  # TypeError: an option that cannot be used, such as a list
-            resolved = resolve()
-            if len(options) < RESOLVED_MOST:
-                options[key] = resolved
-            return resolved
 
 
 def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
@@ -256,7 +214,7 @@ def refuse_unknown(
     owner: str,
     given: Mapping[str, object],
     known: Sequence[str],
-    meant: Mapping[str, str] = MEANT_IN_PYTHON,
+    meant: Mapping[str, str],
 ) -> None:
     """
     Refuse options that do not exist.

@@ -31,8 +31,9 @@ from collections.abc import Set as AbstractSet
 from datetime import date
 from decimal import Decimal
 from enum import Enum
+from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import UUID
 
 from celery_dislock.exceptions import LockKeyError
@@ -41,6 +42,7 @@ from celery_dislock.keys.signatures import binder, keywords_name, passing
 MAX_KEY_BYTES = 200  # bytes of UTF-8
 DIGEST_CHARS = 32  # hex digits of a SHA-256 digest: 128 bits
 DIGEST_MARK = "%#"
+WRITTEN = 1000  # keys that were written out and are known to be right
 _HEAD_BYTES = MAX_KEY_BYTES - len(DIGEST_MARK) - DIGEST_CHARS
 
 # C0, DEL, C1, the line and paragraph separators, and surrogates, which UTF-8 cannot encode.
@@ -326,6 +328,19 @@ def check_key(key: str, *, declared: str | None = None) -> str:
     return f"{head}{DIGEST_MARK}{hashlib.sha256(raw).hexdigest()[:DIGEST_CHARS]}"
 
 
+def keys_of(key: object) -> tuple[str, ...]:
+    """
+    Return the keys of a lock, of which somebody has written one or several, in their order.
+
+    Raises:
+        LockKeyError: A key cannot be used, or the list is empty.
+    """
+    several = isinstance(key, Iterable) and not isinstance(key, (str, bytes))
+    given: Any = key if several else [key]
+    return tuple(in_order([check_written(one) for one in given]))
+
+
+@lru_cache(WRITTEN)
 def check_written(key: str) -> str:
     """
     Check a whole key, as somebody writes it, and shorten it; see :func:`check_key`.

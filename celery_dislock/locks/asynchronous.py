@@ -6,25 +6,18 @@ They are the locks of :mod:`celery_dislock.locks.reentrant`, run by
 
 from __future__ import annotations
 
-from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-from weakref import ref
 
 from celery_dislock.exceptions import LockLostError
-from celery_dislock.locks.callers import caller_of
-from celery_dislock.locks.interruption import TaskTarget
-from celery_dislock.locks.leaving import Leaving
-from celery_dislock.servers.bridge import greenlet_module, run_at_once, task_here
+from celery_dislock.locks.callers import caller_of, current_caller
+from celery_dislock.servers.bridge import require_greenlet, run_at_once, task_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from datetime import timedelta
     from types import TracebackType
 
-    from celery_dislock.locks.attempt import Conflict
-    from celery_dislock.locks.callers import CallerLease
-    from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.lease import Conflict, Lease
     from celery_dislock.locks.reentrant import ReentrantLock
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.servers.view import Holder
@@ -58,7 +51,7 @@ class AsyncLock:
     """
 
     def __init__(self, lock: ReentrantLock, runtime: Runtime[Any]) -> None:
-        greenlet_module()
+        require_greenlet()
         self._lock = lock
         self._runtime = runtime
         self.keys = lock.keys
@@ -125,65 +118,38 @@ class AsyncLock:
         return f"<AsyncLock {self._lock.key!r}>"
 
     async def __aenter__(self) -> Lease:
-        return await self._run(self._lock.__enter__)
+        return await self._run(self._enter)
 
-    async def _leave(
+    async def __aexit__(
         self,
-        leaving: Leaving,
         kind: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        held, leaving.lock = leaving.held, self._lock
-        if isinstance(exc, GeneratorExit) and held is not None and not _is_here(held):
-            leaving(kind, exc, traceback)  # closed elsewhere, as by the garbage collector
+        if isinstance(exc, GeneratorExit) and not self._has_begun_here():
+            self._leave(exc)  # the garbage collector closes the block, and nothing can be awaited
         else:
-            await self._run(self._end_block, leaving, exc)
+            await self._run(self._leave, exc)
 
-    def _end_block(self, leaving: Leaving, exc: BaseException | None) -> None:
-        held = leaving.held or self._lock.held
-        target = held.running.target if held is not None and held.running is not None else None
-        ours = isinstance(target, TaskTarget) and target.settle(exc)
+    def _has_begun_here(self) -> bool:
         try:
-            leaving(None, None if ours else exc, None)
+            return self._lock.has_begun(id(caller_of(task_here())))
+        except RuntimeError:  # no task runs here
+            return False
+
+    def _enter(self) -> Lease:
+        return self._lock.enter(id(current_caller()))
+
+    def _leave(self, exc: BaseException | None) -> None:
+        held = self._lock.held
+        running = None if held is None else held.running
+        ours = exc is not None and running is not None and running.took_back(exc)
+        try:
+            self._lock.leave(id(current_caller()), None if ours else exc)
         except LockLostError as lost:
             raise lost from exc
-
-    if TYPE_CHECKING:
-
-        async def __aexit__(
-            self,
-            kind: type[BaseException] | None,
-            exc: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None: ...
 
     def _run(
         self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, T]:
         return self._runtime.on_loop(function, *args, **kwargs)
-
-
-class _Exit:
-    """The ``__aexit__`` of locks; see :class:`celery_dislock.locks.leaving.Exit`."""
-
-    def __get__(self, lock: AsyncLock | None, kind: type[AsyncLock]) -> Callable[..., Any]:
-        leaving = Leaving(None if lock is None else lock._lock)  # noqa: SLF001 -- its other half
-        with suppress(RuntimeError):  # no task runs here: nothing can be entered
-            caller_of(task_here()).entering = ref(leaving)
-        if lock is None:
-            return lambda lock, *exc_info: lock._leave(leaving, *exc_info)  # noqa: SLF001
-        return partial(lock._leave, leaving)  # noqa: SLF001
-
-
-def _is_here(held: CallerLease) -> bool:
-    """Return whether the task that runs here has the lease."""
-    try:
-        here = caller_of(task_here())
-    except RuntimeError:  # no task runs here
-        return False
-    return held.caller is not None and held.caller() is here
-
-
-if not TYPE_CHECKING:
-    AsyncLock.__aexit__ = _Exit()

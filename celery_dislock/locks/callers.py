@@ -24,25 +24,27 @@ import sys
 import threading
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 from celery_dislock.exceptions import LockHeldError, LockTermsError
 from celery_dislock.servers.bridge import call_of, current_greenlet
+from celery_dislock.servers.records import describe, written
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from types import FrameType
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.locks.interruption import Running
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
-    from celery_dislock.locks.running import Running
 
     Kind = Literal["thread", "greenlet", "task"]
 
+THREADS = 1000  # threads and greenlets whose description is kept
 TIMING = {"lock_expire", "lock_watchdog_timeout", "max_renew_times"}
 
 # Functions that run the jobs of thread pools, and their local variables that no two jobs share.
@@ -75,9 +77,8 @@ class CallerLease:
         execution: Whether this is the lease of a task's execution, which ends with the body.
 
     Attributes:
-        entries: One key per acquisition that is not released yet.  For a ``with`` block the value
-            is true: often a weak reference that releases the acquisition if the interpreter drops
-            the block.
+        entries: One key per acquisition that is not released yet.  The value identifies the
+            ``with`` block, and is 0 for a call of ``acquire()``.
         running: The ``with`` block that is interrupted when the lease is lost; None: no block is.
         block: The acquisition of that block.
         caller: Who has taken the lease.
@@ -88,16 +89,11 @@ class CallerLease:
     lease: Lease
     runtime: object = None
     execution: bool = False
-    entries: dict[object, object] = field(default_factory=dict)
+    entries: dict[object, int] = field(default_factory=dict)
     running: Running | None = None
     block: object = None
     caller: ref[Caller] | None = None
     job: Sequence[object] = ()
-
-    @property
-    def is_around(self) -> bool:
-        """Whether the code that runs here, in the caller's thread, runs inside the block."""
-        return any(one() is self for one in _around.get()) and self.job == _job_here()
 
     def is_of(self, lock: Lock, runtime: object = None) -> bool:
         """
@@ -108,6 +104,10 @@ class CallerLease:
         """
         ours = self.lock.store is lock.store or (runtime is not None and runtime is self.runtime)
         return ours and tuple(self.lock.names) == tuple(lock.names)
+
+    def is_of_caller(self, caller: Caller) -> bool:
+        """Return whether this caller has taken the lease."""
+        return self.caller is not None and self.caller() is caller
 
     def leave(self, entry: object) -> None:
         """
@@ -140,24 +140,21 @@ class Caller:
     Attributes:
         kind: The argument of that name.
         thread: The thread; of a greenlet, what :mod:`threading` takes for one.
+        is_main: Whether that is the main thread, which runs no jobs of a pool.
+        label: What follows the thread's name in messages: the name of a task.
         pid: The process that made this record; a forked child does not have its leases.
-        entering: Weak reference to the :class:`Leaving` of the ``with`` statement whose
-            ``__enter__`` runs next.
+        leases: The leases that it has, in the order in which they were taken.  That of a task comes
+            after that of an eager task around it.
     """
 
     def __init__(self, kind: Kind = "thread", one: Any = None) -> None:
-        self.entering: Any = None
+        self.leases: list[CallerLease] = []
         self.kind = kind
         self.thread = threading.current_thread()
+        self.is_main = self.thread is threading.main_thread()
+        self.label: str = f", {one.get_name()}" if kind == "task" else ""
         self.pid = os.getpid()
         self._one = None if one is None else ref(one)
-        self._leases: list[CallerLease] = []  # a task's comes after that of an eager task around it
-
-    @property
-    def name(self) -> str:
-        """The name of the thread; of a task, also its own."""
-        task = self._one() if self._one is not None and self.kind == "task" else None
-        return self.thread.name if task is None else f"{self.thread.name}, {task.get_name()}"
 
     @property
     def dead(self) -> bool:
@@ -171,37 +168,60 @@ class Caller:
 
     def hold(self, held: CallerLease) -> None:
         """Record a lease of this caller, and mark the context in which it was taken."""
-        held.caller, held.job = ref(self), _job_here()
+        held.caller = ref(self)
+        held.job = () if self.is_main else _job_here()
         if not held.execution:
             elsewhere = None if self.kind == "task" else ref(held)
             held.lease.caller_ended = partial(nobody_is_left, ref(self), elsewhere)
         around = _around.get()
-        live = [one for one in around if one() is not None] if around else ()
-        _around.set((*live, ref(held)))
-        self._leases.append(held)
+        if around:  # of what has ended elsewhere the mark is left
+            around = tuple([one for one in around if one() is not None])
+        _around.set((*around, ref(held)))
+        self.leases.append(held)
+
+    def is_inside(self, held: CallerLease) -> bool:
+        """Return whether the caller's code that runs here runs inside the block of a lease."""
+        if not any(one() is held for one in _around.get()):
+            return False
+        return held.job == (() if self.is_main else _job_here())
+
+    def end_body(self, begun: int) -> None:
+        """
+        End what the body of a task has left, since an exception struck at the end of a block.
+
+        Args:
+            begun: How many leases this caller had before the body began.
+        """
+        for held in self.leases[begun:]:
+            if held.execution:
+                self.forget(held)
+            for entry, block in list(held.entries.items()):
+                if block:
+                    held.leave(entry)
 
     def forget(self, held: CallerLease) -> None:
         """Remove a lease of this caller from the record; a second call does nothing."""
-        if held in self._leases:
-            self._leases.remove(held)
+        if held in self.leases:
+            self.leases.remove(held)
+        around = _around.get()
+        if around and around[-1]() is held:
+            _around.set(around[:-1])
 
     def forget_all(self) -> None:
         """Forget the leases of a caller that has ended; only their blocks and locks know them."""
-        self._leases.clear()
+        self.leases.clear()
 
     def find(self, lock: Lock) -> CallerLease | None:
         """Return the latest lease of one of the lock's keys whose block runs here; None: none."""
-        if not self._leases:
-            return None
-        return next((held for held in self._of(lock) if held.is_around), None)
+        return next((held for held in self._of(lock) if self.is_inside(held)), None)
 
     def has_entered(self, lock: Lock) -> bool:
         """Return whether this caller has a lease of one of the keys, and runs outside its block."""
-        return any(held.lease.held and not held.is_around for held in self._of(lock))
+        return any(held.lease.held and not self.is_inside(held) for held in self._of(lock))
 
     def hint(self, lock: Lock) -> str:
         """Return a text for messages if this caller has entered the lock; empty if not."""
-        if not (self._leases and self.has_entered(lock)):
+        if not self.has_entered(lock):
             return ""
         return HINT.format("asyncio task" if self.kind == "task" else self.kind)
 
@@ -212,8 +232,8 @@ class Caller:
         Raises:
             LockHeldError: The code that asks runs in a block that holds one of the keys.
         """
-        for held in self._of(lock) if self._leases else ():
-            if held.is_around and held.lease.held:
+        for held in self._of(lock):
+            if self.is_inside(held) and held.lease.held:
                 keys = dict(zip(lock.names, lock.keys, strict=True))
                 key = next(keys[name] for name in lock.names if name in held.lock.names)
                 raise LockHeldError(key, self.described(held), held.lease.remaining)
@@ -223,7 +243,7 @@ class Caller:
 
     def _of(self, lock: Lock) -> Iterator[CallerLease]:
         """Return the leases of one of the lock's keys, the latest first."""
-        for held in reversed(self._leases.copy()):
+        for held in reversed(self.leases.copy()):
             if held.lock.store.server != lock.store.server:
                 continue
             if held.lease.finished:
@@ -245,10 +265,13 @@ _others: WeakKeyDictionary[Any, Caller] = WeakKeyDictionary()  # by greenlet or 
 def current_caller() -> Caller:
     """Return the record of the calling thread, greenlet or asyncio task."""
     here = current_greenlet()
-    if here is None or here.parent is None:  # the first greenlet of a thread has none
-        return _record("thread", None)
-    call = call_of(here)
-    return _record("greenlet", here) if call is None else _record("task", call.task)
+    if here is not None and here.parent is not None:  # the first greenlet of a thread has none
+        call = call_of(here)
+        return _record("greenlet", here) if call is None else caller_of(call.task)
+    caller: Caller | None = getattr(_threads, "caller", None)
+    if caller is None or caller.pid != os.getpid():  # of the parent, before a fork
+        caller = _threads.caller = Caller()
+    return caller
 
 
 def caller_of(task: asyncio.Task[Any]) -> Caller:
@@ -257,14 +280,36 @@ def caller_of(task: asyncio.Task[Any]) -> Caller:
 
 
 def _record(kind: Kind, one: Any) -> Caller:
-    caller = getattr(_threads, "caller", None) if one is None else _others.get(one)
-    if caller is None or caller.pid != os.getpid():  # of the parent, before a fork
-        caller = Caller(kind, one)
-        if one is None:
-            _threads.caller = caller
-        else:
-            _others[one] = caller
+    caller = _others.get(one)
+    if caller is None or caller.pid != os.getpid():
+        caller = _others[one] = Caller(kind, one)
     return caller
+
+
+@lru_cache(THREADS)
+def described(
+    host: str, pid: int, ident: int | None, thread: str, timeout: float | None
+) -> tuple[str, Mapping[str, Any], str]:
+    """Return the start of the owners' names, and the holder, also as JSON."""
+    holder = describe({"thread": thread}, host, pid, timeout)
+    return f"{host}:{pid}:{ident}/", holder, written(holder)
+
+
+def an_event_loop_runs() -> bool:
+    """Return whether an event loop runs in this thread, which a blocking call would stop."""
+    asyncio: Any = sys.modules.get("asyncio")
+    running = getattr(asyncio, "_get_running_loop", None)  # missing during an import
+    if running is not None and running() is not None:
+        return True
+    trio: Any = sys.modules.get("trio.lowlevel")
+    current_task = getattr(trio, "current_task", None)
+    if current_task is None:
+        return False
+    try:
+        current_task()
+    except RuntimeError:  # trio does not run in this thread
+        return False
+    return True
 
 
 def nobody_is_left(caller: ref[Caller], held: ref[CallerLease] | None) -> bool:
@@ -286,8 +331,6 @@ def nobody_is_left(caller: ref[Caller], held: ref[CallerLease] | None) -> bool:
 
 def _job_here() -> Sequence[object]:
     """Return what identifies the job of a thread pool that runs here; empty: none does."""
-    if threading.current_thread() is threading.main_thread():
-        return ()
     for frame in _frames():
         names = JOBS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
         if names is not None:

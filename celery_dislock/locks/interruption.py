@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
+import os
 import signal
 import sys
 import threading
@@ -34,15 +36,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import ref
 
+from billiard import current_process
 from billiard.exceptions import SoftTimeLimitExceeded
 
 from celery_dislock.exceptions import LockLostError
-from celery_dislock.servers.bridge import current_call
+from celery_dislock.servers.bridge import current_call, current_greenlet, wait_again
+from celery_dislock.servers.records import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from celery_dislock.locks.lease import Lease
     from celery_dislock.servers.bridge import Call
 
 # What may be raised in a body at any instruction, and must end it: who catches all errors there of
@@ -51,6 +56,12 @@ THROWN = (SoftTimeLimitExceeded, LockLostError)
 
 SIGNAL = getattr(signal, "SIGURG", None)
 MOST_JUMPS = 1000  # loop iterations within which a pending asynchronous exception is raised
+
+
+STOPPING = {"raise", "terminate"}  # actions that stop a body
+KILL_AFTER = 1.0  # seconds for the body to stop before its pool process is killed
+
+logger = logging.getLogger("celery_dislock")
 
 
 class Target(Protocol):
@@ -87,8 +98,7 @@ def refusal() -> str:
     """Return why the calling thread or greenlet cannot be interrupted; empty if it can."""
     if current_call() is not None:
         return ""
-    greenlets: Any = sys.modules.get("greenlet")
-    here = greenlets.getcurrent() if hasattr(greenlets, "getcurrent") else None
+    here = current_greenlet()
     if here is not None and here.parent is not None and not patched_by():
         return "a greenlet can be stopped only where gevent or eventlet has patched the process"
     if not hasattr(ctypes, "pythonapi"):
@@ -302,3 +312,90 @@ def _raised_as(exc: BaseException) -> type[BaseException]:
             "__qualname__": kind.__qualname__,
         },
     )
+
+
+def is_pool_process() -> bool:
+    """Return whether this is a process of a prefork pool."""
+    return bool(current_process().name != "MainProcess")
+
+
+class StopTask(BaseException):
+    """Thrown into a body to terminate it; ``except Exception`` does not catch it."""
+
+    def __init__(self, error: LockLostError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Running:
+    """
+    A running body, which is stopped when its lease ends if the options ask for that.
+
+    Args:
+        lease: The lease.
+        block: See :func:`running_here`.
+
+    Attributes:
+        target: What is interrupted.
+    """
+
+    def __init__(self, lease: Lease, block: FrameType | None = None) -> None:
+        self._lease = lease
+        self.target = running_here(block)
+        self._mutex = threading.Lock()
+        self._ended = False
+        lease.on_end = self._stop
+
+    def begin(self) -> None:
+        """
+        Check just before the body starts that its lease has not ended already.
+
+        Raises:
+            LockLostError: The lease has ended, and the options ask to stop the body then.  The
+                body must not run.
+        """
+        lease = self._lease
+        options = lease.driver.options
+        action = options.lock_on_lost if lease.lost else options.lock_on_cap
+        if (lease.lost or lease.capped) and action in STOPPING:
+            raise LockLostError(lease.key, lease.why_ended)
+
+    def took_back(self, exc: BaseException) -> bool:
+        """
+        Take back the cancellation by which the end of the lease has stopped a coroutine.
+
+        Returns:
+            Whether *exc* was that cancellation, and the coroutine was not cancelled otherwise.
+        """
+        if isinstance(self.target, TaskTarget) and self.target.settle(exc):
+            wait_again()
+            return True
+        return False
+
+    def end(self) -> None:
+        """End the interruptions, because the body has ended; nothing is thrown after this call."""
+        with self._mutex:
+            self._ended = True
+        self.target.disarm()
+
+    def _stop(self, lease: Lease, action: str) -> None:
+        if action not in STOPPING:
+            return
+        error = LockLostError(lease.key, lease.why_ended)
+        if action == "raise":
+            self.target.throw(error)
+            return
+        self.target.throw(StopTask(error))
+        if is_pool_process():
+            killer = threading.Timer(KILL_AFTER, self._kill, (lease,))
+            killer.daemon = True
+            killer.start()
+
+    def _kill(self, lease: Lease) -> None:
+        with self._mutex:
+            if not self._ended:
+                logger.error(
+                    "Killing process %d: %s does not stop, and its lease of lock %r has ended: %s.",
+                    *(os.getpid(), in_words(lease.holder), lease.key, lease.why_ended),
+                )
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One owner's hold on a lock: what was granted, how long it is trusted, and how it has ended.
+"""An attempt to take a lock, and what comes of it: a lease, or a conflict.
 
 A lease is trusted until ``sent_at + timeout - margin``.  ``sent_at`` is the monotonic time just
 before the acquisition or the last successful renewal was *sent*.  A slow reply therefore shortens
@@ -6,20 +6,24 @@ the trust and never extends it.  After that time the watchdog marks the lease as
 lost even if the server could still extend it: the owner may already have been told, and acted on
 it.
 
-Nothing here sends or waits.  What does so for a lease is its :class:`Driver`: the lock.
+Nothing here sends or waits: the lock does so for its leases.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import ref
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
-from celery_dislock.exceptions import LockLostError, StoreError
+from celery_dislock.exceptions import LockHeldError, LockLostError, StoreError
+from celery_dislock.servers.records import in_words, written
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
@@ -30,13 +34,17 @@ if TYPE_CHECKING:
     from celery_dislock.servers.reservations import Reservation
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
+TIMES = 100  # expiries whose trust is remembered: those of settings, mostly
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
+
+AT_ONCE, WAITED, PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
 
 GONE_WHEN_RENEWED = "the server no longer has it: expired, taken or deleted"
 GONE_WHEN_RELEASED = "it was gone when it was released: expired, taken or deleted"
 GONE = {GONE_WHEN_RENEWED, GONE_WHEN_RELEASED}  # reasons of a loss: the server says so
 
 
+@lru_cache(TIMES)
 def trust_in(ttl: float) -> float:
     """Return the seconds for which a lease with an expiry of *ttl* seconds is trusted."""
     return ttl - min(TRUST_MARGIN, ttl * TRUST_MARGIN_RATIO)
@@ -64,15 +72,6 @@ WHY_ENDED = {
     End.EXPIRING: "left to expire",
     End.ABANDONED: "its owner has ended",
 }
-
-
-class Asker(Protocol):
-    """The attempt that has taken a lock, as its lease sees it."""
-
-    owner: str
-    holder: Mapping[str, Any]
-    sender: object
-    trace: Any
 
 
 class Driver(Protocol):
@@ -120,31 +119,37 @@ class Lease:
         since: Time before the lock was asked for, on this process's clock.
         caller_ended: Returns whether nobody is left who could release the lock.  None: somebody is,
             as with the lock of a task, which always ends with its execution.
+        on_end: Called with the lease and ``lock_on_lost`` or ``lock_on_cap`` when it is lost or
+            capped; None: nobody has to be stopped.
+        end: How it has ended; None: it has not.
     """
 
+    renewals = 0
+    capped = finished = False
+    reported = False  # its end, on the channel
+    reservation: Reservation | None = None
+    end: End | None = None
+    caller_ended: Callable[[], bool] | None = None
+    on_end: Callable[[Lease, str], None] | None = None
+    asked_until = 0.0  # beyond the trust, if another process may have renewed it
+    _reason = ""  # of a loss
+
     def __init__(
-        self, driver: Driver, asker: Asker, tokens: Mapping[str, int], since: float, ttl: float
+        self, driver: Driver, attempt: Attempt, tokens: Mapping[str, int], since: float, ttl: float
     ) -> None:
         self.driver = driver
         self.key = driver.key
-        self.owner = asker.owner
-        self.holder = asker.holder
+        self.owner = attempt.owner
+        self.holder = attempt.holder
         # Weak, else a lock that nobody else knows would live as long as its lease is renewed.
-        self._sender = None if asker.sender is None else ref(asker.sender)
-        self.trace = asker.trace
-        self.caller_ended: Callable[[], bool] | None = None
+        self._sender = None if attempt.sender is None else ref(attempt.sender)
+        self.trace = attempt.trace
         self.tokens = tokens
         self.since = self.renewed_at = since
-        self.renewals = 0
-        self.reservation: Reservation | None = None
-        self.capped = self.finished = self.reported = False  # reported: to the observer
-        self.end: End | None = None  # None: it has not ended
-        self.on_end: Callable[[Lease, str], None] = lambda _lease, _action: None
         # Monotonic time of the next renewal; None: no renewals.
         self.due = None if driver.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
         self.trusted_until = since + trust_in(ttl)
         self._handed_on = ttl < driver.timeout  # until the first renewal sets the full timeout
-        self._reason = ""  # of a loss
         self._pid = os.getpid()
 
     @property
@@ -303,10 +308,6 @@ class NoLease(Lease):
         self.key = self.owner = ""
         self.holder = {}
         self.tokens = {}
-        self.renewals = 0
-        self.reservation = None
-        self.end = None
-        self.capped = False
         self.finished = True
 
     token = property(lambda _self: 0)
@@ -328,3 +329,91 @@ class NoLease(Lease):
 
 
 NOT_LOCKED = NoLease()
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """
+    One attempt of one owner to take a lock, and the lease if it succeeded.
+
+    The lease is stored here before the watchdog starts to renew it.  The code that made the attempt
+    can therefore always end the lease, even if an exception is raised at any instruction.
+
+    Args:
+        owner: The string that identifies this acquisition.
+        holder: Description of the owner for others: task, id, worker, pid.
+        sender: Sender of the signals about this lock.
+
+    Attributes:
+        reservation: The reservation of the task's message, which the acquisition begins and the
+            release may end.  None: the message has none, or one of another name than the lock's.
+        has_begun: Whether the lock server was told of the reservation when it granted the lock.
+        lease: The lease; None as long as there is none.
+        holder_json: The holder as a JSON object; empty: made here.
+        how: How the lock was got, for metrics: "at_once", "waited", "parked" or "put_off".
+        asked_at: Time of the first request, on this process's clock; None before it.
+        waited: Seconds waited before that: in line, or put off.
+        trace: What a watcher keeps with the attempt and its lease.
+    """
+
+    owner: str
+    holder: Mapping[str, Any]
+    sender: object = None
+    holder_json: str = ""
+    reservation: Reservation | None = None
+    has_begun: bool = False
+    lease: Lease | None = None
+    how: str = AT_ONCE
+    asked_at: float | None = None
+    waited: float = 0.0
+    trace: Any = None
+
+    def __post_init__(self) -> None:
+        self.holder_json = self.holder_json or written(self.holder)
+
+    def end(self, ending: Ending = RELEASED) -> None:
+        """End the lease, if there is one; a second call does nothing."""
+        if self.lease is not None:
+            self.lease.release(ending)
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """
+    An acquisition that was refused because the lock is held; falsy, unlike a lease.
+
+    Attributes:
+        key: The key of the lock; of several, of the one that is held.
+        holder: Who holds it: ``task``, ``id``, ``worker`` and ``pid``; in plain Python ``thread``
+            in place of ``task`` and ``id``.
+        remaining: Seconds until the holder's lease ends, unless it is renewed.
+        place: Place in line, from 1, that the task would get if it were parked; else 0.
+        held_for: Seconds since the holder took the lock, by the lock server's clock; None if that
+            is not known.
+        renewed: Seconds since the holder's lease was renewed, or taken if it was not renewed since;
+            None if that is not known, or the lease has a fixed expiry.
+    """
+
+    key: str
+    holder: Mapping[str, Any]
+    remaining: float
+    place: int = 0
+    held_for: float | None = None
+    renewed: float | None = None
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def error(self, hint: str = "") -> LockHeldError:
+        """Make the LockHeldError for this conflict; *hint*: why the caller may wait for itself."""
+        holder = in_words(self.holder)
+        return LockHeldError(self.key, holder, self.remaining, self.held_for, self.renewed, hint)
+
+
+current: ContextVar[Attempt | None] = ContextVar("dislock_attempt", default=None)
+
+
+def current_lease() -> Lease | None:
+    """Return the lease of the running task body; None if it has no lease."""
+    attempt = current.get()
+    return attempt.lease if attempt is not None else None

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
-from celery_dislock.locks.attempt import WAITED, Attempt, Conflict
 from celery_dislock.locks.lease import (
     ENDED_BY_OWNER,
     GONE_WHEN_RELEASED,
     GONE_WHEN_RENEWED,
+    WAITED,
+    Attempt,
+    Conflict,
     End,
     Lease,
     trust_in,
@@ -23,12 +25,12 @@ from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Granted, Refused, Replaced
 from celery_dislock.servers.requests import LateRelease, Terms
+from celery_dislock.signals import lock_acquired, lock_released
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.locks.observer import Observer
     from celery_dislock.locks.watchdog import Watchdog
     from celery_dislock.servers.replies import Handed
     from celery_dislock.servers.requests import Ending
@@ -57,6 +59,7 @@ class Lock:
         options: How the lock is taken and kept.
         store: The store of the lock server.
         watchdog: Renews the leases.
+        fair: False: pass those who wait in line if the lock admits one more lease.
         pause: Called with the seconds to sleep after waiting in line has failed.
 
     Attributes:
@@ -65,6 +68,7 @@ class Lock:
         timeout: Seconds after which a lease expires unless it is renewed.
         interval: Seconds between two renewals; None: leases are not renewed.
         clock: Returns monotonic seconds: the watchdog's clock.
+        channel: Is told what happens to the leases: the watchdog's channel.
     """
 
     keys: Sequence[str]
@@ -72,20 +76,17 @@ class Lock:
     options: TaskOptions
     store: Store
     watchdog: Watchdog
+    fair: bool = True
     pause: Callable[[float], None] = sleep
 
     def __post_init__(self) -> None:
-        self.key = " + ".join(self.keys)
-        self.clock = self.watchdog.clock
-        self.timeout = self.options.timeout
-        self.interval = self.options.renewal_interval
-        self.terms = Terms(self.options.lock_mode, self.options.lock_limit or 1)
+        options = self.options
+        self.key = self.keys[0] if len(self.keys) == 1 else " + ".join(self.keys)
+        self.clock, self.channel = self.watchdog.clock, self.watchdog.channel
+        self.timeout = options.timeout
+        self.interval = options.renewal_interval
+        self.terms = Terms(options.lock_mode, options.lock_limit or 1, self.fair)
         self._is_unheard = False  # since the last release that was answered
-
-    @property
-    def observer(self) -> Observer:
-        """What is told of this lock's leases."""
-        return self.watchdog.reports.observer
 
     @property
     def asks(self) -> bool:
@@ -107,7 +108,7 @@ class Lock:
             StoreError: The server did not answer.  The lock may have been taken.  If so, it ends
                 after its timeout, or at once with :meth:`abandon`.
         """
-        return self._take(attempt, 0.0, place=0.0)
+        return self.acquire(attempt, timeout=0.0, place=0.0)
 
     def acquire(
         self,
@@ -144,22 +145,23 @@ class Lock:
             StoreError: As for :meth:`try_acquire`.  The place in line is given up, or expires.
             ForbiddenError: The server's access rules forbid this user to wait in line.
         """
-        until = math.inf if timeout is None else self.clock() + timeout
-        return self._take(attempt, until, place=place, gives_way=gives_way)
-
-    def _take(
-        self, attempt: Attempt, until: float, *, place: float, gives_way: bool = False
-    ) -> Lease | Conflict:
-        """Ask for the lock until it is taken or *until* is over; with no *place*, ask once."""
         # Errors after which there is nothing to give up, or the caller does so.
         passed_on: tuple[type[BaseException], ...]
         passed_on = (UnreachableError,) if place else (Replaced, StoreError)
+        until = math.inf if timeout is None else self.clock() + timeout
         unheard = 0
         try:
             while True:
                 asked_at = self.clock()
-                answer = self._ask(attempt, asked_at, place)
+                attempt.asked_at = asked_at if attempt.asked_at is None else attempt.asked_at
+                answer = self.store.acquire(
+                    *(self.names, attempt.owner, self.timeout, attempt.holder_json),
+                    terms=self.terms,
+                    place=place,
+                    reservation=attempt.reservation,
+                )
                 if isinstance(answer, Granted):
+                    attempt.has_begun = True
                     return self.keep(attempt, answer.tokens, asked_at, self.timeout)
                 if not place:
                     return self.conflict(answer)
@@ -187,18 +189,6 @@ class Lock:
             refused = bool(passed_on) and isinstance(exc, StoreError) and is_answer(exc)
             self.interrupted(attempt, refused=refused)
             raise
-
-    def _ask(self, attempt: Attempt, now: float, place: float) -> Granted | Refused:
-        if attempt.asked_at is None:
-            attempt.asked_at = now
-        answer = self.store.acquire(
-            *(self.names, attempt.owner, self.timeout, attempt.holder_json),
-            terms=self.terms,
-            place=place,
-            reservation=attempt.reservation,
-        )
-        attempt.has_begun = isinstance(answer, Granted)
-        return answer
 
     def _wait(self, attempt: Attempt, refused: Refused, left: float) -> Handed | None:
         """Wait in line; return a grant that can be used at once, or None: ask again."""
@@ -275,8 +265,9 @@ class Lock:
             raise StoreError(self.store.server, "it granted a lock too late to be trusted")
         attempt.lease = lease
         self.watchdog.watch(lease)
-        asked_at = since if attempt.asked_at is None else attempt.asked_at
-        self.watchdog.reports.acquired(lease, attempt.how, attempt.waited + now - asked_at)
+        if self.channel.watched or lock_acquired.receivers:
+            asked_at = since if attempt.asked_at is None else attempt.asked_at
+            self.channel.acquired(lease, attempt.how, attempt.waited + now - asked_at)
         return lease
 
     def renew(self, lease: Lease) -> bool:
@@ -296,7 +287,7 @@ class Lock:
         self.watchdog.unwatch(lease)
         if lease.end is None:
             lease.lose(GONE_WHEN_RENEWED)
-            self.watchdog.reports.lost(lease)
+            self.channel.lost(lease)
         return False
 
     def end(self, lease: Lease, ending: Ending) -> None:
@@ -306,23 +297,21 @@ class Lock:
         sent_before = lease.end in ENDED_BY_OWNER
         if lease.end is None:
             lease.end = End.EXPIRING if ending.expires else End.RELEASED
+        done = sent_before  # if it is interrupted again, the watchdog does the rest
         try:
             was_held = self._release(lease, ending, sent_before=sent_before)
-        except BaseException:
-            if sent_before:  # interrupted again, as on an event loop: the watchdog does the rest
-                self._ended(lease, ending)
-            raise
-        if not (was_held or ending.expires or lease.lost):
-            if lease.capped:  # the cap was reported before
-                lease.lose(f"it was renewed {lease.renewals} times, its cap, and ran out")
-            else:
-                lease.lose(GONE_WHEN_RELEASED)
-                self.watchdog.reports.lost(lease)
-        self._ended(lease, ending)
-
-    def _ended(self, lease: Lease, ending: Ending) -> None:
-        lease.finished = True
-        self.watchdog.reports.finished(lease, expiring=ending.expires)
+            if not (was_held or ending.expires or lease.lost):
+                if lease.capped:  # the cap was reported before
+                    lease.lose(f"it was renewed {lease.renewals} times, its cap, and ran out")
+                else:
+                    lease.lose(GONE_WHEN_RELEASED)
+                    self.channel.lost(lease)
+            done = True
+        finally:
+            if done:
+                lease.finished = True
+                if self.channel.watched or lock_released.receivers:
+                    self.channel.released(lease, expiring=ending.expires)
 
     def _release(self, lease: Lease, ending: Ending, *, sent_before: bool) -> bool:
         """
@@ -331,7 +320,7 @@ class Lock:
         A lease may expire while its release is on its way: a greenlet that sends it waits for a hub
         that computes, or a connection is made anew.  It was held until its owner was done.
         """
-        trusted = lease.trust_left > 0
+        trusted = lease.trusted_until > self.clock()
         at_least = max(ending.at_least, self.options.lock_at_least_for)
         if ending.expires:
             # The main process of the worker may have renewed it until now.
@@ -355,7 +344,7 @@ class Lock:
             raise
         if sent_before:
             self.watchdog.cleared(lease.owner)
-        return ended or sent_before or (trusted and lease.trust_left == 0)
+        return ended or sent_before or (trusted and lease.trusted_until <= self.clock())
 
     def _release_late(self, lease: Lease, ending: Ending) -> None:
         late = LateRelease(self.names, lease.owner, ending)

@@ -23,11 +23,10 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from math import inf
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from celery_dislock.clock import monotonic
+from celery_dislock.clock import FOREVER, monotonic
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.interruption import patched_by
 
@@ -57,10 +56,10 @@ class Loop:
 
     Attributes:
         steps: Pairs of functions, the most urgent pair first.  The first returns the time at which
-            a step is due, inf if none is.  The second does the step, and is given the time.
+            a step is due, FOREVER if none is.  The second does the step, and is given the time.
         clock: The argument of that name.
         errors: Unexpected exceptions that the thread has survived.
-        wakes_at: Time at which the thread looks again by itself; inf: it does not, or none runs.
+        wakes_at: Time at which the thread looks again by itself; FOREVER: it does not look.
     """
 
     steps: Sequence[Step] = ()
@@ -85,7 +84,7 @@ class Loop:
 
     def begin(self) -> None:
         """Begin, here or in a forked child: the parent's thread may have had the mutex."""
-        self.wakes_at = inf
+        self.wakes_at = FOREVER
         self._runs = not self._threaded  # a driven clock stands for a thread
         self._current: Any = None  # taken by the thread that runs until its end; any other ends
         self._ident = 0  # of that thread
@@ -120,7 +119,7 @@ class Loop:
         if not self._threaded:
             return
         with self._mutex:  # in this order: if it is interrupted, the next start replaces the thread
-            self.wakes_at = inf
+            self.wakes_at = FOREVER
             ran, self._runs = self._runs, False
             current, self._current = self._current, None
         self._ring()
@@ -140,12 +139,12 @@ class Loop:
                 step(now)
         # The time for which a lease has woken the thread is kept even if that lease has ended: a
         # process that takes and releases locks in turn would wake the thread for each of them.
-        woken_for = self.wakes_at if self.wakes_at > self.clock() else inf
-        self.wakes_at = inf  # a lease that comes too late for the next line rings the bell
+        woken_for = self.wakes_at if self.wakes_at > self.clock() else FOREVER
+        self.wakes_at = FOREVER  # a lease that comes too late for the next line rings the bell
         next_at = min(woken_for, *(due_at() for due_at, _ in self.steps))
-        self.wakes_at = next_at if self._runs or self._current else inf
-        now = self.beat(0.0 if next_at == inf else next_at)
-        return None if next_at == inf else max(0.0, next_at - now)
+        self.wakes_at = next_at if self._runs or self._current else FOREVER
+        now = self.beat(0.0 if next_at == FOREVER else next_at)
+        return None if next_at == FOREVER else max(0.0, next_at - now)
 
     def beat(self, again_at: float = 0.0, *, within: float = 0.0) -> float:
         """
@@ -221,7 +220,7 @@ class Loop:
             self.ended()
         finally:
             with self._mutex:
-                self.wakes_at = inf
+                self.wakes_at = FOREVER
                 if self._current is current:
                     self._current, self._runs = None, False
             current.release()

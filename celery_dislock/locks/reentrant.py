@@ -16,33 +16,32 @@ import logging
 import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from celery_dislock.config.options import seconds
 from celery_dislock.exceptions import EventLoopError, LockLostError, NotOwnerError, SettingsError
-from celery_dislock.locks.attempt import Attempt, Conflict, to_json
-from celery_dislock.locks.callers import CallerLease, check_terms, current_caller
-from celery_dislock.locks.interruption import refusal
-from celery_dislock.locks.leaving import Exit, leave, note
-from celery_dislock.locks.running import Running
-from celery_dislock.servers.records import in_words
+from celery_dislock.keys.templates import check_written, keys_of
+from celery_dislock.locks.callers import (
+    CallerLease,
+    an_event_loop_runs,
+    check_terms,
+    current_caller,
+    described,
+)
+from celery_dislock.locks.interruption import Running, refusal
+from celery_dislock.locks.lease import Attempt, Conflict, End
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import timedelta
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
-    from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.locks.leaving import Leaving
     from celery_dislock.locks.lock import Lock
-    from celery_dislock.locks.runtime import Process, Runtime
-    from celery_dislock.servers.records import About
+    from celery_dislock.locks.runtime import Runtime
     from celery_dislock.servers.view import Holder
 
 MAY_WAIT = seconds(at_least=0)  # check of a maximum wait
-THREADS = 1000  # threads and greenlets whose description is kept
 WARNED_MOST = 1000  # keys that are remembered as warned of
 
 logger = logging.getLogger("celery_dislock")
@@ -62,29 +61,35 @@ class ReentrantLock:
     :class:`~celery_dislock.exceptions.LockLostError`.  If the block itself raised another
     exception, that exception propagates, with a note about the loss.
 
+    Args:
+        runtime: What the app's locks share.
+        key: See :meth:`celery_dislock.Dislock.lock`.
+        options: See :class:`celery_dislock.config.plain.PlainOptions`.
+        on_lost: What ``on_lost`` is if it is not given.
+
+    Raises:
+        SettingsError: An option is unknown, or cannot be used.
+        LockKeyError: A key cannot be used, or the list is empty.
+
     Attributes:
         keys: The keys of the lock.  All of several keys are taken, or none.
     """
 
     def __init__(
         self,
-        keys: Sequence[str],
-        options: TaskOptions,
         runtime: Runtime[Any],
-        *,
-        timeout: float | None,
-        fair: bool,
-        stated: Collection[str] = (),
+        key: str | Sequence[str],
+        options: Mapping[str, Any],
+        on_lost: str = "warn",
     ) -> None:
-        self.keys = tuple(keys)
-        self._options = options
+        self._options, self._timeout, self._fair, self._stated = runtime.plain(
+            key, options, on_lost
+        )
+        self.keys = (check_written(key),) if isinstance(key, str) else keys_of(key)
         self._runtime = runtime
-        self._timeout = timeout
-        self._fair = fair
-        self._stated = stated  # names of the options given explicitly
         self._made: Lock | None = None
-        # What this object has acquired, in order; that of asyncio tasks is not needed here.
-        self._own: dict[object, CallerLease] = {}
+        # What this object has acquired, in order, and the block: see CallerLease.entries.
+        self._own: dict[object, tuple[CallerLease, int]] = {}
 
     def acquire(
         self,
@@ -123,7 +128,7 @@ class ReentrantLock:
             if not blocking:
                 remedy = "it has no effect with blocking=False: leave one of the two out"
                 raise self._refusal("timeout", timeout, remedy)
-        return isinstance(self._take_alone(blocking=blocking, timeout=wait_for), CallerLease)
+        return isinstance(self._take(object(), 0, blocking=blocking, timeout=wait_for), CallerLease)
 
     def try_acquire(self) -> Lease | Conflict:
         """
@@ -136,7 +141,7 @@ class ReentrantLock:
             SettingsError, LockLostError, LockTermsError, EventLoopError, StoreError: As for
                 :meth:`acquire`.
         """
-        answer = self._take_alone(blocking=False, timeout=None)
+        answer = self._take(object(), 0, blocking=False, timeout=None)
         return answer.lease if isinstance(answer, CallerLease) else answer
 
     def release(self) -> None:
@@ -157,7 +162,7 @@ class ReentrantLock:
         latest = self._latest()
         if latest is None:
             raise self._not_owner()
-        leave(*latest, None)
+        self._undo(*latest, None)
 
     def extend(self) -> None:
         """
@@ -208,48 +213,85 @@ class ReentrantLock:
         ]
 
     def __enter__(self) -> Lease:
-        caller = current_caller()
-        entering, caller.entering = caller.entering, None
-        leaving: Leaving | None = entering() if entering is not None else None
+        frame = sys._getframe(1)  # noqa: SLF001 -- CPython's, as inspect uses it
+        return self.enter(id(frame), frame)
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        exc: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.leave(id(sys._getframe(1)), exc)  # noqa: SLF001
+
+    def enter(self, block: int, frame: FrameType | None = None) -> Lease:
+        """
+        Begin a block, which waits for the lock.
+
+        Args:
+            block: What identifies the block: a ``with`` statement begins and ends in one frame,
+                whose address no other frame has meanwhile.
+            frame: That frame, which ``on_lost="raise"`` interrupts; None: the asyncio task.
+        """
         entry = object()
         try:
-            answer = self._take(entry, blocking=True, timeout=self._timeout)
+            answer = self._take(entry, block, blocking=True, timeout=self._timeout)
             if isinstance(answer, Conflict):
-                hint = caller.hint(self._lock_in(self._runtime.process))
+                hint = current_caller().hint(self._lock_here())
                 raise answer.error(hint)  # noqa: TRY301 -- nothing to undo
-            answer.entries[entry] = True
-            stops = self._options.lock_on_lost == "raise" and not answer.execution
-            if stops and answer.running is None:
-                frame = sys._getframe(1)  # noqa: SLF001 -- CPython's, as inspect uses it
+            if self._options.lock_on_lost == "raise" and not (answer.execution or answer.running):
                 answer.running, answer.block = Running(answer.lease, frame), entry
                 answer.running.begin()
-            if leaving is not None:
-                leaving.entered(self, answer, entry)
         except BaseException:
-            held = self.held
-            if held is not None and entry in held.entries:
-                held.leave(entry)
+            if entry in self._own:
+                self._own.pop(entry)[0].leave(entry)
             raise
         return answer.lease
 
-    def leave(self, exc: BaseException | None) -> None:
-        """End the last block that was entered without a statement; *exc*: what ended its body."""
-        latest = self._latest(of_block=True)
-        if latest is not None:
-            leave(*latest, exc)
+    def leave(self, block: int, exc: BaseException | None) -> None:
+        """
+        End a block that was begun by :meth:`enter`; *exc*: what has ended its body.
+
+        A block of an ExitStack ends in another frame than it began, and one that the garbage
+        collector closes in another asyncio task.  If this object has begun no other, it is that.
+        Otherwise it is the latest one here.
+        """
+        begun = [(one, held, its) for one, (held, its) in list(self._own.items()) if its]
+        own = [one for one in begun if one[2] == block] or (begun if len(begun) == 1 else [])
+        entry, held = own[-1][:2] if own else (None, None)
+        if held is None or (entry not in held.entries and self.held not in {None, held}):
+            latest = self._latest(of_block=True)  # if not of a stack: released, and taken again
+            held, entry = latest or (held, entry)
+        if held is not None:
+            self._undo(held, entry, exc)
         elif exc is None:
             raise self._not_owner()
         else:
-            note(exc, f"lock {self.key!r} is not held here any more")
+            _note(exc, f"lock {self.key!r} is not held here any more")
 
-    if TYPE_CHECKING:
+    def has_begun(self, block: int) -> bool:
+        """Return whether this object has begun a block that has not ended."""
+        return any(its == block for _, its in list(self._own.values()))
 
-        def __exit__(
-            self,
-            kind: type[BaseException] | None,
-            exc: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None: ...
+    def _undo(self, held: CallerLease, entry: object, exc: BaseException | None) -> None:
+        """
+        Undo an acquisition.  A loss is raised, or added as a note to an exception in progress.
+
+        Raises:
+            LockLostError: The lease was lost, and *exc* is None.
+        """
+        try:
+            held.leave(entry)
+        except BaseException:  # a signal handler's exception, at any instruction
+            held.leave(entry)
+            raise
+        self._own.pop(entry, None)
+        if held.lease.end is not End.LOST or isinstance(exc, LockLostError):
+            return
+        error = LockLostError(self.key, held.lease.why_ended)
+        if exc is None:
+            raise error
+        _note(exc, str(error))
 
     if not TYPE_CHECKING:  # a type checker is to refuse `async with`, too
 
@@ -266,110 +308,127 @@ class ReentrantLock:
         """The key, or all keys in one text, for messages."""
         return " + ".join(self.keys)
 
-    def _lock_in(self, process: Process) -> Lock:
-        """Return the lock on the store of *process*; made again after a fork, or a close()."""
+    def _lock_here(self, caller: Caller | None = None) -> Lock:
+        """Return the lock on the caller's store; made again after a fork, or a close()."""
+        process = self._runtime.process
+        if caller is not None and caller.kind != "task":
+            store = process.store
+        else:
+            store = process.store_here
         lock = self._made
-        if lock is None or lock.store is not process.store_here:
-            self._made = lock = self._runtime.lock(self.keys, self._options)
-            if not self._fair:
-                lock.terms = lock.terms._replace(fair=False)
+        if lock is None or lock.store is not store:
+            self._made = lock = self._runtime.lock(self.keys, self._options, store, fair=self._fair)
         return lock
 
     def _latest(self, *, of_block: bool = False) -> tuple[CallerLease, object] | None:
         """Return the acquisition that a release undoes; *of_block*: if possible, of a block."""
-        own = [
-            (held, entry)
-            for entry, held in list(self._own.items())
-            if entry in held.entries and not (held.lease.finished or held.lease.is_inherited)
-        ]
-        if len(own) == 1 and own[0][0].entries[own[0][1]] is None:  # the usual case: no block's
-            return own[0]
-        here, caller = self.held, current_caller()
-        elsewhere = [one for one in own if not isinstance(one[0].entries[one[1]], ref)]
-        found = (
-            [one for one in own if one[0] is here]
-            or [one for one in elsewhere if one[0].caller and one[0].caller() is caller]
-            or elsewhere
-            or ([(here, entry) for entry in here.entries] if here is not None else [])
-        )
-        blocks = [one for one in found if one[0].entries[one[1]]] if of_block else []
-        return next(reversed(blocks or found), None)
+        own = []
+        for entry, (held, block) in list(self._own.items()):
+            if entry in held.entries and not (held.lease.finished or held.lease.is_inherited):
+                own.append((held, entry, block))
+        if len(own) == 1 and not own[0][2]:  # the usual case: no block's
+            return own[0][:2]
+        caller, here = current_caller(), self.held
+        found = [one for one in own if one[0] is here]
+        if not found and caller.kind != "task":  # a task releases what it has acquired itself
+            elsewhere = [one for one in own if of_block or not one[2]]
+            found = [one for one in elsewhere if one[0].is_of_caller(caller)] or elsewhere
+        if not found and here is not None:
+            found = [(here, entry, block) for entry, block in list(here.entries.items())]
+        blocks = [one for one in found if one[2]] if of_block else []
+        latest = next(reversed(blocks or found), None)
+        return latest and latest[:2]
 
     @property
     def held(self) -> CallerLease | None:
         """The lease of the block around this code, and its acquisitions; None if there is none."""
-        lock = self._lock_in(self._runtime.process)
-        held = current_caller().find(lock)
+        caller = current_caller()
+        if not caller.leases:
+            return None
+        lock = self._lock_here(caller)
+        held = caller.find(lock)
         return held if held is not None and held.is_of(lock, self._runtime) else None
 
     def _take(
-        self, entry: object, *, blocking: bool, timeout: float | None
+        self, entry: object, block: int, *, blocking: bool, timeout: float | None
     ) -> CallerLease | Conflict:
-        """Take the lock, perhaps again; *entry* identifies this acquisition for its release."""
-        caller = current_caller()
-        if caller.kind != "task" and _an_event_loop_runs():
+        """
+        Take the lock, perhaps again.
+
+        Args:
+            entry: Identifies this acquisition for its release.
+            block: See :attr:`CallerLease.entries`.
+            blocking: Whether to wait for it.
+            timeout: Maximum seconds to wait; None: no limit.
+        """
+        caller, options = current_caller(), self._options
+        if caller.kind != "task" and an_event_loop_runs():
             raise EventLoopError(self.key)
-        process = self._runtime.process
+        if options.lock_on_lost != "warn":
+            self._refuse_to_interrupt(block)
+        lock, process = self._lock_here(caller), self._runtime.process
         if caller.kind == "greenlet":
             process.check_patching()
-        if self._options.lock_on_lost != "warn" and (why := refusal()):
-            raise self._refusal("on_lost", self._options.lock_on_lost, why)
-        lock = self._lock_in(process)
-        held = caller.find(lock)
+        held = caller.find(lock) if caller.leases else None
         if held is not None and held.is_of(lock):
             if held.execution or held.entries:
-                check_terms(held, self._options, caller, self._stated)
+                check_terms(held, options, caller, self._stated)
                 held.lease.ensure_held()
-                return self._entered(held, entry, caller)
+                return self._entered(held, entry, block, caller)
             held.leave(entry)  # the last release was interrupted
-        renewed = None if lock.interval is None else lock.timeout
-        thread = caller.thread
-        start, holder, written = _described(
-            process.host, process.pid, thread.ident, caller.name, renewed
+        start, holder, written = described(
+            *(process.host, process.pid, caller.thread.ident, caller.thread.name + caller.label),
+            None if lock.interval is None else lock.timeout,
         )
         attempt = Attempt(process.owner_name(start), holder, self, written)
         try:
             if blocking:
-                caller.refuse_to_wait(lock)
-                if timeout is None and (hint := caller.hint(lock)):
-                    _warn_of_wait(self.key, caller.name, hint)
+                if caller.leases or caller.kind == "task":
+                    self._refuse_to_wait(caller, lock, timeout)
                 answer = lock.acquire(attempt, timeout=timeout)
             else:
                 answer = lock.try_acquire(attempt)
             if isinstance(answer, Conflict):
-                who = in_words(answer.holder)
-                lock.observer.conflict(attempt, answer.key, "refused", who)
+                lock.channel.resolved(attempt, answer, "refused")
                 return answer
             held = CallerLease(lock, answer, runtime=self._runtime)
-            self._entered(held, entry, caller)
+            self._entered(held, entry, block, caller)
             caller.hold(held)
         except BaseException:
+            self._own.pop(entry, None)
             attempt.end()
             raise
         return held
 
-    def _entered(self, held: CallerLease, entry: object, caller: Caller) -> CallerLease:
-        held.entries[entry] = None
-        if caller.kind != "task":  # an asyncio task releases itself what it has acquired
-            for old, its in list(self._own.items()) if self._own else ():
-                if old not in its.entries:
-                    self._own.pop(old, None)
-            self._own[entry] = held
+    def _refuse_to_wait(self, caller: Caller, lock: Lock, timeout: float | None) -> None:
+        """Raise an error if the caller would wait for itself, or warn if it may do so for ever."""
+        caller.refuse_to_wait(lock)
+        if timeout is None and (hint := caller.hint(lock)):
+            _warn_of_wait(self.key, caller.thread.name + caller.label, hint)
+
+    def _entered(self, held: CallerLease, entry: object, block: int, caller: Caller) -> CallerLease:
+        for old, (its, _) in list(self._own.items()) if self._own else ():
+            if old not in its.entries:  # released by another lock object
+                self._own.pop(old, None)
+        if block or caller.kind != "task":
+            self._own[entry] = held, block
+        held.entries[entry] = block
         return held
 
-    def _take_alone(self, *, blocking: bool, timeout: float | None) -> CallerLease | Conflict:
-        """Take the lock where no ``with`` block does."""
-        if self._options.lock_on_lost != "warn" and "lock_on_lost" in self._stated:
+    def _refuse_to_interrupt(self, block: int) -> None:
+        """Raise an error if ``on_lost`` could interrupt nothing here."""
+        remedy = refusal()
+        if not block and "lock_on_lost" in self._stated:
             remedy = "it interrupts the body of a `with` block, and nothing else: use one"
+        if remedy:
             raise self._refusal("on_lost", self._options.lock_on_lost, remedy)
-        return self._take(object(), blocking=blocking, timeout=timeout)
 
     def _refusal(self, option: str, value: object, remedy: str) -> SettingsError:
         return SettingsError(f"lock {self.key!r}", option, value, remedy)
 
     def _not_owner(self) -> NotOwnerError:
         holders = self.holders()
-        hint = current_caller().hint(self._lock_in(self._runtime.process))
+        hint = current_caller().hint(self._lock_here())
         return NotOwnerError(self.key, ", ".join(holder.who for holder in holders), hint)
 
 
@@ -382,32 +441,7 @@ def _warn_of_wait(key: str, thread: str, hint: str) -> None:
     )
 
 
-@lru_cache(THREADS)
-def _described(
-    host: str, pid: int, ident: int | None, thread: str, timeout: float | None
-) -> tuple[str, Mapping[str, Any], str]:
-    """Return the start of the owners' names, and the holder, also as JSON."""
-    holder: About = {"thread": thread, "worker": host, "pid": pid}
-    if timeout is not None:
-        holder["timeout"] = timeout
-    return f"{host}:{pid}:{ident}/", holder, to_json(holder)
-
-
-if not TYPE_CHECKING:
-    ReentrantLock.__exit__ = Exit()
-
-
-def _an_event_loop_runs() -> bool:
-    asyncio: Any = sys.modules.get("asyncio")
-    running = getattr(asyncio, "_get_running_loop", None)  # missing during an import
-    if running is not None and running() is not None:
-        return True
-    trio: Any = sys.modules.get("trio.lowlevel")
-    current_task = getattr(trio, "current_task", None)
-    if current_task is None:
-        return False
-    try:
-        current_task()
-    except RuntimeError:  # trio does not run in this thread
-        return False
-    return True
+def _note(exc: BaseException, text: str) -> None:
+    """Add a note, like ``BaseException.add_note`` of Python 3.11."""
+    notes: list[str] = getattr(exc, "__notes__", [])
+    exc.__notes__ = [*notes, text]  # type: ignore[attr-defined]

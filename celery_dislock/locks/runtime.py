@@ -19,13 +19,13 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
-from celery_dislock.config.settings import ResolvedOptions, app_settings
+from celery_dislock.config.plain import plain_options
+from celery_dislock.config.settings import app_settings
 from celery_dislock.config.urls import lock_server
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.locks.interruption import patched_by
+from celery_dislock.locks.channel import Channel, Watcher, nothing
+from celery_dislock.locks.interruption import is_pool_process, patched_by
 from celery_dislock.locks.lock import Lock
-from celery_dislock.locks.observer import Observer, nothing
-from celery_dislock.locks.running import is_pool_process
 from celery_dislock.locks.watchdog import FLUSH_WITHIN, Watchdog
 from celery_dislock.servers.bridge import current_call, in_thread, run_on_loop, wait_for
 from celery_dislock.servers.connections import Outage
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.config.plain import Plain
     from celery_dislock.config.settings import AppSettings
     from celery_dislock.exceptions import StoreError
     from celery_dislock.servers.replies import Turn
 
 TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
 QUICK = 0.25  # seconds; a command is sent three times at most
+PLAIN_MOST = 1000  # sets of options that are kept: somebody may compute a timeout each time
 DAMAGED_MOST = 1000  # damaged locks that a process remembers as reported
 
 
@@ -62,7 +64,6 @@ class Runtime(Generic[P]):
             a plain :class:`Process`.
 
     Attributes:
-        resolved: Options of locks in plain Python that were resolved before.
         unawaited_by: Who does not await the bodies of tasks here: a worker's pool; None: it does.
     """
 
@@ -74,7 +75,9 @@ class Runtime(Generic[P]):
         self._conf = conf
         self._make_process = make_process or cast("Callable[..., P]", Process)
         self._by_pid: dict[int, P] = {}
-        self.resolved = ResolvedOptions()
+        # Options of locks in plain Python, by what was given, and the settings that they follow.
+        # Replaced as one, so that no thread finds the options of other settings.
+        self._plain: tuple[object, int, dict[str, Any], dict[Any, Plain]] = (None, 0, {}, {})
         self.unawaited_by: str | None = "no worker"
 
     @property
@@ -96,6 +99,31 @@ class Runtime(Generic[P]):
     def settings(self) -> AppSettings:
         """The checked settings of the app."""
         return app_settings(self._conf())
+
+    def plain(self, key: object, given: Mapping[str, Any], on_lost: str) -> Plain:
+        """
+        Return the checked options of a lock in plain Python; see :func:`plain_options`.
+
+        They are kept while the settings stay the same: reading every setting takes longer than a
+        round trip to the lock server.
+        """
+        conf: Any = self._conf()
+        # Of Celery's: what was set since it was loaded, and the layers below, to which apps add.
+        changes, layers = getattr(conf, "changes", conf), len(getattr(conf, "maps", ()))
+        of, over, after, kept = self._plain
+        if of is not conf or over != layers or after != changes:
+            kept = {}
+            self._plain = (conf, layers, dict(changes), kept)
+        asked: Any = on_lost
+        if given:  # True is no number, though it equals one
+            asked = (on_lost, *[(name, value.__class__, value) for name, value in given.items()])
+        try:
+            return kept[asked]
+        except (KeyError, TypeError):  # TypeError: an option that cannot be used, such as a list
+            plain = plain_options(f"lock {key!r}", given, conf, on_lost)
+            if len(kept) < PLAIN_MOST:
+                kept[asked] = plain
+            return plain
 
     @property
     def process(self) -> P:
@@ -136,15 +164,34 @@ class Runtime(Generic[P]):
                 self.process.watchdog.hurry()
             raise
 
-    def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
-        """Make the lock of these keys; no round trip."""
+    def lock(
+        self,
+        keys: Sequence[str],
+        options: TaskOptions,
+        store: Store | None = None,
+        *,
+        fair: bool = True,
+    ) -> Lock:
+        """
+        Make the lock of these keys; no round trip.
+
+        Args:
+            keys: See :class:`celery_dislock.locks.lock.Lock`, as for the others.
+            options: How it is taken and kept.
+            store: The store of the caller; None: it is looked up.
+            fair: False: pass those who wait in line.
+        """
         process = self.process
-        return Lock(keys, self.lock_names(keys), options, process.store_here, process.watchdog)
+        store = process.store_here if store is None else store
+        return Lock(keys, self.lock_names(keys), options, store, process.watchdog, fair)
 
     def lock_names(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Return the locks' names in Redis; the braces keep a lock in one slot of a cluster."""
-        prefix = self.settings.dislock_prefix
-        return tuple([f"{prefix}:{{{key}}}" for key in keys])
+        return tuple(map(self._name, keys))
+
+    @cached_property
+    def _name(self) -> Callable[[str], str]:
+        return f"{self.settings.dislock_prefix}:{{{{{{}}}}}}".format
 
 
 class Process:
@@ -160,12 +207,12 @@ class Process:
     Attributes:
         settings: The argument of that name.
         loop_store: The store that the watchdog's loop alone uses beside greenlets, else *store*.
-        observer: What is told of the locks of this process.
-        observer_type: Its class; the plugin sets it.
+        channel: Is told what happens to the locks of this process.
+        watchers: Make the watchers of a process; the plugin sets them.
         watchdog_type: The class of the watchdog; the test kit sets it.
     """
 
-    observer_type: ClassVar[type[Observer]] = Observer
+    watchers: ClassVar[tuple[Callable[[Any], Watcher], ...]] = ()
     watchdog_type: ClassVar[type[Watchdog]] = Watchdog
 
     def __init__(
@@ -197,12 +244,13 @@ class Process:
         self._outage = Outage()
         self._damaged: set[str] = set()
         self._counter = count(1)
-        self.observer = self.observer_type(self)
+        self.channel = Channel()
+        self.channel.watchers = [make(self) for make in self.watchers]
         self.watchdog = self.watchdog_type(
             self.loop_store,
             beside_greenlets=bool(self._patched),
             asks=settings.dislock_renew_for_stalled and is_pool_process(),
-            observer=self.observer,
+            channel=self.channel,
         )
         _living.add(self)
 
@@ -261,8 +309,8 @@ class Process:
         """Stop the watchdog, and close the connections that are not in use."""
         watched = len(self.watchdog)
         self.watchdog.stop()
-        self.observer.wake = nothing  # a lock that is released later must not start it again
-        self.observer.finish()
+        self.channel.wake = nothing  # a lock that is released later must not start it again
+        self.channel.finish()
         quick = self.__dict__.pop("quick_store", None)
         if quick is not None:
             quick.close()

@@ -25,15 +25,13 @@ import time
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from math import inf
 from typing import TYPE_CHECKING
 
-from celery_dislock.clock import monotonic
+from celery_dislock.clock import FOREVER, monotonic
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.locks.channel import Channel
 from celery_dislock.locks.lease import GONE_WHEN_RENEWED, End
 from celery_dislock.locks.loop import Loop
-from celery_dislock.locks.observer import Observer
-from celery_dislock.locks.reports import Reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -72,13 +70,13 @@ class Watchdog(Loop):
         beside_greenlets: The store belongs to the thread alone, and reports are made in a greenlet.
         asks: Ask the server about a lease in which the trust has ended while this process did not
             run, because another process may have renewed it.
-        observer: What is told of the leases, and run by the thread; None: nobody.
+        channel: Is told of the leases; its watchers do their work in the thread.  None: a new one.
 
     Attributes:
         asks: The argument of that name.
         failures: Batches of renewals that have failed in a row.
         uncleared: Late releases by owner, each with the time after which it is not retried.
-        reports: Reports what happens to leases, to the observer among others.
+        channel: The argument of that name.
     """
 
     def __init__(
@@ -89,16 +87,16 @@ class Watchdog(Loop):
         threaded: bool = True,
         beside_greenlets: bool = False,
         asks: bool = False,
-        observer: Observer | None = None,
+        channel: Channel | None = None,
     ) -> None:
         self._store = store
         self.asks = asks
         self.failures = 0
         self._clears_at = 0.0
         super().__init__(clock=clock, threaded=threaded, beside_greenlets=beside_greenlets)
-        self.reports = Reports(observer or Observer())
-        self.reports.observer.wake = self._wake_for_work
-        # The time of an outage is needed for leases, so the observer waits while renewals fail.
+        self.channel = channel or Channel()
+        self.channel.wake = self._wake_for_work
+        # The time of an outage is needed for leases, so the watchers wait while renewals fail.
         self.steps = (
             (self._renewal_due, self._renew_due),
             (self._clearing_due, self._clear),
@@ -150,7 +148,7 @@ class Watchdog(Loop):
         now = self.clock()
         if not self.uncleared:
             self._clears_at = now + CLEAR_EVERY
-        until = inf if late.ending.ticket else now + max(CLEAR_FOR, timeout)
+        until = FOREVER if late.ending.ticket else now + max(CLEAR_FOR, timeout)
         self.uncleared[late.owner] = late, until
         self.wake(self._clears_at)
 
@@ -191,7 +189,7 @@ class Watchdog(Loop):
         return max(lease.trusted_until, self._leases.get(lease, 0.0))
 
     def _renewal_due(self) -> float:
-        return min((one.due or one.trusted_until for one in self), default=inf)
+        return min((one.due or one.trusted_until for one in self), default=FOREVER)
 
     def _renew_due(self, now: float) -> None:
         """Report the leases that are over, and renew the most urgent ones that are due."""
@@ -227,13 +225,13 @@ class Watchdog(Loop):
                 if options.lock_expire is None
                 else f"its fixed expiry of {options.lock_expire:g} s ran out"
             )
-            return self.reports.lost
+            return self.channel.lost
         if lease.caller_ended is not None and lease.caller_ended():
             lease.end = End.ABANDONED
-            return self.reports.abandoned
+            return self.channel.abandoned
         if lease.due is not None and 0 < options.max_renew_times <= lease.renewals:
             lease.capped = True
-            return self.reports.capped
+            return self.channel.capped
         return None
 
     def _renew(self, batch: Sequence[Lease]) -> None:
@@ -281,9 +279,9 @@ class Watchdog(Loop):
             if not answer:
                 del self._leases[lease]
                 lease.lose(GONE_WHEN_RENEWED)
-                return self.reports.lost
+                return self.channel.lost
             lease.extend(sent_at)
-            return self.reports.renewed
+            return self.channel.renewed
 
     def _retry_at(self, lease: Lease, sent_at: float) -> float:
         """Return when to try again; the time that the try has waited for a reply is pause, too."""
@@ -312,7 +310,7 @@ class Watchdog(Loop):
                 self.report(report, lease)
 
     def _clearing_due(self) -> float:
-        return self._clears_at if self.uncleared else inf
+        return self._clears_at if self.uncleared else FOREVER
 
     def _clear(self, now: float) -> None:
         """Send one batch of late releases."""
@@ -336,7 +334,7 @@ class Watchdog(Loop):
             self.wake(due)
 
     def _work_due(self) -> float:
-        return inf if self.failures and self._leases else self.reports.observer.due_at()
+        return FOREVER if self.failures and self._leases else self.channel.due_at()
 
     def _work(self, now: float) -> None:  # noqa: ARG002 -- a step
-        self.ask("running the observer", WITHIN_OTHERS, self.reports.observer.run)
+        self.ask("running telemetry", WITHIN_OTHERS, self.channel.run)

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.locks.attempt import Attempt
-    from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.lease import Attempt, Lease
     from celery_dislock.locks.lock import Lock
     from celery_dislock.servers.reservations import Reservation, Reservations
 

@@ -35,9 +35,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from celery_dislock.clock import FOREVER
 from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.channel import nothing
 from celery_dislock.locks.loop import mutex
-from celery_dislock.locks.observer import FOREVER, nothing
 from celery_dislock.operating.metrics import BUCKETS, COUNTED, MICROSECONDS, PARTS, SUM
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import counts_of, index_of_counts

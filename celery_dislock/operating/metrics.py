@@ -1,6 +1,7 @@
 """The metrics: what each is called, what it says, and where it comes from.
 
-A row of :data:`METRICS` is all that a metric needs, beside a call of the observer that counts it.
+A row of :data:`METRICS` is all that a metric needs, beside the line of
+:mod:`celery_dislock.operating.telemetry` that counts it.
 Counters and histograms are counted by the processes; see
 :mod:`celery_dislock.operating.counting`.  Gauges are read from the locks when somebody asks; see
 :mod:`celery_dislock.operating.web.metrics`.  OpenTelemetry has instruments for all that is counted.

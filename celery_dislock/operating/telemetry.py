@@ -1,10 +1,10 @@
-"""What is counted, traced and sent as an event: the observer of a process.
+"""What is counted, traced and sent as an event: the watcher of a process's locks.
 
 This package never imports OpenTelemetry.  If the application has, the span that is current when a
 task's guard is entered, such as the one of Celery's instrumentor, gets attributes and events.
 
-A defect here must not disturb a lock: it is logged, and the lock goes on.  Where nobody asked for
-metrics and no span records, a lock costs a check of that for each call, and no more.
+If nobody asked for metrics and no span has recorded here yet, the channel tells of losses, caps and
+outages only.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import logging
 import sys
 from collections import deque
 from contextlib import closing
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
 
-from celery_dislock.locks.interruption import THROWN
-from celery_dislock.locks.observer import FOREVER, Observer
-from celery_dislock.locks.running import is_pool_process
+from celery_dislock.clock import FOREVER
+from celery_dislock.locks.channel import Watcher
+from celery_dislock.locks.interruption import is_pool_process
+from celery_dislock.locks.lease import GONE, End
 from celery_dislock.messages.events import send
 from celery_dislock.operating.counting import SPOKEN, Counters
 from celery_dislock.scripts import COUNT
+from celery_dislock.servers.records import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.locks.attempt import Attempt
-    from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.lease import Attempt, Conflict, Lease
     from celery_dislock.locks.runtime import Process
 
 WITHIN = 0.5  # seconds to wait for a reply of the lock server, in the watchdog's loop
@@ -37,33 +38,6 @@ LAST_WITHIN = 1.0  # the same at the end of the process, on a new connection
 EVENTS_MOST = 100  # that wait for the loop; then the oldest is dropped
 
 logger = logging.getLogger("celery_dislock")
-
-
-def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Log what a method raises, but for what a signal handler raises in the middle of it."""
-
-    @wraps(method)
-    def call(self: Telemetry, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except THROWN:
-            raise
-        except Exception:
-            logger.exception("Unexpected error in telemetry; locks are not affected.")
-
-    return call
-
-
-def _of_a_lock(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a harmless method if anything is counted or traced."""
-    careful = _harmless(method)
-
-    @wraps(method)
-    def call(self: Telemetry, about: Attempt | Lease, *args: Any, **kwargs: Any) -> None:
-        if self.counters is not None or about.trace is not None:
-            careful(self, about, *args, **kwargs)
-
-    return call
 
 
 def current_span() -> Any:
@@ -87,25 +61,30 @@ def _event(span: Any, name: str, **attributes: str | float) -> None:
         span.add_event(SPOKEN + name, about)
 
 
-class Telemetry(Observer):
+class Telemetry(Watcher):
     """
     Counts what happens to the locks of one process, and tells it to spans and monitors.
 
     Args:
-        process: The process.
+        process: The process; its channel tells this of its locks.
 
     Attributes:
         counters: What was counted; None: nobody asked for metrics.
     """
 
     def __init__(self, process: Process) -> None:
-        super().__init__(process)
+        self.process = process
+        self._channel = process.channel
         self.counters: Counters | None = None
         self._unsent = False  # and that was logged
         self._events: deque[Callable[[], None]] = deque(maxlen=EVENTS_MOST)
         if process.settings.dislock_metrics:
             self.counters = Counters(process.settings.dislock_prefix, self._send_last)
-            self.counters.wake = lambda: self.wake()  # noqa: PLW0108 -- the watchdog sets it later
+            self.counters.wake = self._wake
+            self._channel.watched = True
+
+    def _wake(self) -> None:
+        self._channel.wake()  # the watchdog sets it later
 
     def _send_last(self, calls: Sequence[Any]) -> list[Any]:
         with closing(self.process.new_store(LAST_WITHIN)) as store:
@@ -118,12 +97,12 @@ class Telemetry(Observer):
         if self.counters is not None:
             self.counters.add(what, holder, outcome, value)
 
-    @_harmless
-    def begin(self) -> Any:
-        """Return the current span."""
-        return current_span()
+    def begins(self, attempt: Attempt) -> None:
+        """Keep the current span."""
+        attempt.trace = current_span()
+        if attempt.trace is not None:
+            self._channel.watched = True
 
-    @_of_a_lock
     def acquired(self, lease: Lease, how: str, waited: float) -> None:
         """Count a lease."""
         self._count("acquisitions", lease.holder, how)
@@ -132,52 +111,50 @@ class Telemetry(Observer):
         _note(lease.trace, outcome=how, owner=lease.owner, **about)
         _event(lease.trace, "acquired", **about)
 
-    @_of_a_lock
-    def conflict(self, attempt: Attempt, key: str, outcome: str, holder: str) -> None:
+    def resolved(self, attempt: Attempt, conflict: Conflict, outcome: str) -> None:
         """Count a conflict."""
         self._count("conflicts", attempt.holder, outcome)
-        _note(attempt.trace, key=key, outcome=outcome)
-        _event(attempt.trace, "conflict", key=key, outcome=outcome, holder=holder)
+        about = {"key": conflict.key, "outcome": outcome}
+        _note(attempt.trace, **about)
+        _event(attempt.trace, "conflict", **about, holder=in_words(conflict.holder))
 
-    @_of_a_lock
     def unavailable(self, attempt: Attempt, key: str, outcome: str, reason: str) -> None:
         """Count an attempt that the lock server did not answer."""
         self._count("unavailable", attempt.holder, outcome)
         _note(attempt.trace, key=key, outcome="unavailable")
         _event(attempt.trace, "unavailable", key=key, reason=reason)
 
-    @_of_a_lock
     def renewed(self, lease: Lease) -> None:
         """Count a renewal."""
         self._count("renewals", lease.holder)
 
-    @_harmless
-    def capped(self, lease: Lease, action: str) -> None:
+    def capped(self, lease: Lease) -> None:
         """Count a cap that is reached, and send an event."""
         self._count("capped", lease.holder)
         _event(lease.trace, "capped", key=lease.key, renewals=lease.renewals)
+        action = lease.driver.options.lock_on_cap
         about = {"renewals": lease.renewals, "ends_in": lease.remaining, "action": action}
         self._send_event(lease, "task-lock-capped", about)
 
-    @_harmless
-    def lost(self, lease: Lease, action: str, *, gone: bool) -> None:
+    def lost(self, lease: Lease) -> None:
         """Count a loss, and send an event; :meth:`ended` follows."""
-        self._count("lost", lease.holder, "gone" if gone else "expired")
-        self._send_event(lease, "task-lock-lost", {"reason": lease.why_ended, "action": action})
+        reason, action = lease.why_ended, lease.driver.options.lock_on_lost
+        self._count("lost", lease.holder, "gone" if reason in GONE else "expired")
+        self._send_event(lease, "task-lock-lost", {"reason": reason, "action": action})
 
-    @_of_a_lock
-    def ended(self, lease: Lease, end: str, held: float) -> None:
+    def ended(self, lease: Lease) -> None:
         """Count for how long a lease was held."""
+        held, end = lease.held_for, lease.end
         self._count("held", lease.holder, value=held)
-        about: dict[str, str | bool] = {}
-        if end == "lost":
-            about["reason"] = lease.why_ended
-        elif end != "abandoned":
-            end, about["expiring"] = "released", end == "expiring"
-        _event(lease.trace, end, key=lease.key, held=held, **about)
+        if end is End.LOST:
+            _event(lease.trace, "lost", key=lease.key, held=held, reason=lease.why_ended)
+        elif end is End.ABANDONED:
+            _event(lease.trace, "abandoned", key=lease.key, held=held)
+        else:
+            expiring = end is End.EXPIRING
+            _event(lease.trace, "released", key=lease.key, held=held, expiring=expiring)
 
-    @_harmless
-    def message(self, task: str, outcome: str, worker: str = "") -> None:
+    def message(self, task: str, outcome: str, worker: str) -> None:
         """Count a message of a unique task."""
         self._count(
             "messages", {"task": task, "worker": worker or f"sender@{self.process.host}"}, outcome
@@ -192,7 +169,7 @@ class Telemetry(Observer):
         if is_pool_process():
             fields = {"uuid": task_id, **about}
             self._events.append(partial(send, task.app, lease.holder["worker"], type_, fields))
-            self.wake()
+            self._wake()
             return
         from celery.worker import state  # noqa: PLC0415 -- other processes have none
 
@@ -220,7 +197,6 @@ class Telemetry(Observer):
                 logger.warning(text, error)
             self._unsent = error is not None
 
-    @_harmless
     def finish(self) -> None:
         """Send what is left to count."""
         if self.counters is not None:

@@ -18,8 +18,8 @@ from uuid import uuid4
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import owners_start
-from celery_dislock.locks.attempt import PARKED as PARKED_BEFORE
-from celery_dislock.locks.attempt import Conflict
+from celery_dislock.locks.lease import PARKED as PARKED_BEFORE
+from celery_dislock.locks.lease import Conflict
 from celery_dislock.messages.headers import (
     LEFT,
     SINCE,

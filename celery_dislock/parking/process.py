@@ -95,6 +95,8 @@ def runtime_of(app: Celery) -> Runtime[ParkingProcess]:
     try:
         runtime: Runtime[ParkingProcess] = app.__dict__["_dislock_runtime"]
     except KeyError:
-        new = Runtime(lambda: app.conf, partial(ParkingProcess, publisher=Publisher(app)))
+        new = Runtime(
+            partial(getattr, app, "conf"), partial(ParkingProcess, publisher=Publisher(app))
+        )
         runtime = app.__dict__.setdefault("_dislock_runtime", new)
     return runtime

@@ -10,7 +10,6 @@ left as it is.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.parking.store import FIRST
+from celery_dislock.servers.records import describe, written
 from celery_dislock.servers.replies import Granted
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Sweep:
         self._clock = clock
         self._name = name
         self._owner = process.owner_name(f"{worker}:{process.pid}/")
-        self._holder = json.dumps({"task": "sweep", "worker": worker, "pid": process.pid})
+        self._holder = written(describe({"task": "sweep"}, worker, process.pid, None))
         self._every = every
         self._looks_first = looks_first
         self.tell: Callable[[Mapping[str, str]], None] = lambda _replaced: None

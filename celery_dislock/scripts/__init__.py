@@ -13,16 +13,12 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
 from celery_dislock.scripts.files import read_lua
 
 NUMBER = re.compile(r"^local TAKE_UP_MS = (\d+)", re.MULTILINE)
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    Argument = str | bytes | float
+TIMES = 100  # times whose conversion is remembered: those of settings, mostly
 
 
 @dataclass(frozen=True)
@@ -37,14 +33,6 @@ class Script:
         """Read a script of this package, with its includes; *within* another, around it."""
         text = read_lua(name, within)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
-
-    def by_digest(self, keys: Sequence[Argument], *arguments: Argument) -> tuple[Argument, ...]:
-        """Return the command that runs the script if the server has cached it."""
-        return (b"EVALSHA", self.sha, len(keys), *keys, *arguments)
-
-    def by_text(self, keys: Sequence[Argument], *arguments: Argument) -> tuple[Argument, ...]:
-        """Return the command that sends and runs the script; the server then caches it."""
-        return (b"EVAL", self.text, len(keys), *keys, *arguments)
 
 
 ACQUIRE = Script.load("acquire")
@@ -89,6 +77,7 @@ NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
 TAKE_UP_MS = int(NUMBER.findall(read_lua("_record"))[0])
 
 
-def milliseconds(seconds: float) -> int:
-    """Convert seconds to milliseconds, rounded up so that no lease ends early."""
-    return -int(-seconds * 1000 // 1)
+@lru_cache(TIMES)
+def milliseconds(seconds: float) -> str:
+    """Write seconds as milliseconds, rounded up so that no lease ends early."""
+    return str(-int(-seconds * 1000 // 1))

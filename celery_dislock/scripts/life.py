@@ -25,8 +25,9 @@ from celery_dislock.scripts.names import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from celery_dislock.scripts import Argument, Script
+    from celery_dislock.scripts import Script
 
+    Argument = str | bytes | float
     Step = tuple[Script, list[str], tuple[Argument, ...]]  # with keys and arguments
 
 TTL_MS = 60_000  # of most keys, if nobody deletes them

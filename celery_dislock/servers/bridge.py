@@ -12,14 +12,25 @@ Source: SQLAlchemy has run its blocking core on event loops in this way since ve
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+try:
+    from greenlet import getcurrent, greenlet
+except ImportError:  # it is an extra, and what gevent and eventlet stand on
+    greenlet: Any = None  # type: ignore[no-redef]
+
+    def getcurrent() -> Any:
+        """Return None: nobody uses greenlets in this process."""
+
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+#: Returns the greenlet that runs here; None: there is no greenlet in this process.
+current_greenlet: Callable[[], Any] = getcurrent
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,19 +83,6 @@ class Call:
             del error
 
 
-def _nobody() -> Any:
-    return None
-
-
-_getcurrent: Callable[[], Any] = _nobody  # greenlet's own from the first call on
-
-
-def current_greenlet() -> Any:
-    """Return the greenlet that runs here; None: nobody uses greenlets in this process."""
-    # The module, or its function while it is imported, may be missing.
-    return getattr(sys.modules.get("greenlet"), "getcurrent", _nobody)()
-
-
 def call_of(greenlet: Any) -> Call | None:
     """Return the call that a greenlet runs; None: it runs none."""
     return getattr(greenlet, "dislock_call", None)
@@ -92,7 +90,7 @@ def call_of(greenlet: Any) -> Call | None:
 
 def current_call() -> Call | None:
     """Return the call that runs here; None: this code does not run for an event loop."""
-    return getattr(_getcurrent(), "dislock_call", None)
+    return getattr(current_greenlet(), "dislock_call", None)
 
 
 async def run_on_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -132,11 +130,12 @@ def run_at_once(function: Callable[[], T]) -> T:
 
 def _begin(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Call]:
     """Call a function in a greenlet, until it has ended or waits; return both."""
+    require_greenlet()
     task = task_here()
     call = Call(task, task.get_loop())
     idle = _idle.greenlets
-    runs = idle.pop() if idle else greenlet_module().greenlet(_run_calls)
-    here = _getcurrent()
+    runs = idle.pop() if idle else greenlet(_run_calls)
+    here = current_greenlet()
     runs.parent, runs.dislock_call = here, call
     runs.gr_context = here.gr_context  # context variables are those of the task
     runs.switch(function, args, kwargs)
@@ -155,7 +154,7 @@ _idle = _Idle()
 
 def _run_calls(*called: Any) -> None:
     """Run one call after the other; a greenlet ends with its thread."""
-    here = _getcurrent()
+    here = current_greenlet()
     while True:
         here.dislock_call.run(*called)
         called, here.dislock_call, here.gr_context = (), None, None  # nothing is kept alive
@@ -171,7 +170,7 @@ def wait_for(waits_for: Awaitable[T]) -> T:
         ConnectionError: No call of :func:`run_on_loop` runs here.
         BaseException: What has stopped the call.
     """
-    here = _getcurrent()
+    here = current_greenlet()
     call = call_of(here)
     if call is None or call.stopped_by is not None:
         if isinstance(waits_for, Coroutine):
@@ -225,17 +224,12 @@ def in_thread(function: Callable[..., None], *args: Any) -> None:
     wait_for(asyncio.to_thread(function, *args))
 
 
-def greenlet_module() -> Any:
+def require_greenlet() -> None:
     """
-    Return the module :mod:`greenlet`.
+    Check that functions can be run on an event loop.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: greenlet is not installed.
     """
-    try:
-        import greenlet  # noqa: PLC0415 -- an extra
-    except ImportError as exc:
-        raise ImportError(REMEDY) from exc
-    global _getcurrent  # noqa: PLW0603 -- looked up at each step
-    _getcurrent = greenlet.getcurrent
-    return greenlet
+    if greenlet is None:
+        raise ImportError(REMEDY)

@@ -36,6 +36,8 @@ from celery_dislock.redaction import Ours, reason_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from celery_dislock.scripts import Script
+
     Command = tuple[str | bytes | float, ...]
     # Given the seconds to find the server; None: the timeout in the options.
     Connect = Callable[[float | None], redis.Connection]
@@ -62,10 +64,25 @@ AROUND = re.compile(
 # Part of the error of a script that misses a key because the slot is being moved.
 ON_ANOTHER_NODE = "attempted to access a non local key"
 
-NUMBERS = (int, float)  # types of what is packed as text
+NUMBERS = {int, float, bool}  # types of what is packed as text
 
 # Errors which mean that the server is away: redis-py's, and an OSError that redis-py passes on.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
+
+
+def by_digest(script: Script, keys: Sequence[str], *arguments: str | bytes | float) -> Command:
+    """Return the command that runs a script if the server has cached it."""
+    return (b"EVALSHA", script.sha, str(len(keys)), *keys, *arguments)
+
+
+def by_text(script: Script, keys: Sequence[str], *arguments: str | bytes | float) -> Command:
+    """Return the command that sends and runs a script; the server then caches it."""
+    return with_text(by_digest(script, keys, *arguments), script)
+
+
+def with_text(command: Command, script: Script) -> Command:
+    """Return what :func:`by_text` returns, given what :func:`by_digest` has returned."""
+    return (b"EVAL", script.text, *command[2:])
 
 
 def packed(command: Command) -> bytes:
@@ -74,14 +91,16 @@ def packed(command: Command) -> bytes:
 
     hiredis 3.5 can crash the process if a signal handler raises while hiredis packs an int.
     """
-    parts: Any = [str(part) if isinstance(part, NUMBERS) else part for part in command]
-    sent: bytes = hiredis.pack_command(tuple(parts))
+    if not NUMBERS.isdisjoint(map(type, command)):  # mostly they were written as text before
+        command = tuple([str(part) if type(part) in NUMBERS else part for part in command])
+    parts: Any = command
+    sent: bytes = hiredis.pack_command(parts)
     return sent
 
 
 def send(connection: redis.Connection, *command: str | bytes | float) -> None:
     """Send a command on a connection, which connects first if it is not connected."""
-    connection.send_packed_command([packed(command)], check_health=False)
+    connection.send_packed_command((packed(command),), check_health=False)
 
 
 class _Packer:
@@ -91,7 +110,7 @@ class _Packer:
         self._pack = packer.pack
 
     def pack(self, *command: Any) -> Any:
-        return self._pack(*[str(part) if isinstance(part, NUMBERS) else part for part in command])
+        return self._pack(*[str(part) if part.__class__ in NUMBERS else part for part in command])
 
 
 def blocking_connection(
@@ -168,20 +187,22 @@ class Wire:
         self._closed = False
 
     def start(
-        self, command: Command, before: Command | None = None, within: float | None = None
+        self, command: Command, *, asking: bool = False, within: float | None = None
     ) -> redis.Connection:
         """
         Send a command; :meth:`finish` reads the reply.
 
         Args:
             command: The command.
-            before: A command to send first, whose reply is read and dropped.
+            asking: See :meth:`send`.
             within: Seconds to connect if no connection is idle; None: the timeout in the options.
 
         Returns:
             The connection, for :meth:`finish`.
         """
-        return self.send(self.connected(within), command, before)
+        connection = self.connected(within)
+        self.send(connection, command, asking=asking)
+        return connection
 
     def connected(self, within: float | None = None) -> redis.Connection:
         """
@@ -204,19 +225,23 @@ class Wire:
             raise
         return connection
 
-    def send(
-        self, connection: redis.Connection, command: Command, before: Command | None = None
-    ) -> redis.Connection:
-        """Send a command on this connection, after *before*; see :meth:`start`."""
+    def send(self, connection: redis.Connection, command: Command, *, asking: bool = False) -> None:
+        """
+        Send a command on this connection.
+
+        Args:
+            connection: What :meth:`connected` has returned.
+            command: The command.
+            asking: Send ASKING first: its slot is being moved to this node of a cluster.
+        """
         try:
-            if before:
-                send(connection, *before)
+            if asking:
+                send(connection, b"ASKING")
                 connection.read_response()
-            connection.send_packed_command([packed(command)], check_health=False)
+            connection.send_packed_command((packed(command),), check_health=False)
         except BaseException:
             close(connection)
             raise
-        return connection
 
     def finish(
         self,

@@ -28,11 +28,14 @@ from celery_dislock.servers.connections import (
     BLOCKING,
     Answered,
     Wire,
+    by_digest,
+    by_text,
     close,
     connect_within,
     locks_of,
     send,
     store_error,
+    with_text,
 )
 from celery_dislock.servers.pipeline import Batch
 from celery_dislock.servers.server import Member, Server
@@ -116,15 +119,13 @@ class Node(Server):
             arguments: Arguments of the script.
             asking: Send ASKING first: the slot is being moved to this node of a cluster.
         """
-        before = (b"ASKING",) if asking else None
-        then = self._await_replicas if self.min_replicas and script in GRANT else None
-        undo: Callable[[], Command] | None = None
+        undo = None
         if script is scripts.ACQUIRE:
-            undo = partial(scripts.RELEASE.by_text, keys, arguments[0], 0)
-        command = script.by_digest(keys, *arguments)
-        text = partial(script.by_text, keys, *arguments)
+            undo = partial(by_text, scripts.RELEASE, keys, arguments[0], 0)
         try:
-            return self._exchange(command, text, before=before, then=then, undo=undo)
+            return self._exchange(
+                by_digest(script, keys, *arguments), script, asking=asking, undo=undo
+            )
         except DamagedLockError as exc:
             exc.reason = self._wrong_kind(keys) or exc.reason
             exc.args = (exc.server, exc.reason, exc.lock)
@@ -148,13 +149,13 @@ class Node(Server):
     def _exchange(
         self,
         command: Command,
-        text: Callable[[], Command] | None = None,
+        script: Script | None = None,
         *,
-        before: tuple[bytes, ...] | None = None,
-        then: Callable[[redis.Connection, Any], None] | None = None,
+        asking: bool = False,
         undo: Callable[[], Command] | None = None,
     ) -> tuple[Any, bool]:
-        """Send a command, and again if its reply is lost; *text*: if its script is not known."""
+        """Send a command, and again if its reply is lost; *script*: what it runs by its digest."""
+        then = self._await_replicas if self.min_replicas and script in GRANT else None
         sent = self._resends == 0  # then the caller resends, and may have sent it before
         attempt = 0
         while True:
@@ -162,12 +163,12 @@ class Node(Server):
             try:
                 connection = self._wire.connected()
                 resent, sent = sent and attempt > 0, True
-                self._wire.send(connection, command, before)
+                self._wire.send(connection, command, asking=asking)
                 return self._wire.finish(connection, then, undo=undo), resent
             except NoScriptError as exc:
-                if text is None:
+                if script is None:
                     raise self._error(exc) from None
-                command, text = text(), None
+                command, script = with_text(command, script), None
             except _TooFewReplicas:
                 raise
             except AWAY as exc:
@@ -228,10 +229,9 @@ class Node(Server):
         Raises:
             StoreError: No reply arrived, or the reply is an error.  An element may have been taken.
         """
-        before = (b"ASKING",) if asking else None
         waits = False
         try:
-            connection = self._wire.start((b"BLPOP", key, seconds), before)
+            connection = self._wire.start((b"BLPOP", key, seconds), asking=asking)
             # As the socket's timeout: to look for a reply before reading it would cost 20 us.
             _set_patience(connection, seconds)
             waits = True

@@ -24,7 +24,15 @@ from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.connecting import connection_maker
-from celery_dislock.servers.connections import BLOCKING, Silence, Wire, locks_of, store_error
+from celery_dislock.servers.connections import (
+    BLOCKING,
+    Silence,
+    Wire,
+    by_digest,
+    by_text,
+    locks_of,
+    store_error,
+)
 from celery_dislock.servers.pipeline import LEAST, Batch, ask_all, ask_each
 from celery_dislock.servers.server import Member
 
@@ -241,7 +249,7 @@ class Peers:
         Returns:
             The reply of each server or a StoreError, in the order of the servers.
         """
-        first, again = script.by_digest(keys, *arguments), script.by_text(keys, *arguments)
+        first, again = by_digest(script, keys, *arguments), by_text(script, keys, *arguments)
         return self._ask(partial(self._run, first, again, undo), within, decides)
 
     def send(self, *command: str | bytes | int, within: float) -> list[Any]:

@@ -17,11 +17,13 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.connections import (
     AWAY,
+    by_digest,
     close,
     connect_within,
     packed,
     read,
     store_error,
+    with_text,
 )
 
 if TYPE_CHECKING:
@@ -224,10 +226,9 @@ def ask_all(
 def _send_all(
     connection: redis.Connection, script: Script, calls: Sequence[Call], *, bring: bool = False
 ) -> None:
-    commands = [script.by_digest([key], *arguments) for key, *arguments in calls]
+    commands = [by_digest(script, [str(key)], *arguments) for key, *arguments in calls]
     if bring:
-        key, *arguments = calls[0]
-        commands[0] = script.by_text([key], *arguments)
+        commands[0] = with_text(commands[0], script)
     _send_packed(connection, commands)
 
 

@@ -21,7 +21,7 @@ from celery_dislock import scripts
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.servers.connections import BLOCKING, is_answer
+from celery_dislock.servers.connections import BLOCKING, by_text, is_answer
 from celery_dislock.servers.peers import NoReplyError, Peer, Peers, by_majority
 from celery_dislock.servers.server import Server
 from celery_dislock.servers.view import LIMIT_RECORD
@@ -158,11 +158,12 @@ class Quorum(Server):
 
     def _acquire(self, keys: Sequence[str], owner: Any, ttl_ms: Any, *terms: Any) -> list[Any]:
         holder, mode, limit, place_ms, _fair = terms
+        ttl_ms = int(ttl_ms)
         if (mode, limit) != ("x", 1):
             asked = f"mode {mode!r}, limit {limit}"
             raise SettingsError("lock", "dislock_url", asked, ONLY_EXCLUSIVE)
         pause = ATTEMPT_PAUSE
-        if place_ms:  # a waiter asks again anyway
+        if int(place_ms):  # a waiter asks again anyway
             return self._attempt(keys, owner, ttl_ms, holder, self._agree_on_holder)[0]
         for _ in range(ATTEMPTS - 1):
             answer, settled = self._attempt(keys, owner, ttl_ms, holder)
@@ -193,7 +194,7 @@ class Quorum(Server):
             keys,
             *(name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
             within=min(self._patience, ttl * PATIENCE_RATIO),
-            undo=lambda: scripts.RELEASE.by_text(keys, name, 0),
+            undo=lambda: by_text(scripts.RELEASE, keys, name, 0),
             decides=decides,
         )
         answered = [reply for reply in replies if not isinstance(reply, StoreError)]
@@ -228,7 +229,7 @@ class Quorum(Server):
             return ()
         owner, *rest = arguments
         if script in RENEWS:
-            rest[0] += drift(rest[0])
+            rest[0] = int(rest[0]) + drift(int(rest[0]))
         if script is scripts.FREE:  # each server has a token of its own, and the newest was shown
             rest.append(1)
         return (self._names.of(owner), *rest)

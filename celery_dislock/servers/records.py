@@ -1,7 +1,8 @@
 """Read what is stored on a lock server, with limits: anybody who can publish has a part in it.
 
 A holder describes itself in the record of its lease, for messages and tools: :class:`About` has
-the names of all its fields.
+the names of all its fields.  :func:`describe` makes the description, :func:`written` writes it, and
+:func:`holder_of` reads it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ LEADER = "beat"  # the thread that leads several beats
 
 MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
 NAMES = {letter: mode for mode, letter in MODES.items()}
+
+#: Write a holder's description as it is stored.
+written = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class About(TypedDict, total=False):
@@ -52,6 +56,22 @@ class About(TypedDict, total=False):
     paused: bool
     note: str
     unreadable: str
+
+
+def describe(who: About, worker: str | None, pid: int, timeout: float | None) -> About:
+    """
+    Make the description of a holder.
+
+    Args:
+        who: The task, its id and its host; or the thread.
+        worker: Name of the worker; of a thread, its host.
+        pid: The process.
+        timeout: Seconds from a renewal to the end of the lease; None: it is not renewed.
+    """
+    holder: About = {**who, "worker": worker, "pid": pid}
+    if timeout is not None:
+        holder["timeout"] = timeout
+    return holder
 
 
 def in_words(holder: Mapping[str, Any]) -> str:

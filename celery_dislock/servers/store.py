@@ -126,26 +126,23 @@ class Store:
             else (scripts.ACQUIRE_UNIQUE, reservation.begins)
         )
         who = owner, milliseconds(ttl), holder, MODES[terms.mode]
-        how = milliseconds(place), int(terms.fair), *more
-        tokens: list[int] = []
+        how = milliseconds(place), "1" if terms.fair else "0", *more
+        limit, tokens = str(terms.limit), tuple[int, ...]()
         try:
-            for group in [locks] if len(locks) == 1 else self.lock_server.together(locks):
+            for group in (locks,) if len(locks) == 1 else self.lock_server.together(locks):
                 before = len(tokens)
-                limit: int | str
-                if isinstance(terms.limit, int):
-                    limit = terms.limit
-                else:
+                if not isinstance(terms.limit, int):
                     limit = ",".join(map(str, terms.limit[before : before + len(group)]))
                 reply, _ = self.lock_server.exchange(script, group, *who, limit, *how)
                 if reply[0] != scripts.GRANTED:
                     if not place:
                         self._give_back(locks[:before], owner)
                     return refusal(reply, before)
-                tokens += map(int, reply[1:])
+                tokens += tuple(map(int, reply[1:]))
         except StoreError:
             self._give_back(locks[: len(tokens)], owner)
             raise
-        return Granted(tuple(tokens))
+        return Granted(tokens)
 
     def _give_back(self, locks: Sequence[str], owner: str) -> None:
         if locks:

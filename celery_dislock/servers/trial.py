@@ -20,7 +20,7 @@ from redis.exceptions import AskError, ClusterDownError, NoScriptError, TryAgain
 
 from celery_dislock.exceptions import ForbiddenError, StoreError
 from celery_dislock.scripts.life import Life
-from celery_dislock.servers.connections import AROUND, Demoted, is_answer
+from celery_dislock.servers.connections import AROUND, Demoted, by_digest, by_text, is_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -211,10 +211,10 @@ class _Trial:
     def _commands(self, *, cached: bool) -> Iterator[tuple[Script | None, Command]]:
         """Yield all commands, with the script that each runs."""
         for script, keys, arguments in self._steps:
-            send = script.by_digest if cached else script.by_text
-            yield script, send(keys, *arguments)
+            send = by_digest if cached else by_text
+            yield script, send(script, keys, *arguments)
         script, keys, _ = self._steps[0]
-        yield script, (script.by_text if cached else script.by_digest)(keys)  # the other way, too
+        yield script, (by_text if cached else by_digest)(script, keys)  # the other way, too
         for command in self._asks:
             yield None, command
         yield None, (b"DEL", *self._keys)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from dataclasses import replace
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from celery.exceptions import Ignore
 
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
-from celery_dislock.locks.attempt import AT_ONCE, PUT_OFF
-from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lease import AT_ONCE, PUT_OFF, Lease
 from celery_dislock.messages.headers import OWNERS_MOST
 from celery_dislock.messages.unrun import put_off
 from celery_dislock.parking.park import Parking, leave_old_line
@@ -22,7 +20,7 @@ from celery_dislock.servers.replies import Replaced
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from celery_dislock.locks.attempt import Conflict
+    from celery_dislock.locks.lease import Conflict
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.parking.process import ParkingProcess
@@ -121,7 +119,7 @@ class Acquisition:
         self._process.lock_server_failed(error)
         choice = self._runtime.settings.dislock_on_unavailable
         attempt = delivery.attempt
-        delivery.lock.observer.unavailable(attempt, key, choice, str(error))
+        delivery.lock.channel.unavailable(attempt, key, choice, str(error))
         if delivery.notes.since is None:
             delivery.notes.since = time.time()
         if choice == "run" and may_run:
@@ -191,6 +189,6 @@ class Acquisition:
         )
         if left_by is None:
             return
-        taken = lock.store.take_over(lock.names, left_by, attempt.owner, json.dumps(attempt.holder))
+        taken = lock.store.take_over(lock.names, left_by, attempt.owner, attempt.holder_json)
         if 0 < taken < len(lock.names):  # the leases are kept all together, or not at all
             lock.abandon(attempt)

@@ -20,10 +20,9 @@ import celery
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry
 
-from celery_dislock import signals
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import shown_id, task_id_of_reserved, task_name
-from celery_dislock.locks.attempt import Conflict
+from celery_dislock.locks.lease import Conflict
 from celery_dislock.messages.message import TaskParked, store_end
 from celery_dislock.messages.unrun import PUT_OFF_FIRST, PUT_OFF_MOST, acknowledge, put_off, skip
 from celery_dislock.parking.store import Bounds
@@ -79,7 +78,7 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
         SettingsError: A callable has returned a value that is not a strategy.
     """
     delivery = asking.delivery
-    signals.lock_conflict.send(sender=delivery.task, conflict=conflict, task_id=delivery.id)
+    delivery.lock.channel.conflict(delivery.task, conflict, delivery.id)
     if is_a_copy(delivery, conflict):
         _count(delivery, conflict, "copy")
         put_off_copy(delivery, conflict)
@@ -94,9 +93,10 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
 
 
 def _count(delivery: Delivery, conflict: Conflict, outcome: str) -> None:
-    """Tell the observer of a conflict, and what becomes of the task."""
-    holder = in_words(conflict.holder)
-    delivery.lock.observer.conflict(delivery.attempt, conflict.key, outcome, holder)
+    """Tell those who watch what becomes of a task whose lock is held."""
+    channel = delivery.lock.channel
+    if channel.watched:
+        channel.resolved(delivery.attempt, conflict, outcome)
 
 
 def _error(delivery: Delivery, conflict: Conflict) -> LockHeldError:
@@ -126,7 +126,7 @@ def _skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
 def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess) -> NoReturn:
     """End a task whose message was replaced by a newer one of its key; raises Ignore."""
     worker = delivery.attempt.holder["worker"] or ""
-    delivery.lock.observer.message(delivery.task.name, "replaced", worker)
+    delivery.lock.channel.message(delivery.task.name, "replaced", worker)
     newer = task_id_of_reserved(replaced.by)
     reason = f"a newer message of key {delivery.lock.key!r} replaces it: task {plain(newer)}"
     try:

@@ -19,7 +19,7 @@ from celery.exceptions import TimeoutError as CeleryTimeoutError
 from celery_dislock.exceptions import NoResultError, StoreError
 from celery_dislock.keys.names import shown_id, task_id_of_reserved
 from celery_dislock.keys.templates import key_of
-from celery_dislock.locks.attempt import current
+from celery_dislock.locks.lease import current
 from celery_dislock.parking.park import PARKED
 
 if TYPE_CHECKING:

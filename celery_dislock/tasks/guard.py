@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -17,9 +18,10 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
 from celery_dislock.keys.templates import in_order
-from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import CallerLease, current_caller
-from celery_dislock.locks.running import Running, StopTask
+from celery_dislock.locks.channel import TRACING
+from celery_dislock.locks.interruption import Running, StopTask
+from celery_dislock.locks.lease import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.messages.delivery import Delivery, Outbox
 from celery_dislock.messages.headers import Notes, own_turn, reservation_of
 from celery_dislock.messages.unrun import skip
@@ -27,6 +29,7 @@ from celery_dislock.parking.identity import DRAINED, ELSEWHERE
 from celery_dislock.parking.park import leave_old_line
 from celery_dislock.scripts.names import moved_to
 from celery_dislock.servers.bridge import wait_for
+from celery_dislock.servers.records import describe
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts
@@ -224,12 +227,11 @@ class Guard:
         lease = self._take(delivery, copies)
         delivery.began = True
         delivery.outbox = Outbox()
-        caller, held, outcome = current_caller(), None, COMES_AGAIN
-        if lease is not None:
-            held = CallerLease(delivery.lock, lease, execution=True)
+        caller, outcome = current_caller(), COMES_AGAIN
+        begun = len(caller.leases)
         try:
-            if held is not None:
-                caller.hold(held)
+            if lease is not None:
+                caller.hold(CallerLease(delivery.lock, lease, execution=True))
             result = self._run_body(lease, body)
             if hasattr(type(result), "__await__"):
                 self._refuse_awaitable(result)
@@ -245,8 +247,7 @@ class Guard:
             outcome = SUCCEEDED
             return result
         finally:
-            if held is not None:
-                caller.forget(held)
+            caller.end_body(begun)
             self._end(delivery, lease, outcome)
 
     def _run_body(self, lease: Lease | None, body: Callable[[], Any]) -> Any:
@@ -364,15 +365,9 @@ class Guard:
     def _delivery(self, task: Task, request: Context, keys: Sequence[str]) -> Delivery:
         """Create the Delivery, and attach it to the request."""
         process = self.runtime.process
-        holder: About = {
-            "task": task.name,
-            "id": shown_id(request.id),
-            "worker": request.hostname,
-            "pid": process.pid,
-            "host": process.host,
-        }
-        if self.interval is not None:
-            holder["timeout"] = self.timeout
+        who: About = {"task": task.name, "id": shown_id(request.id), "host": process.host}
+        renewed = None if self.interval is None else self.timeout
+        holder = describe(who, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
         attempt = Attempt(process.owner_name(start), holder, sender=task)
         notes = Notes.of(request, self.runtime.settings.dislock_prefix)
@@ -382,7 +377,8 @@ class Guard:
             waited = time.time() - notes.since
             attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
         lock = self.runtime.lock(keys, self.options)
-        attempt.trace = lock.observer.begin()
+        if TRACING in sys.modules:
+            lock.channel.begins(attempt)
         delivery: Delivery = Delivery(task, request, lock, attempt, notes)
         delivery.reservation = self.reservation_of(request)
         if delivery.reservation is not None and [delivery.reservation.lock] == list(lock.names):

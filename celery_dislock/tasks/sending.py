@@ -164,9 +164,11 @@ class Sending(NamedTuple):
             return ()
 
     def count_as(self, outcome: str) -> None:
-        """Tell the observer what became of the message."""
+        """Tell those who watch what became of the message."""
         with contextlib.suppress(SettingsError):  # it has no lock server
-            self.guard.runtime.process.observer.message(self.guard.name, outcome)
+            channel = self.guard.runtime.process.channel
+            if channel.watched:
+                channel.message(self.guard.name, outcome)
 
 
 class Sender:

@@ -25,8 +25,7 @@ from celery_dislock.config.settings import nearer, task_options
 from celery_dislock.exceptions import DislockError, SettingsError, StoreError
 from celery_dislock.keys.signatures import passing
 from celery_dislock.keys.templates import key_of
-from celery_dislock.locks.attempt import current_lease
-from celery_dislock.locks.lease import NOT_LOCKED
+from celery_dislock.locks.lease import NOT_LOCKED, current_lease
 from celery_dislock.messages.delivery import Delivery, Traced, running_request, traced
 from celery_dislock.messages.headers import Notes, notes_of
 from celery_dislock.messages.message import TaskSkipped

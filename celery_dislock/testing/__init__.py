@@ -24,8 +24,7 @@ from celery_dislock.config.options import seconds
 from celery_dislock.config.settings import set_settings
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.locks.attempt import Attempt, Conflict
-from celery_dislock.locks.lease import GONE_WHEN_RENEWED
+from celery_dislock.locks.lease import GONE_WHEN_RENEWED, Attempt, Conflict
 from celery_dislock.locks.runtime import Process, Runtime
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.operating.cli.reading import described
@@ -34,6 +33,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.plugin import Dislock
 from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.records import describe
 from celery_dislock.tasks.task import lock_for
 from celery_dislock.testing.apps import begin_anew, database, for_celery, is_redis
 from celery_dislock.testing.messages import WORKER, Messages, queues
@@ -250,14 +250,8 @@ class DislockServer:
         process = runtime.process
         asked = self._dislock.lock(self._handle(key).keys, **options)
         lock = runtime.lock(asked.keys, asked._options)  # noqa: SLF001 -- not this thread's
-        about = {
-            "thread": "somebody else",
-            "worker": process.host,
-            "host": process.host,
-            "pid": process.pid,
-            "timeout": lock.timeout,
-        }
-        answer = lock.try_acquire(Attempt(process.owner_name("somebody:"), about))
+        holder = describe({"thread": "somebody else"}, process.host, process.pid, lock.timeout)
+        answer = lock.try_acquire(Attempt(process.owner_name("somebody:"), holder))
         if isinstance(answer, Conflict):
             raise self._failed(key, "is taken already")
         return answer
@@ -292,7 +286,7 @@ class DislockServer:
             for lease in [one for one in watchdog if one in leases]:
                 watchdog.unwatch(lease)
                 lease.lose(GONE_WHEN_RENEWED)
-                watchdog.reports.lost(lease)
+                watchdog.channel.lost(lease)
 
     @contextmanager
     def outage(self) -> Iterator[None]:

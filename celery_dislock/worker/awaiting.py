@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.bridge import greenlet_module
+from celery_dislock.servers.bridge import require_greenlet
 from celery_dislock.tasks.task import follow_contexts, guards_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def check_bodies(app: Celery, pool: type) -> None:
         if runtime.unawaited_by is not None:
             raise guard.unawaited()
         try:
-            greenlet_module()
+            require_greenlet()
         except ImportError as exc:
             raise SettingsError(guard.name, "worker_pool", _name(pool), str(exc)) from exc
 

@@ -44,20 +44,6 @@ STEADY = 9.0  # seconds: a lease that is renewed now and then, and outlives a sh
 GATE_POLL = 0.02  # seconds between two looks at a gate
 PAUSE = 0.5  # seconds between a result and the end of its execution
 ASLEEP = 60.0  # seconds of one blocking call
-TOLD = (  # of a request, by the body that is asked to tell what came along
-    "id",
-    "retries",
-    "headers",
-    "expires",
-    "stamps",
-    "stamped_headers",
-    "root_id",
-    "parent_id",
-    "group",
-    "shadow",
-    "reply_to",
-    "timelimit",
-)
 URL = os.environ.get("SCENARIOS_URL", "redis://localhost:6379/0")
 BROKER_URL = os.environ.get("SCENARIOS_BROKER_URL", URL)
 REDELIVERY = {  # RabbitMQ has no such options
@@ -257,16 +243,6 @@ def sleep_long(key: str) -> None:
         time.sleep(ASLEEP)
 
 
-def tell(self: Task, key: str, extra: str = "") -> dict[str, Any]:
-    """Tell what came along with the message, and where it came from."""
-    with reported(key):
-        request = self.request
-        told = {name: getattr(request, name) for name in TOLD}
-        info = request.delivery_info
-        told |= {name: info[name] for name in ("exchange", "routing_key", "priority")}
-        return {**told, "own_id": request.correlation_id == request.id, "extra": extra}
-
-
 def stay_as_edition(key: str, edition: int) -> int:
     """Report an edition that begins, and last until the gate is open."""
     report(key, "ran", edition=edition)
@@ -400,7 +376,6 @@ hold_or_retry = locked("hold_or_retry", lock_on_conflict="retry")
 hold_or_wait = locked("hold_or_wait", **WAITING)
 hold_or_wait_late = locked("hold_or_wait_late", **WAITING, **LATE)
 hold_or_reject = locked("hold_or_reject", lock_on_conflict="reject", **LATE)
-tell_or_retry = locked("tell_or_retry", tell, lock_on_conflict="retry", **BOUND)
 
 # The second of a key is parked.
 QUEUE = {"lock_on_conflict": "queue"}
@@ -411,8 +386,6 @@ hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
 reject_once_or_queue = locked("reject_once_or_queue", requeue_and_succeed, **QUEUE, **LATE)
 retry_once_or_queue = locked("retry_once_or_queue", retry_and_succeed, **QUEUE, **BOUND)
-replace_or_queue = locked("replace_or_queue", be_replaced, **QUEUE, **BOUND)
-tell_or_queue = locked("tell_or_queue", tell, **QUEUE, **BOUND)
 
 # The second of a key is not sent.
 UNTIL_START = {"lock_unique_until": "start"}

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ import pytest
 
 from tests.acceptance.fleet import ROOT, wait_for
 from tests.forked import start_celery
+from tests.programs import run_code
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -96,14 +95,6 @@ class Beats:
         more = self.client.llen(QUEUE) + messages
         wait_for("more messages", lambda: self.client.llen(QUEUE) >= more)
 
-    def end_the_leader(self, number: int) -> None:
-        """Let it send some messages, and end it by a signal."""
-        self.go_on()
-        wait_for("one leads", lambda: any(one.leads for one in self.started))
-        leader = next(one for one in self.started if one.leads)
-        leader.send(number)
-        wait_for("it ends", lambda: leader.process.poll() is not None)
-
 
 @pytest.fixture
 def beats(redis_program, tmp_path) -> Iterator[Beats]:
@@ -118,9 +109,9 @@ def beats(redis_program, tmp_path) -> Iterator[Beats]:
             beats.client.close()
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_another_beat_takes_over(beats, how):
-    """After a kill, a stop, and a halt that lasts longer than the lease; no tick has two ids."""
+    """After a kill, and a halt that lasts longer than the lease; no tick has two ids."""
     leader = beats.start()
     leader.says(LEADS)
     others = [beats.start(), beats.start()]
@@ -139,8 +130,9 @@ def test_another_beat_takes_over(beats, how):
     assert len(beats.ids()) - len(set(beats.ids())) <= 1
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("how", "when"), [("SIGTERM", "before"), ("SIGTERM", "after"), ("SIGSTOP", "before")]
+)
 def test_a_beat_that_ends_as_it_sends(beats, how, when):
     """An entry that is due again by then goes on, and no tick is sent beside a later one."""
     leader = beats.start(BEAT_DIES=f"{when} {how}")
@@ -178,60 +170,6 @@ def test_a_seldom_tick_of_a_beat_that_is_killed_as_it_sends(beats, when):
     assert len(set(beats.ids())) == 1
 
 
-def test_five_beats_of_which_one_is_left(beats):
-    """Whoever leads is killed or stopped until one is left; started again, others take over."""
-    for one in [beats.start() for _ in range(5)]:
-        one.says("Beat ")
-    ways = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGTERM]
-    for how in ways:
-        beats.end_the_leader(how)
-    for one in [beats.start(), beats.start()]:
-        one.says(STANDS_BY)
-    beats.end_the_leader(signal.SIGKILL)
-    beats.go_on()
-    assert sum(one.process.poll() is None for one in beats.started) == 2
-    # Each signal may strike between a message and the note that it has gone out.
-    assert len(beats.ids()) - len(set(beats.ids())) <= len(ways) + 1
-
-
-def test_beats_that_are_killed_one_after_the_other(beats):
-    """The first in line is killed, and then the leader: the dead one never has the lock."""
-    beats.conf["dislock_beat_timeout"] = 6
-    leader = beats.start()
-    leader.says(LEADS)
-    others = []
-    for _ in range(2):
-        others.append(beats.start())
-        others[-1].says(STANDS_BY)
-    with beats.locks.client(decode_responses=True) as client:
-
-        def first_in_line() -> Beat | None:
-            places = client.zrange("dislock:{beat}:line", 0, -1)
-            pids = [int(place.partition(":")[2].partition("/")[0]) for place in places]
-            both = len(pids) == len(others)
-            return next((one for one in others if both and one.process.pid == pids[0]), None)
-
-        dead = wait_for("both stand in line", first_in_line)
-        for one in (dead, leader):
-            one.send(signal.SIGKILL)
-        (alive,) = [one for one in others if one is not dead]
-
-        def holders() -> set[int]:
-            return {
-                json.loads(one.split(" ", 5)[5])["pid"] for one in client.hvals("dislock:{beat}")
-            }
-
-        seen: set[int] = set()
-
-        def leads() -> bool:
-            seen.update(holders())
-            return alive.process.pid in seen
-
-        wait_for("the one that is left leads", leads)
-    assert dead.process.pid not in seen
-    beats.go_on()
-
-
 def test_a_broker_that_is_restarted(beats):
     """What it did not take is sent when it is back, once, and not an hour later."""
     hourly_is_due(beats, 15)
@@ -266,10 +204,9 @@ def test_beats_stand_by_while_the_lock_server_is_away(beats):
     assert len(set(beats.ids())) == len(beats.ids())
 
 
-@pytest.mark.parametrize("ahead", [HOUR, -HOUR])
-def test_a_beat_whose_clock_is_wrong_sends_nothing(beats, ahead):
+def test_a_beat_whose_clock_is_wrong_sends_nothing(beats):
     """Not even if there is no other; it says what is wrong, and the next one leads at once."""
-    wrong = beats.start(BEAT_AHEAD=str(ahead))
+    wrong = beats.start(BEAT_AHEAD=str(HOUR))
     wrong.says("differs by")
     right = beats.start()
     beats.go_on()
@@ -283,7 +220,15 @@ import os
 SECRET_KEY = "none"
 INSTALLED_APPS = ["django.contrib.contenttypes", "django_celery_beat"]
 USE_TZ = True
-DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": os.environ["DATABASE"]}}
+DATABASES = {
+    "default": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": os.environ["DATABASE"],
+        # A transaction that begins to write later than it reads fails at once, however long
+        # its patience, if another beat has written meanwhile.
+        "OPTIONS": {"transaction_mode": "IMMEDIATE", "timeout": 60},
+    }
+}
 """
 ROWS = """
 import django
@@ -308,8 +253,7 @@ PeriodicTask.objects.create(name="new", task="new", interval=often.interval)
 """
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_schedule_edited_in_djangos_admin_during_a_takeover(beats, when):
+def test_a_schedule_edited_in_djangos_admin_during_a_takeover(beats):
     """No tick is sent again beside a later one, and the edit holds."""
     pytest.importorskip("django_celery_beat")
     (beats.folder / "proj_settings.py").write_text(DJANGO)
@@ -317,13 +261,12 @@ def test_a_schedule_edited_in_djangos_admin_during_a_takeover(beats, when):
 
     def in_django(program: str) -> None:
         path = {"PYTHONPATH": str(beats.folder)}
-        command = [sys.executable, "-c", ROWS + program]
-        subprocess.run(command, env={**os.environ, **env, **path}, check=True)
+        run_code(ROWS + program, env={**os.environ, **env, **path})
 
     in_django(MAKE)
     beats.conf["beat_schedule"] = {}
     command = ("beat", "--dislock", "--scheduler", "django")
-    leader = beats.start(*command, **env, BEAT_DIES=f"{when} SIGKILL")
+    leader = beats.start(*command, **env, BEAT_DIES="after SIGKILL")
     leader.says(LEADS)
     other = beats.start(*command, **env)
     wait_for("the leader dies", lambda: leader.process.poll() is not None)
@@ -336,13 +279,12 @@ def test_a_schedule_edited_in_djangos_admin_during_a_takeover(beats, when):
     assert "new" in beats.sent()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_beats_over_redbeat(beats, when):
+def test_beats_over_redbeat(beats):
     """RedBeat's own lock is off; no tick is sent again beside a later one."""
     pytest.importorskip("redbeat")
     beats.conf["redbeat_redis_url"] = beats.conf["broker_url"]
     command = ("beat", "--dislock", "--scheduler", "redbeat.RedBeatScheduler")
-    leader = beats.start(*command, BEAT_DIES=f"{when} SIGKILL")
+    leader = beats.start(*command, BEAT_DIES="after SIGKILL")
     leader.says(LEADS)
     other = beats.start(*command)
     other.says(LEADS)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 from celery import states
 from celery.events.state import State
-from click.testing import CliRunner
 
-from celery_dislock.operating.cli import dislock as command
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
+from tests.commands import Dislock
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -92,6 +90,7 @@ def test_what_becomes_of_tasks_is_seen(start_fleet, scene, watcher, pool):
     scene.lose_the_lock()
     event = watcher.wait_for(running, "task-lock-lost")
     assert (event["key"], event["action"]) == (scene.key, "warn")
+    assert event["hostname"] == "own1@here"
     assert event["reason"] == "the server no longer has it: expired, taken or deleted"
     assert watcher.state_of(running) == "LOCK-LOST"
     scene.open_gate()
@@ -110,9 +109,7 @@ def test_parked_tasks_are_seen(start_fleet, scene, watcher):
         assert (event["key"], event["place"]) == (scene.key, place)
         assert 0 <= event["held_for"] < LIMIT
         assert watcher.state_of(result) == "PARKED"
-    obj = SimpleNamespace(app=scenarios.app)
-    words = ["drop", dropped.id, "--key", scene.key, "--yes"]
-    answer = CliRunner().invoke(command, words, obj=obj)
+    answer = Dislock(scenarios.app)("drop", dropped.id, "--key", scene.key, "--yes")
     assert answer.exit_code == 0, answer.output
     event = watcher.wait_for(dropped, "task-revoked")
     assert event["reason"].startswith("dropped by an operator")

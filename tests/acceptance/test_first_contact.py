@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ import pytest
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, ROOT
 from tests.forked import run_python
+from tests.programs import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,23 +76,14 @@ def celery(tmp_path: Path):
     """Run a celery command to its end; return its exit status and all that it says."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
 
-    def run(*command: str, program: tuple[str, ...] = ()) -> tuple[int, str]:
-        if not program:
+    def run_celery(*command: str, program: tuple[str, ...] = ()) -> tuple[int, str]:
+        if program:
+            done = run(sys.executable, *program, *command, cwd=tmp_path, env=env, status=None)
+        else:
             done = run_python("celery", *command, folder=tmp_path, env=env)
-            return done.returncode, done.stdout + done.stderr
-        done = subprocess.run(
-            [sys.executable, *program, *command],
-            cwd=tmp_path,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
         return done.returncode, done.stdout + done.stderr
 
-    return run
+    return run_celery
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from types import SimpleNamespace
-
 import pytest
 from celery import Celery
-from click.testing import CliRunner
 
-from celery_dislock.operating.cli import dislock
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, fleets, wait_for
+from tests.commands import Dislock
 
 pytestmark = pytest.mark.acceptance
 
@@ -58,10 +54,7 @@ def test_the_lease_of_a_task_that_runs_is_told(fleet, scene):
 class TestDoctor:
     def examine(self, *names, timeout="2"):
         """Return the findings that name one of these workers."""
-        arguments = ["doctor", "--json", "--timeout", timeout]
-        result = CliRunner().invoke(dislock, arguments, obj=SimpleNamespace(app=scenarios.app))
-        assert result.exit_code in {0, 1}, result.output
-        found = json.loads(result.output)["findings"]
+        found = Dislock(scenarios.app).json("doctor", "--timeout", timeout)["findings"]
         return [one for one in found if any(name in one["what"] for name in names)]
 
     @pytest.fixture(autouse=True)

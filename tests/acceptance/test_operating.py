@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 from celery import Celery
 from celery.exceptions import TaskRevokedError
-from click.testing import CliRunner
 
-from celery_dislock.operating.cli import dislock as command
 from celery_dislock.operating.cli.doctor import ask_workers
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 from tests.acceptance.rabbitmq import own_rabbitmq
+from tests.commands import Dislock
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -24,15 +22,9 @@ pytestmark = [
 ]
 
 QUEUE = scenarios.hold_or_queue
-FOUND = 1
 
 
-def dislock(*args):
-    """Run a command of the scenarios' app."""
-    answer = CliRunner().invoke(command, args, obj=SimpleNamespace(app=scenarios.app))
-    if answer.exception is not None and not isinstance(answer.exception, SystemExit):
-        raise answer.exception
-    return answer
+dislock = Dislock(scenarios.app)
 
 
 def outcome(answer):

@@ -155,21 +155,6 @@ def test_a_parked_task_may_retry(fleet, scene):
     scene.assert_exclusive()
 
 
-@PREFORK
-def test_a_parked_task_may_be_replaced(fleet, scene):
-    """What takes its place, alone or as a chain, is new work of the same key and runs."""
-    one = fleet.signature(QUEUE, scene.key)
-    two = fleet.signature(QUEUE, scene.key) | fleet.signature(QUEUE, scene.key)
-    scene.open_gate()
-    for other in (one, two):
-        holder = scene.hold(fleet)
-        replaced = scene.park(fleet, other, task=scenarios.replace_or_queue)
-        scene.open_gate(holder.id)
-        assert replaced.get(timeout=LIMIT)["held"] is True
-    assert len(scene.begun) == 2 + 2 + 3
-    scene.assert_exclusive()
-
-
 @BROKERS
 def test_a_parked_task_may_be_requeued(fleet, scene):
     """A message that its body gives back to the queue comes again and runs."""

@@ -1,107 +1,22 @@
-"""A parked task's message comes again to where it came from, and as it came."""
+"""A parked task's message comes again as it came, byte for byte."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import time
 import uuid
-from datetime import datetime, timedelta, timezone
 
 import pytest
 from celery.result import AsyncResult
 from kombu import Connection, Producer, Queue
 
-from tests.acceptance import parked_app, scenarios
-from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, wait_for
+from tests.acceptance import scenarios
+from tests.acceptance.fleet import BROKERS, LIMIT, wait_for
 from tests.unit.deliveries import noted
 
 pytestmark = pytest.mark.acceptance
 
-PARKED = "PARKED"
-KEYS = {"direct": "right.key", "topic": "parked.some.words"}  # to be sent with
 KEPT = ("correlation_id", "reply_to", "priority", "delivery_mode", "expiration", "type", "app_id")
-
-
-# Where it came from
-
-
-@BROKERS
-def test_a_message_goes_back_to_its_exchange(fleet, start_fleet, scene):
-    """Exchange and routing key of the second delivery are those of the first, whatever its type."""
-    start_fleet(
-        "prefork",
-        queue=",".join(queue.name for queue in parked_app.QUEUES.values()),
-        broker_url=fleet.broker_url,
-        app=parked_app.__name__,
-    )
-
-    def send(task, kind):
-        queue = parked_app.QUEUES[kind]
-        with fleet.connection() as connection:
-            return task.apply_async(
-                (f"{scene.key}-{kind}",),
-                connection=connection,
-                declare=[queue],
-                exchange=queue.exchange.name,
-                exchange_type=kind,
-                routing_key=KEYS[kind],
-            )
-
-    for kind, key in KEYS.items():
-        own = Scene(f"{scene.key}-{kind}", scene.redis)
-        route = {"exchange": parked_app.QUEUES[kind].exchange.name, "routing_key": key}
-        told = send(scenarios.tell_or_queue, kind).get(timeout=LIMIT)
-        assert route.items() <= told.items()
-        holder = send(scenarios.hold_by_itself, kind)
-        own.wait_for_report("begin", id=holder.id)
-        parked = send(scenarios.tell_or_queue, kind)
-        own.wait_for_line(1)
-        own.open_gate(holder.id)
-        assert route.items() <= parked.get(timeout=LIMIT).items()
-
-
-# As it came
-
-
-@BROKERS
-def test_a_task_that_is_put_off_loses_nothing(fleet, scene):
-    """Arguments, headers, stamps, priority, expiry, limits, reply_to and links are as they were."""
-    options = {
-        "priority": 3,
-        "headers": {"tenant": "7"},
-        "expires": datetime.now(timezone.utc) + timedelta(hours=1),
-        "time_limit": 50,
-        "soft_time_limit": 40,
-        "shadow": "a shadow",
-        "root_id": str(uuid.uuid4()),
-        "parent_id": str(uuid.uuid4()),
-        "reply_to": "somewhere",
-        "retries": 1,
-        "link": fleet.signature(scenarios.step, f"{scene.key}-link"),
-        "queue": fleet.queue,
-    }
-
-    def send():
-        signature = scenarios.tell_or_retry.s(scene.key, extra="kept")
-        signature.stamp(tenant="seven")
-        with fleet.connection() as connection:
-            return signature.apply_async(connection=connection, **options)
-
-    plain = send()
-    expected = plain.get(timeout=LIMIT)
-    assert (expected["priority"], expected["extra"], expected["own_id"]) == (3, "kept", True)
-    assert (expected["reply_to"], expected["timelimit"]) == ("somewhere", [50, 40])
-    assert (expected["retries"], expected["stamps"]["tenant"]) == (1, "seven")
-    linked = [child.get(timeout=LIMIT) for child in plain.children]
-
-    holder = scene.hold(fleet)
-    second = send()
-    wait_for("it comes second", lambda: second.state == "RETRY")
-    scene.open_gate(holder.id)
-    assert second.get(timeout=LIMIT) == {**expected, "id": second.id}
-    children = wait_for("the link is called", lambda: second.children)
-    assert [child.get(timeout=LIMIT) for child in children] == linked
 
 
 def body_of(message):
@@ -204,17 +119,3 @@ def test_a_message_comes_again_as_it_came(fleet, start_fleet, scene):
         start_fleet("prefork", queue=own_fleet.queue, **own)
         for task_id, *_ in messages.values():
             assert AsyncResult(task_id, app=holder.app).get(timeout=LIMIT)["held"] is True
-
-
-@PREFORK
-def test_a_task_with_a_countdown_is_parked_when_its_time_has_come(fleet, scene):
-    """Not before, and when it has its turn it does not wait again."""
-    holder = scene.hold(fleet)
-    due = time.time() + 1
-    parked = fleet.send(scenarios.hold_or_queue, scene.key, countdown=1)
-    wait_for("it is parked", lambda: parked.state == PARKED)
-    assert time.time() >= due
-    scene.wait_for_line(1)
-    scene.open_gates(holder)
-    assert parked.get(timeout=LIMIT)["held"] is True
-    assert scene.begun == [holder.id, parked.id]

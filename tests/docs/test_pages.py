@@ -6,16 +6,11 @@ import ast
 import importlib
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from celery import Celery
-from click.testing import CliRunner
 
 import celery_dislock
 from celery_dislock.config.settings import task_options
-from celery_dislock.messages.message import Message
-from celery_dislock.operating.cli import dislock as command
 from tests.docs.page import DOCS, PAGES, ROOT, blocks_of, without_code
 
 # "So long a task waits ...", "whoever comes first", "the lock is to be released"
@@ -197,26 +192,3 @@ def test_the_table_of_the_packages_names_each_once():
     text = (DOCS / "explanation" / "packages.md").read_text("utf-8")
     names = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert names == [name for floor in layers() for name in floor]
-
-
-def test_what_was_set_aside_can_be_put_back(redis_url, redis_client):
-    """The command publishes a message to its queue again, also one in a record that is damaged."""
-    assert "celery -A shop dislock put-back account:1" in (DOCS / "how-to/operate.md").read_text()
-    headers = {"task": "shop.apply_payment", "id": "1"}
-    kept = Message("", "payments", headers, "application/json", "utf-8", {}, True, b"[[1, 5], {}]")
-    aside = "dislock:{account:1}:aside"
-    redis_client.hset(aside, "1:0:0", kept.to_bytes())
-    redis_client.hset(aside, "2:0:0", b"1 damaged " + kept.to_bytes())
-    with Celery("shop", broker=redis_url, set_as_current=False) as app:
-        answer = CliRunner().invoke(
-            command, ["put-back", "account:1"], obj=SimpleNamespace(app=app)
-        )
-        assert answer.exit_code == 0
-        with app.connection_for_read() as connection:
-            queue = connection.SimpleQueue("payments")
-            for _ in range(2):
-                message = queue.get(block=False)
-                assert message.headers["id"] == "1"
-                assert message.body == kept.body
-            queue.close()
-    assert not redis_client.exists(aside)

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.attempt import Conflict
+from celery_dislock import Conflict, StoreError
 from celery_dislock.scripts import RENEW
 from proof.proxy import runs
 from tests.holding import Holding, wait_for

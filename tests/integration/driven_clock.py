@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import redis
 
-from celery_dislock import scripts
 from celery_dislock.scripts import Script
-from celery_dislock.servers import requests as requests_module
-from celery_dislock.servers import reservations as reservations_module
-from celery_dislock.servers import store as store_module
+from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
     import pytest
@@ -47,6 +46,7 @@ end}}
 """
 
 
+@cache
 def clocked(script: Script) -> Script:
     """Make the script read our clock."""
     commands = set(re.findall(r"redis\.call\('(\w+)'", script.text))
@@ -58,7 +58,7 @@ def clocked(script: Script) -> Script:
 
 def drive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all scripts that stores send read our clock."""
-    for module in (store_module, requests_module, reservations_module, scripts):
+    for module in [one for name, one in sys.modules.items() if name.startswith("celery_dislock")]:
         for name, script in list(vars(module).items()):
             if isinstance(script, Script):
                 monkeypatch.setattr(module, name, clocked(script))
@@ -102,9 +102,9 @@ class DrivenServer:
         self._clients.append(redis.Redis.from_url(self._url, **options))
         return self._clients[-1]
 
-    def store(self, **options: Any) -> store_module.Store:
+    def store(self, **options: Any) -> Store:
         """Return a store whose lock server this is."""
-        return store_module.Store(self._url, **options)
+        return Store(self._url, **options)
 
     @property
     def now_ms(self) -> int:

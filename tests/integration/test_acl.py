@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, scripts
+from celery_dislock import Dislock, Lease, scripts
 from celery_dislock.exceptions import ForbiddenError
-from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.operating.counting import Counters
 from celery_dislock.operating.web.metrics import Collector
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     import redis
 
-    from celery_dislock.locks.attempt import Conflict
 
 LOCK = name_of("acl")
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
@@ -164,10 +162,10 @@ class Life:
     def waiting(self) -> None:
         with Holding(self.url) as holding:
             lease = holding.take("acl")
-            got: list[Lease | Conflict] = []
+            got: list[Lease | None] = []
             lock = holding.lock("acl")
             waiter = threading.Thread(
-                target=lambda: got.append(lock.acquire(holding.attempt(), timeout=WITHIN))
+                target=lambda: got.append(lock.lease if lock.acquire(timeout=WITHIN) else None)
             )
             waiter.start()
             holding.wait_renewed(lease)
@@ -176,7 +174,7 @@ class Life:
             waiter.join()
             assert isinstance(got[0], Lease)
             holding.wait_renewed(got[0])
-            got[0].release()
+            lock.release()
 
     def parking(self) -> None:
         assert isinstance(self.acquire("a/1"), Granted)

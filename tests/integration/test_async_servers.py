@@ -4,95 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-import shutil
-import subprocess
 
 import pytest
 import redis
 import redis.asyncio
 
-from celery_dislock import Dislock, LockHeldError, SettingsError, StoreError
-from celery_dislock.servers.bridge import run_on_loop
-from celery_dislock.servers.connections import send
-from celery_dislock.servers.loop_connection import LoopConnection
+from celery_dislock import Dislock, LockHeldError, StoreError
 from tests.holding import wait_for
 from tests.integration.servers import (
-    FAST_SYNC,
     MASTER_NAME,
     RedisCluster,
-    TlsServer,
     Watched,
-    make_certificates,
     wait_for_replicas,
 )
-from tests.programs import missing
 from tests.redis_server import RedisServer
 
 KEY, LIMIT = "export:7", 60.0  # seconds
-ASYNC_TLS = inspect.signature(redis.asyncio.SSLConnection).parameters
 MASTER = {"transport_options": {"master_name": MASTER_NAME}}
-
-
-class Provider(redis.CredentialProvider):
-    """What a cloud's library gives, to log in with tokens that change."""
-
-    def get_credentials(self):
-        return "locker", "se:cr@et"
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    if not shutil.which("openssl"):
-        missing("openssl")
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
-def tls_server(redis_program, certificates, tmp_path_factory):
-    asked = [str(redis_program), "--tls-auth-clients", "yes", "--port", "no"]
-    said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
-    if "'tls-auth-clients" in said.stdout + said.stderr:
-        missing("a Redis with TLS")
-    with TlsServer(tmp_path_factory.mktemp("tls"), certificates) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def verified(certificates):
-    """Options of a client that shows its certificate, and verifies the server's."""
-    return {
-        "ssl_cert_reqs": "required",
-        "ssl_ca_certs": str(certificates.authority),
-        "ssl_certfile": str(certificates.client),
-        "ssl_keyfile": str(certificates.client_key),
-    }
-
-
-@pytest.fixture(scope="module")
-def on_unix_socket(redis_program, tmp_path_factory):
-    with RedisServer(tmp_path_factory.mktemp("unix"), unix_socket=True) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def with_users(redis_program, tmp_path_factory):
-    """A server with one user."""
-    with RedisServer(tmp_path_factory.mktemp("users")) as server, server.client() as client:
-        rules = {"keys": ["dislock:*"], "categories": ["+@all"]}
-        client.acl_setuser("locker", enabled=True, passwords=["+se:cr@et"], **rules)
-        client.acl_setuser("default", enabled=False)
-        yield server
-
-
-@pytest.fixture(scope="module")
-def replicated(redis_program, tmp_path_factory):
-    """A master that has one replica."""
-    with RedisServer(tmp_path_factory.mktemp("master"), args=FAST_SYNC) as master:
-        follow = [*FAST_SYNC, "--replicaof", "127.0.0.1", str(master.port)]
-        with RedisServer(tmp_path_factory.mktemp("replica"), args=follow):
-            wait_for_replicas(master, 1)
-            yield master
 
 
 @pytest.fixture
@@ -170,64 +98,18 @@ def test_what_a_server_pushes_is_no_reply(redis_url, redis_client):
     """RESP3 lets a server send what was not asked for."""
 
     async def main():
-        connection = LoopConnection(redis.Connection, where)
-        await run_on_loop(connection.connect)
+        before = {one["id"] for one in redis_client.client_list()}
+        async with Dislock.from_url(redis_url, transport_options={"protocol": 3}) as dislock:
+            await use(dislock)
+            ours = [one["id"] for one in redis_client.client_list() if one["id"] not in before]
+            assert ours
+            for one in ours:  # which is told of each key that changes, also by its own commands
+                redis_client.execute_command("CLIENT", "TRACKING", "OFF")
+                redis_client.execute_command("CLIENT", "TRACKING", "ON", "REDIRECT", one, "BCAST")
+                redis_client.set("x", one)
+                await use(dislock)
 
-        def ask():
-            send(connection, "CLIENT", "TRACKING", "ON", "BCAST")
-            assert connection.read_response() == b"OK"
-            redis_client.set("x", "1")  # which the server tells before it answers
-            send(connection, "PING")
-            assert connection.read_response() == b"PONG"
-            connection.disconnect()
-
-        await run_on_loop(ask)
-
-    where = {**redis.ConnectionPool.from_url(redis_url).connection_kwargs, "protocol": 3}
     asyncio.run(main())
-
-
-def test_a_unix_socket(on_unix_socket):
-    used(on_unix_socket.url)
-
-
-def test_tls_is_verified_on_both_sides(tls_server, verified):
-    """An unknown authority, and a client without a certificate, get no lock."""
-    used(tls_server.tls_url, transport_options=verified)
-    for left_out in ("ssl_ca_certs", "ssl_certfile"):
-        some = {name: value for name, value in verified.items() if name != left_out}
-        some.pop("ssl_keyfile" if left_out == "ssl_certfile" else "", None)
-        with pytest.raises(StoreError):
-            used(tls_server.tls_url, transport_options=some)
-
-
-@pytest.mark.skipif("ssl_validate_ocsp" in ASYNC_TLS, reason="it is an option there, too")
-def test_an_option_that_asyncio_does_not_have_is_named(tls_server, verified):
-    """redis-py's connections of asyncio have fewer of them; no command is sent."""
-    with pytest.raises(SettingsError, match="no option 'ssl_validate_ocsp"):
-        used(tls_server.tls_url, transport_options={**verified, "ssl_validate_ocsp": True})
-
-
-def test_a_cluster_over_tls(tls_server, certificates, verified, tmp_path):
-    with RedisCluster(tmp_path, node_timeout=60_000, certificates=certificates) as cluster:
-        used(cluster.url, transport_options=verified)
-
-
-def test_user_and_password(with_users):
-    """They are in the URL, or come from a provider, which wins."""
-    url = f"redis://{{}}127.0.0.1:{with_users.port}/0"
-    used(url.format("locker:se%3Acr%40et@"))
-    for provider in (Provider(), f"{__name__}.Provider"):
-        used(url.format("locker:wrong@"), transport_options={"credential_provider": provider})
-    with pytest.raises(StoreError):
-        used(url.format("locker:wrong@"))
-
-
-def test_replicas_that_must_have_the_lock(replicated):
-    used(replicated.url, min_replicas=1)
-    with pytest.raises(StoreError, match="only 1 of 2 replicas"):
-        used(replicated.url, min_replicas=2)
-    used(replicated.url)  # it was given back
 
 
 def test_options_of_locks(redis_url):

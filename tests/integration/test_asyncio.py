@@ -10,13 +10,11 @@ import pytest
 from celery_dislock import (
     Dislock,
     LockHeldError,
-    LockLostError,
     NotOwnerError,
     SettingsError,
     StoreError,
 )
 from celery_dislock.exceptions import LockTermsError
-from tests.holding import wait_for
 
 
 def test_tasks_exclude_each_other_and_a_task_does_not_exclude_itself(redis_url):
@@ -84,20 +82,6 @@ def test_a_task_of_asyncio_is_not_taken_for_one_of_celery(redis_url):
     asyncio.run(main())
 
 
-def test_a_body_whose_lock_is_lost_is_cancelled(redis_url):
-    async def main():
-        async with Dislock.from_url(redis_url) as dislock:
-            with pytest.raises(LockLostError) as caught:
-                async with dislock.async_lock("k", watchdog_timeout=0.3) as lease:
-                    await asyncio.to_thread(dislock.lock_of("k").free)
-                    await asyncio.sleep(60)
-            assert lease.lost
-            assert isinstance(caught.value.__cause__, asyncio.CancelledError)
-            assert getattr(asyncio.current_task(), "cancelling", int)() == 0
-
-    asyncio.run(main())
-
-
 def test_no_step_of_an_acquisition_hides_a_cancellation(redis_url):
     """Not while it connects either: redis-py's own connect() hides some."""
 
@@ -118,25 +102,6 @@ def test_no_step_of_an_acquisition_hides_a_cancellation(redis_url):
     while not asyncio.run(cancelled_after(steps)):
         steps += 1
     assert steps > 10
-
-
-def test_a_loss_after_the_block_cancels_nothing(redis_url):
-    """A block inside acquire() and release() is cancelled by a loss; what comes after it is not."""
-
-    async def main():
-        async with Dislock.from_url(redis_url) as dislock:
-            lock = dislock.async_lock("k", watchdog_timeout=0.3)
-            await lock.acquire()
-            async with lock as lease:
-                pass
-            await asyncio.to_thread(dislock.lock_of("k").free)
-            await asyncio.to_thread(wait_for, lambda: lease.lost, "the loss")
-            for _ in range(10):  # a cancellation would have come by then
-                await asyncio.sleep(0.01)
-            with pytest.raises(LockLostError):
-                await lock.release()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("timeout", [0.2, None])

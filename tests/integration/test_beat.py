@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from celery_dislock import beat, scripts
 from celery_dislock.scripts.names import beat_of
+from tests.programs import run_code
 
 
 def test_a_beat_that_does_not_lead_claims_nothing(redis_client):
@@ -44,9 +42,5 @@ def test_a_program_that_starts_beat(enabled):
         "beat.init_loader()\n"
         "print(type(beat.Service(app).get_scheduler(lazy=True)).__name__)\n"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert told.stdout.split() == [
-        "DislockPersistentScheduler" if enabled else "PersistentScheduler"
-    ]
+    told = run_code(program).stdout.split()
+    assert told == ["DislockPersistentScheduler" if enabled else "PersistentScheduler"]

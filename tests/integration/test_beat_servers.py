@@ -18,7 +18,7 @@ from tests.integration.acl import RULES
 from tests.integration.beats import recording
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched, wait_for_replicas
 from tests.leaks import SECRET
-from tests.redis_server import RedisServer
+from tests.redis_server import Client, RedisServer
 
 LOCK = name_of("beat")
 RECORDS = f"{LOCK}:beat"
@@ -31,6 +31,13 @@ HUGE = b"9" * 400
 def _short_waits(monkeypatch):
     """A beat that waits in line asks soon again, and one that was refused, too."""
     monkeypatch.setattr(beat, "WAIT_MOST", 0.01)
+
+
+@pytest.fixture
+def client(redis_url):
+    """A client that speaks bytes."""
+    with Client.from_url(redis_url) as client:
+        yield client
 
 
 @pytest.fixture
@@ -113,13 +120,10 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("written", WRITTEN, ids=lambda one: repr(one[:24]))
-@pytest.mark.parametrize("leads", [True, False])
-def test_a_record_that_no_beat_has_written_is_as_none(own_redis_server, beats, written, leads):
+def test_a_record_that_no_beat_has_written_is_as_none(redis_url, client, beats, written):
     """The beat sends on, whoever has written what; also a time that is to come holds nothing up."""
-    with own_redis_server.client() as client:
-        one = beats(own_redis_server.url)
-        if leads:
-            goes_on(one)
+    one = beats(redis_url)
+    for _ in ("as it begins to lead", "as it leads"):
         client.hset(RECORDS, mapping={"often": written, b"\xff": written, b"": written})
         goes_on(one)
         assert record_of(client) != written
@@ -130,44 +134,39 @@ def test_a_record_that_no_beat_has_written_is_as_none(own_redis_server, beats, w
     ["a b", "two\nlines", "}{", "é\u20ac", "\x00", "", "-", LOCK, "1" * US],
     ids=lambda name: repr(name[:9]),
 )
-def test_any_name_of_an_entry_will_do(own_redis_server, beats, name):
+def test_any_name_of_an_entry_will_do(redis_url, client, beats, name):
     """Each beat has the record of its entry, whatever the entry is called."""
-    with own_redis_server.client() as client:
-        one = beats(own_redis_server.url, [name])
-        goes_on(one)
-        assert record_of(client, name.encode()).startswith(b"1 ")
-        one.close()
-        after = beats(own_redis_server.url, [name])
-        after.app.sent = one.app.sent
-        goes_on(after)
+    one = beats(redis_url, [name])
+    goes_on(one)
+    assert record_of(client, name.encode()).startswith(b"1 ")
+    one.close()
+    after = beats(redis_url, [name])
+    after.app.sent = one.app.sent
+    goes_on(after)
 
 
 @pytest.mark.parametrize("key", [LOCK, RECORDS, f"{LOCK}:limit", f"{LOCK}:line"])
 @pytest.mark.parametrize("leads", [True, False])
-def test_a_key_of_another_type(own_redis_server, beats, key, leads, caplog):
+def test_a_key_of_another_type(redis_url, client, beats, key, leads, caplog):
     """The beat stands by, says once which key, and goes on when that is gone."""
-    with own_redis_server.client() as client:
-        one = beats(own_redis_server.url)
-        if leads:
-            goes_on(one)
-        client.delete(key)
-        client.lpush(key, "x")
-        if key.endswith(":line") and leads:  # which it does not need
-            goes_on(one)
-            return
+    one = beats(redis_url)
+    if leads:
+        goes_on(one)
+    client.delete(key)
+    client.lpush(key, "x")
+    if not (key.endswith(":line") and leads):  # which it does not need
         assert key in stands_by(one, caplog)
         client.delete(key)
-        goes_on(one)
+    goes_on(one)
 
 
-def test_a_server_that_is_emptied(own_redis_server, beats, caplog):
+def test_a_server_that_is_emptied(redis_url, client, beats, caplog):
     """The leader says that its lease is lost, takes the lock again, and sends no tick twice."""
-    with own_redis_server.client() as client:
-        one = beats(own_redis_server.url)
-        goes_on(one)
-        client.flushall()
-        goes_on(one)
-        assert "its lease has ended" in caplog.text
+    one = beats(redis_url)
+    goes_on(one)
+    client.flushall()
+    goes_on(one)
+    assert "its lease has ended" in caplog.text
 
 
 def test_a_full_server(own_redis_server, beats, caplog):
@@ -196,29 +195,32 @@ def limited(redis_program, tmp_path_factory):
 
 BY_CLAIMS = {"~dislock:*", "+evalsha", "+time", "+hget", "+hset", "+hdel", "+pexpire"}
 NEEDED = {True: BY_CLAIMS, False: BY_CLAIMS | {"+exists", "+hgetall"}}  # of one that leads, or not
-ALLOWED = [rule for rule in RULES.split() if rule[0] in "+~&%"]
+NEEDLESS = {rule for rule in RULES.split() if rule[0] == "+"} - NEEDED[False]
+OTHERS = {leads: (*NEEDLESS, *(NEEDED[False] - rules)) for leads, rules in NEEDED.items()}
 
 
-@pytest.mark.parametrize("leads", [True, False])
-@pytest.mark.parametrize("rule", ALLOWED)
-def test_a_right_that_is_missing(limited, beats, rule, leads, caplog):
-    """Either the beat needs it not, or it stands by and says once what is missing."""
+@pytest.mark.parametrize(
+    ("leads", "rules"),
+    [(leads, [rule]) for leads in NEEDED for rule in sorted(NEEDED[leads])] + [*OTHERS.items()],
+)
+def test_a_right_that_is_missing(limited, beats, leads, rules, caplog):
+    """The beat stands by and says once what is missing, or does not need it, as all the others."""
     with limited.client() as client:
         client.flushall()
 
-        def allow(*rules):
+        def allow(*more):
             given = RULES.replace("PASSWORD", SECRET).split()
-            client.execute_command("ACL", "SETUSER", "dislock", "reset", *given, *rules)
+            client.execute_command("ACL", "SETUSER", "dislock", "reset", *given, *more)
 
         allow()
         one = beats(f"redis://dislock:{SECRET}@127.0.0.1:{limited.port}/0")
         if leads:
             goes_on(one)
-        allow(*(["resetkeys"] if rule[0] in "~%" else ["-" + rule[1:]] if rule[0] == "+" else []))
-        if rule in NEEDED[leads]:
-            assert re.search("no permissions|can't run", stands_by(one, caplog))
-        else:
+        allow(*("resetkeys" if rule[0] == "~" else "-" + rule[1:] for rule in rules))
+        if len(rules) > 1:
             goes_on(one)
+        else:
+            assert re.search("no permissions|can't run", stands_by(one, caplog))
         assert SECRET not in caplog.text
         allow()
         goes_on(one)

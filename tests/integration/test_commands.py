@@ -1,4 +1,4 @@
-"""``celery dislock ...`` on a real server: what each command prints, changes, and ends with."""
+"""``celery dislock ...`` on a real server: what only that shows, and commands under a lock."""
 
 from __future__ import annotations
 
@@ -7,95 +7,53 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from celery import Celery
-from click.testing import CliRunner
 
-from celery_dislock import Dislock, SingletonTask
-from celery_dislock.messages.message import Message
-from celery_dislock.operating.cli import dislock as command
-from celery_dislock.operating.cli.table import width_of
-from celery_dislock.parking.store import Ticket
-from celery_dislock.servers.replies import Parked
-from celery_dislock.servers.store import Store
-from tests.holding import name_of
-from tests.integration.strange import FAR, STRANGE, UNREADABLE, damage
+from celery_dislock import Dislock as Locks
+from celery_dislock import SingletonTask
+from celery_dislock.operating.cli import running
+from celery_dislock.parking.process import runtime_of
+from tests.commands import CANNOT_RUN, FOUND, HELD, LOST, NOT_FOUND, USAGE, Dislock
+from tests.holding import name_of, wait_for
+from tests.integration.strange import STRANGE, UNREADABLE, damage
 from tests.integration.test_redis_server import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
-LONG = 600.0  # seconds: no such lease runs out by itself
 LIMIT = 30  # seconds for a command
-AWAY, USAGE, FOUND, HELD, LOST = 3, 2, 1, 75, 76
 
 
 @pytest.fixture
 def app(redis_url):
     app = Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False)
-
-    @app.task(
-        base=SingletonTask,
-        name="shop.export",
-        lock_key="export:<corp_id>",
-        lock_on_conflict="queue",
-        lock_watchdog_timeout=60,
-        shared=False,
-    )
-    def export(corp_id): ...
-
     yield app
+    runtime_of(app).close()
     app.close()
 
 
 @pytest.fixture
 def dislock(app):
-    """Run a command of the app; the answer has ``exit_code``, ``stdout`` and ``stderr``."""
-
-    def run(*args, **how):
-        answer = CliRunner().invoke(command, args, obj=SimpleNamespace(app=app), **how)
-        if answer.exception is not None and not isinstance(answer.exception, SystemExit):
-            raise answer.exception
-        return answer
-
-    return run
+    return Dislock(app)
 
 
 @pytest.fixture
-def store(redis_url):
-    store = Store(redis_url)
-    yield store
-    store.close()
+def held(redis_url):
+    """Have a lock held by another thread while a block runs."""
 
+    @contextmanager
+    def held(key, **options):
+        with Locks.from_url(redis_url) as locks, ThreadPoolExecutor(1) as thread:
+            lock = locks.lock(key, **options)
+            thread.submit(lock.acquire).result()
+            yield
+            thread.submit(lock.release).result()
 
-def park(app, key, *, task="shop.export"):
-    """Park a task in the line of a key that is held; return its id."""
-    process = Dislock(app).runtime.process
-    task_id = str(uuid.uuid4())
-    headers = {"task": task, "id": task_id, "argsrepr": "(7,)", "kwargsrepr": "{}"}
-    message = Message("", "celery", headers, "application/json", "utf-8", {}, True, b"[[7],{},{}]")
-    ticket = Ticket(f"{task_id}:0:0", f"{task_id}@", False, message.to_bytes())
-    process.lines.enlist(name_of(key))
-    parked = process.lines.park(name_of(key), f"{task_id}@w/1", LONG, "{}", ticket)
-    assert isinstance(parked, Parked)
-    return task_id
-
-
-def hold(store, key, **holder):
-    """Take a lock as a task does."""
-    about = {"task": "shop.export", "id": "id-1", "worker": "celery@w1", "pid": 7, "host": "h"}
-    owner = f"{uuid.uuid4()}@celery@w1:7/1"
-    written = json.dumps({**about, "timeout": LONG, **holder})
-    store.acquire([name_of(key)], owner, LONG, written)
-    return owner
-
-
-def reserve(redis_client, key, state):
-    """Write the record of a key that is reserved for id-9, for nine seconds."""
-    record = f"2 {state} 1700000000000 1 id-9 {FAR} n 3 1 mark 3 3 2 {FAR} id-8"
-    redis_client.set(f"{name_of(key)}:unique", record, px=9000)
+    return held
 
 
 def pass_time(redis_client, key, seconds):
@@ -107,136 +65,178 @@ def pass_time(redis_client, key, seconds):
     redis_client.set(name, " ".join(record), keepttl=True)
 
 
-class TestList:
-    def test_a_purged_message_is_told_within_minutes(self, dislock, app, redis_client):
-        """By lists and by doctor; one that waits in its queue is a backlog, and no trouble."""
+def test_a_purged_message_is_told_within_minutes(dislock, app, redis_client):
+    """By lists and by doctor; one that waits in its queue is a backlog, and no trouble."""
 
-        @app.task(base=SingletonTask, name="report", lock_unique_until="end", shared=False)
-        def report(n): ...
+    @app.task(base=SingletonTask, name="report", lock_unique_until="end", shared=False)
+    def report(n): ...
 
-        (key,) = report.dislock_guard.keys((1,), {})
-        report.delay(1)
-        pass_time(redis_client, key, 400)
-        assert json.loads(dislock("ls", "--json").stdout)[0]["troubles"] == []
-        app.control.purge()
-        assert json.loads(dislock("ls", "--json").stdout)[0]["troubles"] == ["unmet"]
-        assert " unmet 6 min " in dislock("ls").stdout
-        told = json.loads(dislock("doctor", "--json", "--timeout", "0.1").stdout)["findings"]
-        [found] = [one for one in told if one["check"] == "reservations"]
-        assert (found["level"], "nothing waits in celery" in found["what"]) == ("warning", True)
-        assert "  unmet: Reserved for a message " in dislock("show", key).stdout
-        assert dislock("free", key, "--yes").exit_code == 0
-        assert dislock("ls").stderr == "No lock matches.\n"
+    key = report.lock_for(1).key
+    report.delay(1)
+    pass_time(redis_client, key, 400)
+    assert dislock.json("ls")[0]["troubles"] == []
+    app.control.purge()
+    assert dislock.json("ls")[0]["troubles"] == ["unmet"]
+    assert " unmet 6 min " in dislock("ls").stdout
+    told = dislock.json("doctor", "--timeout", "0.1")["findings"]
+    [found] = [one for one in told if one["check"] == "reservations"]
+    assert (found["level"], "nothing waits in celery" in found["what"]) == ("warning", True)
+    assert "  unmet: Reserved for a message " in dislock("show", key).stdout
+    assert dislock("free", key, "--yes").exit_code == 0
+    assert dislock("ls").stderr == "No lock matches.\n"
 
-    def test_a_row_is_a_line_of_80_columns(self, dislock, store, redis_client, app):
-        """Through a pipe, with ids as Celery makes them, several leases, and keys of strangers."""
-        who = {"id": str(uuid.uuid4()), "worker": "celery@worker-1.example.com"}
-        keys = ["export:7", "k" * 160, "\u4e2d\u6587" * 25, "\U0001f512" * 30, "\x1b[31m\n\t" * 9]
-        for key in keys:
-            hold(store, key, **who)
-        park(app, "export:7", task="\u4e2d" * 90)
-        for asked, rows in ((("ls",), len(keys)), (("line", "export:7"), 1)):
-            printed = dislock(*asked, env={"COLUMNS": "80"}).stdout.splitlines()
-            assert len(printed) == rows + 1
-            assert max(map(width_of, printed)) <= 80
-            assert who["id"] not in "".join(printed)
-        assert who["id"] in dislock("show", "export:7").stdout
-        assert who["id"] in dislock("ls", "--json").stdout
 
-    def test_all_that_is_known_of_is_listed(self, dislock, store, app, redis_client):
-        """Held, waited for, reserved, paused: a row each, trouble on top."""
-        for key in ("c", "a"):
-            hold(store, key)
-        park(app, "a")
-        assert dislock("pause", "b").exit_code == 0
-        reserve(redis_client, "d", "w")
-        reserve(redis_client, "e", "-")  # only numbers are kept: it is free
-        printed = dislock("ls").stdout.splitlines()
-        assert [row.split()[0] for row in printed] == ["KEY", "a", "b", "c", "d"]
-        assert " no worker " in printed[1]  # sweeps the line
-        assert "shop.export[id-1] on celery@w1" in printed[1]
-        assert " paused " in printed[2]
-        assert "reserved for id-9, waiting" in printed[4]
-        told = json.loads(dislock("ls", "--json").stdout)
-        assert [one["key"] for one in told] == ["a", "b", "c", "d"]
-        assert (told[0]["waiting"], told[1]["limit"]) == (1, 0)
-        assert told[3]["reservation"]["id"] == "id-9"
-
-    @pytest.mark.parametrize("command", ["ls", "show", "line", "top", "doctor"])
-    def test_no_record_stops_a_command_for_all_locks(self, dislock, store, redis_client, command):
-        """Whatever stands in the records of some locks, the others are told."""
-        hold(store, "whole")
+@pytest.mark.parametrize("command", ["ls", "show", "line", "top", "doctor"])
+def test_no_record_stops_a_command_for_all_locks(dislock, held, redis_client, command):
+    """Whatever stands in the records of some locks, the others are told."""
+    with held("whole"):
         damage(redis_client)
         about = ("whole",) if command in {"show", "line"} else ()
-        for options in ((), ("--json",)) if command != "top" else ((),):
-            answer = dislock(command, *about, *options)
-            assert "Traceback" not in answer.output
-            assert answer.exit_code in {0, FOUND}
-            answer.stdout.encode()
-            if options:
-                json.loads(answer.stdout, parse_constant=pytest.fail)
-        if command == "ls":
-            told = json.loads(answer.stdout)
-            assert len([one for one in told if "error" in one]) == len(UNREADABLE)
-            assert len(told) == len(UNREADABLE) + len(STRANGE) + 3
-        if command not in {"doctor", "line"}:
-            assert "whole" in answer.stdout
+        answer = dislock(command, *about)
+        told = dislock.json(command, *about) if command != "top" else None
+    assert "Traceback" not in answer.output
+    assert answer.exit_code in {0, FOUND}
+    answer.stdout.encode()
+    if command == "ls":
+        assert len([one for one in told if "error" in one]) == len(UNREADABLE)
+        assert len(told) == len(UNREADABLE) + len(STRANGE) + 3
+    if command not in {"doctor", "line"}:
+        assert "whole" in answer.stdout
 
 
-def start(redis_url, *args):
-    """Start a command in a process of its own."""
-    code = (
-        "import sys; from types import SimpleNamespace; from celery import Celery; "
-        "from celery_dislock.operating.cli import dislock; app = Celery(broker=sys.argv.pop(1)); "
-        "dislock(sys.argv[1:], obj=SimpleNamespace(app=app))"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, redis_url, *args],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+class Script:
+    """A program that says that it runs, with its environment, and waits until it may end."""
 
+    def __init__(self, folder, client):
+        self._folder, self._client = folder, client
+        told = "env > told; mv told began; while [ ! -e go ]; do sleep 0.02; done; exit 9"
+        self.words = ["sh", "-c", f"cd {folder}; {told}"]
+        self.key = self.environment = self.record = None
+        self._looks = threading.Thread(target=self._look)
 
-def ended(process):
-    """Return the exit code, and what it has printed."""
-    out, err = process.communicate(timeout=LIMIT)
-    return process.returncode, out, err
+    def started(self, key):
+        """Look at the lock once the program runs; return its words."""
+        self.key = key
+        self._looks.start()
+        return self.words
 
-
-class TestPutBack:
-    def test_what_was_set_aside_is_sent_again(self, dislock, store, app, redis_client):
-        """To its queue; what cannot be read, and what is another broker's, stays."""
-        hold(store, "k")
-        process = Dislock(app).runtime.process
-        task_id = park(app, "k")
-        name = name_of("k")
-        ((ticket, record),) = [
-            one for one in redis_client.hgetall(f"{name}:tickets").items() if one[0] != "bytes"
-        ]
-        message = record[record.index('1 {"') :]
-        aside = {
-            ticket: record,
-            "bare:0:0": message,
-            "damaged:0:0": "1 ",
-            "other:0:0": record.replace(process.store.home, "elsewhere"),
+    def _look(self):
+        wait_for((self._folder / "began").exists, "the program")
+        lines = (self._folder / "began").read_text().splitlines()
+        self.environment = dict(line.split("=", 1) for line in lines if line[:8] == "DISLOCK_")
+        self.record = {
+            owner: record.split(" ", 5)
+            for owner, record in self._client.hgetall(name_of(self.key)).items()
         }
-        redis_client.hset(f"{name}:aside", mapping=aside)
-        told = dislock("put-back", "k", "--ticket", ticket)
-        assert (told.exit_code, told.stdout) == (0, f"{ticket}: put back\n")
-        answer = dislock("put-back", "k", "--json")
-        problems = {one["ticket"]: one["problem"] for one in json.loads(answer.stdout)}
-        assert problems["bare:0:0"] is None
-        assert problems["other:0:0"] == "its message belongs to another broker"
-        assert problems["damaged:0:0"].startswith("its message is lost")
-        assert set(redis_client.hkeys(f"{name}:aside")) == {"damaged:0:0", "other:0:0"}
-        sent = [json.loads(one)["headers"]["id"] for one in redis_client.lrange("celery", 0, -1)]
-        assert sent == [task_id] * 2
+        (self._folder / "go").touch()
+
+    @property
+    def lease(self):
+        """Owner, token, mode, and how the holder describes itself."""
+        self._looks.join()
+        [(owner, (_, _, token, _, mode, about))] = [
+            one for one in self.record.items() if one[0] == self.environment["DISLOCK_OWNER"]
+        ]
+        return owner, token, mode, json.loads(about)
+
+
+@pytest.fixture
+def script(tmp_path, redis_client):
+    return Script(tmp_path, redis_client)
 
 
 class TestRun:
+    @pytest.mark.parametrize("word", ["k", "-k"])
+    def test_the_command_has_the_lock_in_its_environment(self, dislock, script, redis_client, word):
+        """All words after -- are the command's; its exit code is passed on, the lock is free."""
+        words = [word] if word == "k" else ["--", word]
+        before = signal.getsignal(signal.SIGTERM)
+        answer = dislock("run", "--timeout", "0", *words, "--", *script.started(word))
+        owner, token, mode, about = script.lease
+        told = {"DISLOCK_KEY": word, "DISLOCK_OWNER": owner, "DISLOCK_TOKEN": token}
+        assert (answer.exit_code, script.environment) == (9, told)
+        assert (mode, about["timeout"], about["pid"]) == ("x", 30.0, os.getpid())
+        assert redis_client.keys("dislock:*") == []
+        assert signal.getsignal(signal.SIGTERM) == before
+
+    @pytest.mark.parametrize(
+        ("command", "code", "told"),
+        [
+            (["sh", "-c", "kill -9 $$"], 128 + 9, ""),
+            (["\x1b[31mmake"], NOT_FOUND, "Error: \\x1b[31mmake: not found\n"),
+            (["/etc/passwd"], CANNOT_RUN, "Error: /etc/passwd: cannot be run\n"),
+            (["{}"], CANNOT_RUN, "Error: {}: cannot be run\n"),  # no program, for all its rights
+            ([], USAGE, ""),
+        ],
+    )
+    def test_how_it_ends_is_told_as_by_a_shell(self, dislock, tmp_path, command, code, told):
+        """Also what cannot be started."""
+        (tmp_path / "empty").write_bytes(b"\0")
+        (tmp_path / "empty").chmod(0o700)
+        path = str(tmp_path / "empty")
+        answer = dislock("run", "k", "--", *(path if word == "{}" else word for word in command))
+        assert answer.exit_code == code
+        assert code == USAGE or answer.stderr == told.format(path)
+
+    def test_another_that_holds_the_lock(self, dislock, held, tmp_path):
+        """Nothing is started; nor if the time to wait is none."""
+        with held("k"):
+            answer = dislock("run", "k", "--timeout", "0", "--", "touch", str(tmp_path / "ran"))
+        assert answer.exit_code == HELD
+        assert "lock 'k' is held by thread " in answer.stderr
+        assert dislock("run", "k", "--timeout", "-1", "--", "true").exit_code == USAGE
+        assert not (tmp_path / "ran").exists()
+
+    def test_the_options_of_a_lock(self, dislock, script, held):
+        """They are those of Dislock.lock."""
+        options = ["--mode", "shared", "--watchdog-timeout", "2m", "--unfair", "--timeout", "0"]
+        with held("k", mode="shared"):
+            dislock("run", "k", *options, "--", *script.started("k"))
+        _, _, mode, about = script.lease
+        assert (mode, about["timeout"]) == ("s", 120.0)
+
+    def test_the_options_of_a_task_hold_unless_others_are_given(self, dislock, script, held):
+        """The lock of a task has the task's terms."""
+        terms = {"lock_key": ["b", "a"], "lock_limit": 2, "lock_watchdog_timeout": 60}
+
+        @dislock.app.task(base=SingletonTask, name="t", shared=False, **terms)
+        def task(): ...
+
+        options = ["--watchdog-timeout", "90", "--timeout", "0"]
+        with held(["a", "b"], limit=2):
+            answer = dislock("run", "--task", "t", *options, "--", *script.started("a"))
+        assert answer.exit_code == 9
+        assert script.lease[3]["timeout"] == 90.0
+        assert script.environment["DISLOCK_KEY"] == "a + b"
+
+    @pytest.mark.parametrize("name", running.PASSED_ON)
+    def test_a_signal_while_it_is_started_reaches_it(self, dislock, monkeypatch, name):
+        """It comes when the command has begun, and nobody knows that yet."""
+        popen, number = subprocess.Popen, getattr(signal, name)
+
+        def start(*args, **options):
+            process = popen(*args, **options)
+            signal.raise_signal(number)
+            return process
+
+        monkeypatch.setattr(running.subprocess, "Popen", start)
+        assert dislock("run", "k", "--", "sleep", "60").exit_code == 128 + number
+
+    def test_a_signal_before_the_command_ends_us(self, dislock, held, redis_client):
+        """While we wait for the lock; one that ends nobody is ignored."""
+
+        def send():
+            wait_for(lambda: redis_client.exists(f"{name_of('k')}:line"), "a place in line")
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                signal.pthread_kill(threading.main_thread().ident, number)
+
+        with held("k"):
+            sender = threading.Thread(target=send)
+            sender.start()
+            answer = dislock("run", "k", "--", "true")
+            sender.join()
+        assert answer.exit_code == 128 + signal.SIGTERM
+
     def test_signals_reach_the_command(self, redis_url, redis_client):
         """The command decides what becomes of them, and its exit code counts."""
         script = "trap 'exit 9' INT; echo ready; while :; do sleep 0.05; done"
@@ -260,4 +260,34 @@ class TestRun:
         code, _, err = ended(process)
         assert code == LOST
         assert "lock 'k' is lost" in err
+        assert "another may have run beside it" in err
         wait_until_gone(int(pid.read_text()))
+
+    def test_the_command_does_not_outlive_a_lease_that_ended_at_its_cap(self, dislock):
+        """After so many renewals, although the server is there."""
+        options = ["--watchdog-timeout", "1", "--max-renew-times", "1"]
+        answer = dislock("run", "k", *options, "--", "sleep", "60")
+        assert answer.exit_code == 128 + signal.SIGTERM
+
+
+def start(redis_url, *args):
+    """Start a command in a process of its own."""
+    code = (
+        "import sys; from types import SimpleNamespace; from celery import Celery; "
+        "from celery_dislock.operating.cli import dislock; app = Celery(broker=sys.argv.pop(1)); "
+        "dislock(sys.argv[1:], obj=SimpleNamespace(app=app))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, redis_url, *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process):
+    """Return the exit code, and what it has printed."""
+    out, err = process.communicate(timeout=LIMIT)
+    return process.returncode, out, err

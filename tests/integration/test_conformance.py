@@ -12,7 +12,6 @@ import redis
 from celery_dislock import Dislock, DislockError
 from tests.conftest import BOTH
 from tests.integration import driven_clock
-from tests.integration.loop_store import STORES
 from tests.integration.model_runs import run_model
 from tests.integration.test_model import LockMachine
 from tests.integration.test_parked_model import ParkedMachine
@@ -30,10 +29,8 @@ def server(redis_url, monkeypatch):
     server.close()
 
 
-@pytest.mark.parametrize("driver", STORES)
-def test_locks_do_what_the_model_does(server, redis_url, monkeypatch, driver):
-    """For threads and for coroutines."""
-    monkeypatch.setattr(server, "store", lambda: STORES[driver](redis_url))
+def test_locks_do_what_the_model_does(server):
+    """They are granted, handed on and ended as it says."""
     run_model(lambda: LockMachine(server), examples=15, steps=50)
 
 

@@ -120,7 +120,6 @@ def park(process, key, task_id=None, holder=None):
         lock_of(process, key),
     )
     process.store.acquire([lock], "holder", LONG, json.dumps(holder or {}))
-    process.lines.enlist(lock)
     assert isinstance(process.lines.park(lock, f"{task_id}@w/1", LONG, "{}", ticket), Parked)
     return ticket.name
 
@@ -191,17 +190,68 @@ def test_a_turn_that_is_on_its_way_is_sent_on_as_well(old, drain, redis_client):
     assert [one["ticket"][1] for one in sent(redis_client)] == [ticket] * 2
 
 
-@pytest.mark.parametrize("by", ["the sweep", "a lock"])
-def test_lines_that_a_worker_still_uses_are_left_alone(by, old, drain, redis_client):
+@pytest.mark.parametrize(("by", "uses"), [("sweep", True), ("holder", True), ("thread", False)])
+def test_lines_that_a_worker_still_uses_are_left_alone(by, uses, old, drain, redis_client):
     """It sweeps there, or it holds one of the locks: its tasks go on there."""
     about = {"task": "t", "id": "1", "worker": "w1", "pid": 1, "timeout": LONG}
-    park(old.process, "a", holder=about if by == "a lock" else {})
-    if by == "the sweep":
+    if by == "sweep":
         old.process.store.acquire([old.process.sweep_name], "w1", LONG, json.dumps(about))
+        park(old.process, "a")
+    else:  # a program's thread sweeps nothing
+        park(old.process, "a", holder=about | ({"worker": None} if by == "thread" else {}))
     answer = drain("--yes", "--look-for", "0.1")
+    assert answer.exit_code == (FOUND if uses else 0)
+    assert ("A worker still uses it: w1." in answer.stderr) is uses
+    assert len(sent(redis_client)) == (not uses)
+
+
+def test_the_lines_are_shown_and_sent_on_after_a_yes(old, drain, redis_client):
+    """With how many are in each, those with a turn too; it looks for as long as tasks sweep."""
+    for key in ("a", "a", "b\x1b"):
+        park(old.process, key)
+    old.process.store.release([lock_of(old.process, "a")], "holder")
+    answer = drain(input="n\n")
     assert answer.exit_code == FOUND
-    assert "A worker still uses it: w1." in answer.stderr
-    assert sent(redis_client) == []
+    assert len(sent(redis_client)) == 1  # the turn
+    answer = drain(input="y\n")
+    assert answer.exit_code == 0
+    shown = sorted(line.split() for line in answer.stdout.splitlines()[:3])
+    assert shown[:2] == [["KEY", "IN", "LINE"], ["a", "2"]]
+    assert "\x1b" not in answer.stdout
+    assert "Looking for 0.1 s whether a worker still uses" in answer.stderr
+    assert "3 parked in 2 lines on" in answer.stderr
+    assert "Send them on, to redis" in answer.stderr
+    assert "Sent on 3." in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ((), "--from-url URL, --from-prefix PREFIX"),
+        (("--from-prefix", "dislock"), "where the app's locks are"),
+        (("--lost", "all"), "is no name of a store"),
+    ],
+)
+def test_a_drain_from_nowhere_and_from_here_is_wrong_usage(old, drain, told, why, redis_client):
+    """Nothing is looked at."""
+    answer = drain(told=told)
+    assert answer.exit_code == USAGE
+    assert why in answer.stderr
+
+
+def test_several_servers_keep_no_lines(app, old, drain):
+    """There is nothing to drain, and nothing to take over."""
+    app.conf.dislock_url = ["redis://a", "redis://b", "redis://c"]
+    for told in (old.told, ("--lost", "f" * 16)):
+        answer = drain(told=told)
+        assert (answer.exit_code, "keep no parked tasks" in answer.stderr) == (USAGE, True)
+
+
+def test_a_store_that_is_lost_is_taken_over_by_its_name(app, old, drain):
+    """Nothing is left there to be sent on; its tasks that are on their way run here."""
+    answer = drain(told=("--lost", "f" * 16))
+    assert (answer.exit_code, "belong here now" in answer.stderr) == (0, True)
+    assert runtime_of(app).process.identity.whose("f" * 16)
 
 
 def test_the_tasks_of_another_broker_are_left_alone(old, drain, redis_client, other_server):
@@ -245,16 +295,12 @@ def test_a_broker_that_goes_away_meanwhile_loses_nothing(app, old, drain, monkey
     assert not runtime_of(app).process.identity.whose(old.process.identity.name())
 
 
-def test_what_had_lost_its_place_there_ends(app, old):
+def test_what_had_lost_its_place_there_ends(app, old, drain):
     """Its result says so, though no worker sweeps there any more."""
-    draining = Drain(
-        app, *([None, "old"] if old.told[0] == "--from-prefix" else [old.told[1], None])
-    )
     ticket = park(old.process, "a", "7")
     old.process.lines.drop(lock_of(old.process, "a"), ticket, '"replaced": "by hand"')
-    assert list(draining.run()) == []
+    assert drain("--yes").exit_code == 0
     assert app.AsyncResult("7").state == "REVOKED"
-    draining.close()
 
 
 class TestStoreName:

@@ -7,42 +7,39 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from celery_dislock.config.options import TaskOptions
-from celery_dislock.locks.attempt import Attempt, Conflict
-from celery_dislock.locks.lease import Lease
-from celery_dislock.locks.runtime import Runtime
+from celery_dislock import Conflict, Dislock, Lease
 from tests.holding import PATIENCE, wait_for
+from tests.programs import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = TaskOptions(lock_watchdog_timeout=1.5)
 
 
 def act(scene: Callable[[str], None], url: str) -> None:
     """Play a scene in a new interpreter; its failed assertion is this test's."""
     program = f"from {__name__} import {scene.__name__} as s; s({url!r})"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", program, cwd=ROOT)
 
 
-def take(runtime: Runtime, key: str) -> Lease | Conflict:
-    owner = runtime.process.owner_name(f"{key}@w:{os.getpid()}/")
-    return runtime.lock([key], OPTIONS).try_acquire(Attempt(owner, {"pid": os.getpid()}))
+def take(dislock: Dislock, key: str) -> Lease | Conflict:
+    return dislock.lock(key).try_acquire()
+
+
+def taken(dislock: Dislock, key: str) -> bool:
+    """Tell whether somebody else has the lock: in a thread, or its holder would take it again."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(take, dislock, key).result(PATIENCE)
+    if isinstance(answer, Lease):
+        answer.release()
+    return not answer
 
 
 def in_child(act_in_child: Callable[[], None]) -> int:
@@ -72,51 +69,44 @@ def renewed(lease: Lease, times: int) -> None:
 
 
 def child_has_its_own(url: str) -> None:
-    runtime = Runtime(lambda: {"dislock_url": url})
-    lease = take(runtime, "parent")
+    dislock = Dislock.from_url(url, watchdog_timeout=1.5)
+    lease = take(dislock, "parent")
     renewed(lease, 1)
-    ours = runtime.process
 
     def child() -> None:
         renewals = lease.renewals
-        theirs = runtime.process
-        assert theirs is not ours
-        assert theirs.pid == os.getpid()
-        assert theirs.store is not ours.store
-        assert theirs.watchdog is not ours.watchdog
-        assert len(theirs.watchdog) == 0
-        assert len(ours.watchdog) == 0
-        assert isinstance(take(runtime, "parent"), Conflict)
-        own = take(runtime, "child")
+        assert not lease.held
+        assert taken(dislock, "parent")
+        assert not take(dislock, "parent")
+        own = take(dislock, "child")
         renewed(own, 4)
-        assert len(theirs.watchdog) == 1
         assert lease.renewals == renewals
+        lease.release()  # which does nothing here
         own.release()
 
     pid = in_child(child)
-    assert runtime.process is ours
     before = lease.renewals
     assert_well_ended(pid)
     renewed(lease, before + 3)
-    assert isinstance(take(runtime, "parent"), Conflict)
+    assert taken(dislock, "parent")
     lease.release()
-    take(runtime, "parent").release()
+    take(dislock, "parent").release()
 
 
 def child_outlives_its_parent(url: str) -> None:
-    runtime = Runtime(lambda: {"dislock_url": url})
+    dislock = Dislock.from_url(url, watchdog_timeout=1.5)
     read_end, write_end = os.pipe()
 
     def parent() -> None:
-        renewed(take(runtime, "parent"), 1)
+        renewed(take(dislock, "parent"), 1)
         in_child(child)
         time.sleep(PATIENCE)  # killed before that
 
     def child() -> None:
-        own = take(runtime, "child")
+        own = take(dislock, "child")
         renewed(own, 1)
         os.write(write_end, b"1")
-        wait_for(lambda: isinstance(take(runtime, "parent"), Lease), "the dead parent's lock")
+        wait_for(lambda: isinstance(take(dislock, "parent"), Lease), "the dead parent's lock")
         assert own.held
         os.write(write_end, b"2")
 

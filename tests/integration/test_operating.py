@@ -11,8 +11,8 @@ from celery import Celery
 from click.testing import CliRunner
 from lupa.lua51 import LuaError
 
-from celery_dislock import Dislock, SingletonTask
-from celery_dislock.exceptions import LockLostError, StoreError
+from celery_dislock import SingletonTask
+from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import REPLACED, notes_of
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock
@@ -20,7 +20,7 @@ from celery_dislock.parking.store import Lines
 from celery_dislock.servers.overview import Overview, find_parked
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Done, Granted, Handed, Parked, Refused
-from celery_dislock.servers.requests import Ending, Terms
+from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.actions import Actions
@@ -120,14 +120,6 @@ class TestFreeing:
         assert isinstance(worker.take("b"), Refused)
         other.sweep()
         assert other.given() == ["p"]
-
-    def test_a_lease_that_only_runs_out_is_freed(self, worker, server):
-        """``lock_at_least_for`` holds a lock for longer than its task runs."""
-        worker.take("a")
-        worker.store.release([LOCK], "a", Ending(at_least=LONG))
-        assert worker.overview.lock(LOCK).holders[0].expiring
-        assert worker.free() is True
-        assert server.names() == set()
 
     def test_the_turn_of_a_parked_task_goes_to_the_next(self, worker):
         """A task whose message does not come is put at the end of the line, and is not lost."""
@@ -250,35 +242,9 @@ def test_a_parked_task_is_found_by_ticket_and_by_id(worker, monkeypatch):
     assert find_parked(worker.overview, LOCK, "t") == []
 
 
-class TestLockFor:
-    @pytest.fixture
-    def app(self, redis_url):
-        app = Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False)
-        Dislock(app)
-        yield app
-        app.close()
-
-    def test_several_keys_are_one_handle_of_several(self, app):
-        """It stands for all of them; each can be asked for."""
-
-        @app.task(base=SingletonTask, name="shop.move", lock_key=["b:<a>", "a:<a>"], shared=False)
-        def move(a): ...
-
-        handle = move.lock_for(7)
-        assert (handle.key, handle.keys, len(handle)) == ("a:7 + b:7", ("a:7", "b:7"), 2)
-        assert [one.key for one in handle] == ["a:7", "b:7"]
-        with Dislock(app) as dislock:
-            lock = dislock.lock(["a:7", "b:7"])
-            lease = lock.try_acquire()
-            assert [holder.owner for holder in handle.holders()] == [lease.owner] * 2
-            assert len(handle.free()) == 2
-            assert handle.holders() == []
-            with pytest.raises(LockLostError):
-                lock.extend()
-            assert lease.lost
-
-    def test_a_reservation_is_freed_by_hand(self, app):
-        """After a purge, say: the next message is sent.  What was reserved since is left alone."""
+def test_a_reservation_is_freed_by_hand(redis_url):
+    """After a purge, say: the next message is sent.  What was reserved since is left alone."""
+    with Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False) as app:
 
         @app.task(base=SingletonTask, lock_key="<n>", lock_unique_until="end", shared=False)
         def export(n): ...

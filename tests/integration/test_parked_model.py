@@ -41,7 +41,6 @@ Not modelled: those who wait in their slot, bounds in bytes, damage, several loc
 
 from __future__ import annotations
 
-import json
 from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
@@ -56,14 +55,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from celery_dislock.parking.store import Bounds, Lines, Ticket
-from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
-from celery_dislock.servers.requests import Ending
-from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
 from tests.integration.model_runs import run_model
+from tests.integration.parked import LOCK, Bounds, Line
 
-LOCK = name_of("parked")
 UNIT = 5  # seconds: whatever lasts long is a multiple of it
 LONGEST = 60  # units that a turn lasts at most
 TTL = 3  # units that a lease lasts, and the first turn
@@ -75,9 +70,7 @@ KINDS = {  # mode and limit of tasks of even and of odd numbers
     "mixed": [("shared", 1), ("exclusive", 1)],
 }
 BOUNDS = [Bounds(), Bounds(1, overflow="replace"), Bounds(2, overflow="replace"), Bounds(2)]
-LEFT_BY_NONE = ["line", "tickets", "handed", "running", "replaced"]
 NUMBERS: dict[str, int] = {}  # of tasks, whose ids are as Celery makes them, or like "t4"
-ANSWERS = {Granted: "granted", Refused: "refused", Parked: "parked", Full: "full", Done: "done"}
 
 
 @dataclass(order=True)
@@ -298,14 +291,7 @@ class ParkedMachine(RuleBasedStateMachine):
         super().__init__()
         self.server = server
         server.begin()
-        self.client = server.client(decode_responses=True)
-        self.raw = server.client()
-        self.published = []
-        self.stores = [server.store(home=home, hand_over=self.published.extend) for home in "ab"]
-        self.lines = [
-            Lines(store.lock_server, "dislock", store.home, self.published.extend)
-            for store in self.stores
-        ]
+        self.workers = [Line(server, home) for home in "ab"]
         self.tasks = []
         self.copies = []  # in the brokers: a task, and whether it is marked
         self.executions = []
@@ -329,6 +315,9 @@ class ParkedMachine(RuleBasedStateMachine):
 
     def home_of(self, task):
         return number_of(task) // 2 % self.homes
+
+    def worker_of(self, task):
+        return self.workers[self.home_of(task)]
 
     # What happens to messages.
 
@@ -409,7 +398,7 @@ class ParkedMachine(RuleBasedStateMachine):
 
     def step_enlist(self, execution, twice):
         for _ in range(1 + twice):
-            self.lines[self.home_of(execution.task)].enlist(LOCK)
+            self.worker_of(execution.task).lines.enlist(LOCK)
         execution.at = "park"
 
     def step_park(self, execution, twice):
@@ -419,24 +408,24 @@ class ParkedMachine(RuleBasedStateMachine):
         tokens = set()
         for _ in range(1 + twice):
             held = execution.owner in self.model.leases
-            answer, told, turns = self.knock_once(execution, ask=ask)
-            if told == "granted":
-                tokens = tokens | {answer} if held else {answer}
+            answer, turns = self.knock_once(execution, ask=ask)
+            if answer == "granted":
+                tokens = tokens | {answer.token} if held else {answer.token}
                 assert len(tokens) == 1, "sent twice, it has two tokens"
         execution.turns += turns  # those of the first answer were lost with it
-        if told == "refused":
+        if answer == "refused":
             copy = answer.holder.get("id") == execution.task
             execution.at = "put_off" if copy else "enlist"
             assert copy or ask
-        elif told == "granted":
+        elif answer == "granted":
             execution.at = "body"
         else:
-            if told == "full" and execution.marked:  # its record was lost: it comes again
+            if answer == "full" and execution.marked:  # its record was lost: it comes again
                 self.copies.append((execution.task, True))
-            elif told == "full":
+            elif answer == "full":
                 self.skipped.add(execution.task)
-            if told == "parked" and not ask:
-                assert set(answer.replaced) == {f"{other}:0:0" for other in self.model.replaced}
+            if answer == "parked" and not ask:
+                assert set(answer.replaced) == self.model.replaced
             execution.at = "publish"
 
     def knock_once(self, execution, *, ask):
@@ -444,29 +433,28 @@ class ParkedMachine(RuleBasedStateMachine):
         home = self.home_of(task)
         mode, limit = self.model.terms_of(task)
         message = b"" if ask else message_of(task)
-        terms = {"mode": mode, "limit": limit, "bounds": self.bounds}
-        shown = Ticket(f"{task}:0:0", f"{task}@", execution.marked, message, **terms)
-        holder = json.dumps({"id": task})
+        terms = {"mode": mode, "limit": limit, "bounds": self.bounds, "marked": execution.marked}
         ran = task in self.model.running
         has_ticket = ran or task in self.tickets()
         held = owner in self.model.leases
         had_turn = f"{task}#" in self.model.leases
         before = self.waiting()
-        answer = self.lines[home].park(LOCK, owner, TTL * UNIT, holder, shown)
+        copy = owner.rpartition("/")[2]
+        answer = self.workers[home].ask(task, copy, message=message, ttl=TTL * UNIT, **terms)
         told, given = self.model.park(
             owner, task, home, self.bounds, marked=execution.marked, ask=ask
         )
-        assert ANSWERS[type(answer)] == told
-        if told == "parked" and not has_ticket:
+        assert answer == told
+        if answer == "parked" and not has_ticket:
             self.parked_order[task] = self.model.parked_so_far
         turns = self.check_given(given)
-        if told == "granted" and not held:
+        if answer == "granted" and not held:
             execution.was_parked = has_ticket or execution.marked
             if task in self.model.running and not has_ticket:
                 self.parked_order[task] = self.model.parked_so_far
             if not ran and not had_turn:
                 self.check_order(task, before, has_ticket)
-        return answer, told, turns
+        return answer, turns
 
     def step_put_off(self, execution, twice):
         """A copy of what runs comes again; twice: it was sent, and not acknowledged."""
@@ -494,13 +482,9 @@ class ParkedMachine(RuleBasedStateMachine):
         home = self.home_of(execution.task)
         for _ in range(1 + twice):
             live = execution.owner in self.model.leases
-            ticket = f"{task}:0:0" if task else ""
-            assert (
-                self.stores[home].release(
-                    [LOCK], execution.owner, Ending(ticket=ticket, settles=settles * UNIT)
-                )
-                is live
-            )
+            how = {"settles": settles * UNIT} | ({} if task else {"ticket": ""})
+            copy = execution.owner.rpartition("/")[2]
+            assert self.workers[home].end(execution.task, copy, **how) is live
             given = self.model.release(execution.owner, task, home, settles)
             execution.turns = self.check_given(given)
 
@@ -526,7 +510,7 @@ class ParkedMachine(RuleBasedStateMachine):
         self.copies.append((execution.task, execution.marked))
         if seen:
             home = self.home_of(execution.task)
-            self.stores[home].release_dead([LOCK], execution.owner)
+            self.workers[home].store.release_dead([LOCK], execution.owner)
             given = self.check_given(self.model.release_dead(execution.owner, home))
             if not lost:
                 self.publish(given)
@@ -573,7 +557,7 @@ class ParkedMachine(RuleBasedStateMachine):
     def renew(self):
         for execution in self.executions:
             if execution.at == "body":
-                renewed = self.stores[0].extend([LOCK], execution.owner, TTL * UNIT)
+                renewed = self.workers[0].store.extend([LOCK], execution.owner, TTL * UNIT)
                 assert renewed is (execution.owner in self.model.leases)
                 if renewed:
                     self.model.grant(execution.owner)
@@ -583,16 +567,8 @@ class ParkedMachine(RuleBasedStateMachine):
     def lose(self, steps):
         """A failover loses the record of a parked task of which a marked copy is on its way."""
         copy = self.copies_of_tickets()[0]
-        ticket = f"{copy[0]}:0:0"
-        size = self.client.hstrlen(f"{LOCK}:tickets", ticket)
-        self.client.hdel(LOCK, f"{ticket}#")
-        self.client.zrem(f"{LOCK}:line", f"{ticket}#")
-        self.client.zrem(f"{LOCK}:handed", ticket)
-        self.client.hdel(f"{LOCK}:tickets", ticket)
-        self.client.hincrby(f"{LOCK}:tickets", "bytes", -size)
+        self.workers[0].lose(copy[0])
         self.model.forget(copy[0])
-        if not self.tickets():
-            self.client.delete(f"{LOCK}:tickets")
         self.look()
         self.take(self.copies.index(copy))
         if steps and self.executions:
@@ -605,7 +581,7 @@ class ParkedMachine(RuleBasedStateMachine):
     def sweep(self, home, lost, twice, told):
         home %= self.homes
         for _ in range(1 + twice):
-            swept = self.lines[home].sweep([LOCK])[LOCK]
+            swept = self.workers[home].sweep()
             given = self.check_given(self.model.pass_on_if_any(home))
             assert swept.parked == len(self.tickets())
             assert swept.replaced == {
@@ -644,7 +620,7 @@ class ParkedMachine(RuleBasedStateMachine):
         home = self.home_of(task)
         first = None
         for _ in range(1 + twice):
-            there = self.lines[home].withdraw(LOCK, f"{task}:0:0", delivery)
+            there = self.workers[home].withdraw(task, delivery)
             was, given = self.model.withdraw(task, home, runs=runs)
             first = was if first is None else first
             assert there is (was or (first and runs))
@@ -657,7 +633,7 @@ class ParkedMachine(RuleBasedStateMachine):
         home = self.home_of(task)
         was = self.model.waits(task) or task in self.model.handed or task in self.model.running
         was = was or task in self.model.replaced
-        assert self.lines[home].leave(LOCK, f"{task}:0:0") is was
+        assert self.workers[home].leave(task) is was
         self.publish(self.check_given(self.model.leave(task, home)))
 
     # What must be so.
@@ -666,13 +642,13 @@ class ParkedMachine(RuleBasedStateMachine):
         return {place.task for place in self.model.line} | set(self.model.handed)
 
     def waiting(self):
-        return [member.partition(":")[0] for member in self.client.zrange(f"{LOCK}:line", 0, -1)]
+        return self.workers[0].line()
 
     def check_given(self, expected):
         """Return who was given to be published: as the model says, and in order."""
-        given = [turn.ticket.partition(":")[0] for turn in self.published]
-        assert [turn.message for turn in self.published] == [message_of(task) for task in given]
-        self.published.clear()
+        published = [turn for worker in self.workers for turn in worker.published]
+        given = [task for worker in self.workers for task in worker.given()]
+        assert [turn.message for turn in published] == [message_of(task) for task in given]
         assert given == expected
         waiting = self.waiting()
         for number, task in enumerate(given):
@@ -692,7 +668,7 @@ class ParkedMachine(RuleBasedStateMachine):
         model = self.model
         leases = {
             holding.owner.replace(":0:0#", "#"): (round(holding.remaining / UNIT), holding.mode)
-            for holding in self.stores[0].holders(LOCK)
+            for holding in self.workers[0].store.holders(LOCK)
         }
         assert leases == {
             owner: (end - model.now, model.terms_of(owner)[0])
@@ -702,31 +678,19 @@ class ParkedMachine(RuleBasedStateMachine):
         assert not exclusive or len(exclusive) == len(leases)
         assert len(exclusive) <= max(limit for _, limit in model.terms)
 
-        line = self.raw.zrange(f"{LOCK}:line", 0, -1)
-        records = self.raw.hgetall(f"{LOCK}:tickets")
-        handed = self.raw.zrange(f"{LOCK}:handed", 0, -1, withscores=True)
-        running, replaced, aside = (
-            self.raw.hkeys(f"{LOCK}:{kind}") for kind in ("running", "replaced", "aside")
-        )
-        assert int(records.pop(b"bytes", 0)) == sum(map(len, records.values()))
-        assert shorts(line) == [place.task for place in model.line]
+        kept = self.workers[0].records()
+        assert kept.line == [place.task for place in model.line]
         until = {task: until for task, (until, _) in model.handed.items()}
         assert {
-            short(name): round((at - self.server.now_ms) / UNIT / 1000) for name, at in handed
+            task: round((at - self.server.now_ms) / UNIT / 1000) for task, at in kept.until.items()
         } == {task: at - model.now for task, at in until.items()}
         times = {place.task: place.times for place in model.line}
         times |= {task: place.times for task, (_, place) in model.handed.items()}
-        assert {short(name): int(record.split()[2]) for name, record in records.items()} == times
-        assert sorted(shorts(running)) == sorted(model.running)
-        assert set(shorts(replaced)) == model.replaced
-        assert set(shorts(aside)) == model.aside
-        begin = f"{LOCK}:done:".encode()
-        names = self.raw.keys("*")
-        marks = [name.removeprefix(begin) for name in names if name.startswith(begin)]
-        done = set(shorts(name for name in marks if b"@" not in name))
-        assert done == model.done
-        assert {name.decode() for name in marks if b"@" in name} == model.over
-        states = Counter([*shorts(line), *until, *shorts(running), *(done | model.replaced)])
+        assert kept.turns == times
+        assert kept.running == sorted(model.running)
+        assert kept.replaced == sorted(model.replaced)
+        assert (set(kept.aside), kept.done, kept.over) == (model.aside, model.done, model.over)
+        states = Counter([*kept.line, *until, *kept.running, *(kept.done | model.replaced)])
         assert not states or max(states.values()) == 1, f"in two states: {states}"
 
     @invariant()
@@ -756,10 +720,11 @@ class ParkedMachine(RuleBasedStateMachine):
                 assert (task in self.model.completed) != (task in replaced), f"{task} is lost"
             else:
                 assert task in self.ran | self.skipped, f"{task} is lost"
-        left = {kind for kind in LEFT_BY_NONE if self.client.exists(f"{LOCK}:{kind}")}
-        for each in (*self.stores, self.client, self.raw):
-            each.close()
-        assert not left, left
+        kept = self.workers[0].records()
+        for worker in self.workers:
+            worker.store.close()
+            worker.client.close()
+        assert not any((kept.line, kept.turns, kept.until, kept.running, kept.replaced)), kept
 
     def let_all_work(self):
         """Let those at work end, and each copy that is there be delivered once."""
@@ -771,16 +736,6 @@ class ParkedMachine(RuleBasedStateMachine):
     def finish_all(self):
         while self.executions:
             self.step_on(self.executions[0], twice=False)
-
-
-def short(ticket):
-    """Return the task's name of a ticket."""
-    name = ticket.decode() if isinstance(ticket, bytes) else ticket
-    return name.partition(":")[0]
-
-
-def shorts(tickets):
-    return list(map(short, tickets))
 
 
 def message_of(task):

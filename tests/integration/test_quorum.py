@@ -6,9 +6,7 @@ import threading
 
 import pytest
 
-from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.attempt import Conflict
-from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lease import Conflict
 from celery_dislock.scripts import ACQUIRE, RELEASE
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.quorum import Names
@@ -81,6 +79,13 @@ def patient(urls):
 def holding(urls):
     with Holding(urls, TRANSPORT) as holding:
         yield holding
+
+
+@pytest.fixture
+def others(urls):
+    """Another process's locks."""
+    with Holding(urls, TRANSPORT) as others:
+        yield others
 
 
 def take(store, owner, lock=LOCK, ttl=LONG):
@@ -224,44 +229,15 @@ class TestMinority:
         assert not [said for said in caplog.messages if "server" in said]
 
 
-class TestMajority:
-    @pytest.mark.parametrize("how", DOWN)
-    def test_three_of_five_away_is_a_store_error(self, servers, store, how):
-        """Without a majority nothing is taken, and nothing is left behind on any server."""
-        take(store, "a/1", "dislock:{held}")
-        away = servers[:2] + servers[4:]
-        down(away, how)
-        for _ in range(2):
-            for ask in (
-                lambda: take(store, "b/1"),
-                lambda: store.holders(LOCK),
-                lambda: store.extend([LOCK], "a/1", LONG),
-                lambda: store.renew([([LOCK], "a/1", LONG)], within=1.0),
-                store.ping,
-            ):
-                with pytest.raises(StoreError, match="only 2 of 5 servers answered"):
-                    ask()
-        assert [names_on(server) for server in servers[2:4]] == [["dislock:{held}"]] * 2
-        with pytest.raises(StoreError, match="only 2 of 5 servers answered"):
-            store.release(["dislock:{held}"], "a/1")
-        up(away, how)
-        wait_for(
-            lambda: not any(LOCK in names_on(server) for server in servers),
-            "the undoing of what frozen servers had been sent",
-        )
-        take(store, "b/1")
-        assert store.release([LOCK], "b/1") is True
-
-
 class TestHeld:
-    def test_the_watchdog_renews_while_servers_die(self, servers, holding):
+    def test_the_watchdog_renews_while_servers_die(self, servers, holding, others):
         """Two servers that die while a lease is held cost nothing; with the third it is lost."""
         lease = holding.take("export:7", timeout=3.0)
         for server in servers[:2]:
             server.kill()
             holding.wait_renewed(lease, times=2)
         assert lease.held
-        assert isinstance(holding.try_take("export:7"), Conflict)
+        assert isinstance(others.try_take("export:7"), Conflict)
         servers[2].pause()
         holding.wait_lost(lease)
         assert not lease.held
@@ -277,37 +253,36 @@ class TestHeld:
         assert all(lease.held for lease in leases)
         up(servers[3:], "frozen")
 
-    def test_servers_that_restart_empty(self, servers, holding):
+    def test_servers_that_restart_empty(self, servers, holding, others):
         """One or two have no say; when a majority has forgotten a lease its holder is told."""
         lease = holding.take("export:7", timeout=3.0)
         for server in servers[:2]:
             server.restart()
         holding.wait_renewed(lease, times=2)
-        assert isinstance(holding.try_take("export:7"), Conflict)
+        assert isinstance(others.try_take("export:7"), Conflict)
         assert nothing_on(servers[:2])
         assert lease.held
         servers[2].restart()
         event = holding.wait_lost(lease)
         assert "no longer has it" in event.arguments["reason"]
-        holding.take("export:7")
+        others.take("export:7")
 
     def test_whoever_waits_gets_it_when_it_is_free(self, servers, holding):
         """Waiting works by asking again; two servers may die meanwhile."""
         first = holding.take("export:7")
-        got = []
+        lock, got = holding.lock("export:7"), []
         waiter = threading.Thread(
-            target=lambda: got.append(holding.lock("export:7").acquire(attempt, timeout=WITHIN))
+            target=lambda: got.append(lock.acquire(timeout=WITHIN) and lock.lease)
         )
-        attempt = holding.attempt()
         waiter.start()
         for server in servers[:2]:
             server.kill()
         first.release()
         waiter.join(WITHIN)
         assert not waiter.is_alive()
-        assert isinstance(got[0], Lease)
         assert got[0].held
         assert got[0].token > first.token
+        lock.release()
 
     def test_a_dead_execution_is_released_by_the_start_of_its_name(self, servers, store):
         """Who has seen a process end frees its locks on all servers; so does an operator."""

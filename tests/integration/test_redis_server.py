@@ -11,6 +11,7 @@ import pytest
 from celery_dislock.testing import redis_server as module
 from celery_dislock.testing.redis_server import ServerMissing
 from tests.holding import wait_for
+from tests.programs import run_code
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.usefixtures("redis_program")
@@ -80,7 +81,7 @@ def test_a_fork_does_not_end_its_parents_server(tmp_path):
         "    os.waitpid(child, 0)\n"
         "    server.client().ping()\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    run_code(code, cwd=ROOT)
 
 
 def test_a_missing_server_says_in_one_line_what_to_install(monkeypatch, tmp_path):

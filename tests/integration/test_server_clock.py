@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from celery_dislock import LockLostError
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.store import Store
 from proof.clocks import Clocks, can_be_set
@@ -65,7 +66,8 @@ def test_set_forward_it_ends_leases_and_their_holders_are_told(url, store, clock
         after = acquire(store, "b/1")
         assert isinstance(after, Granted)
         assert after.tokens[0] > lease.token
-        assert lease.driver.renew(lease) is False
+        with pytest.raises(LockLostError):
+            holding.lock(KEY, timeout=LONG).extend()
         assert lease.lost
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import queue
 import re
 import shutil
@@ -13,11 +14,13 @@ from urllib.parse import urlencode
 
 import pytest
 import redis
+from celery import Celery
 from redis.crc import key_slot
 
-from celery_dislock.exceptions import StoreError, UnreachableError
-from celery_dislock.locks.runtime import Runtime
+from celery_dislock import Dislock
+from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
 from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.connections import Driver
 from celery_dislock.servers.overview import Overview
@@ -25,6 +28,7 @@ from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
+from proof.proxy import Proxy, runs
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (
@@ -41,6 +45,7 @@ from tests.integration.servers import (
     tls_args,
     wait_for_replicas,
 )
+from tests.integration.test_async_servers import used
 from tests.leaks import SECRET
 from tests.programs import missing
 from tests.redis_server import RedisServer
@@ -54,6 +59,7 @@ LOCK = "dislock:{export:7}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
 WITHIN = 10.0  # seconds
+ASYNC_TLS = inspect.signature(redis.asyncio.SSLConnection).parameters
 ONE_LINE = 500  # characters, more or less
 
 
@@ -126,10 +132,10 @@ class TestTls:
         """However verification is spelt, in options or in the URL's query."""
         for required in ("required", "CERT_REQUIRED"):
             query = urlencode({"ssl_cert_reqs": required, **options})
-            store = connect(f"{tls_server.tls_url}?{query}")
-            round_trip(store)
-        store = connect(tls_server.tls_url, {"ssl_cert_reqs": ssl.CERT_REQUIRED, **options})
-        round_trip(store)
+            round_trip(connect(f"{tls_server.tls_url}?{query}"))
+        options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
+        round_trip(connect(tls_server.tls_url, options))
+        used(tls_server.tls_url, transport_options=options)
 
     @pytest.mark.parametrize(
         ("without", "told"), [("ssl_ca_certs", "(?i)certificate"), ("ssl_certfile", None)]
@@ -141,9 +147,16 @@ class TestTls:
         del options[without]
         if without == "ssl_certfile":
             del options["ssl_keyfile"]
-        store = connect(tls_server.tls_url, options)
         with pytest.raises(StoreError, match=told):
-            take(store, "a/1")
+            take(connect(tls_server.tls_url, options), "a/1")
+        with pytest.raises(StoreError):
+            used(tls_server.tls_url, transport_options=options)
+
+    @pytest.mark.skipif("ssl_validate_ocsp" in ASYNC_TLS, reason="it is an option there, too")
+    def test_an_option_that_asyncio_does_not_have_is_named(self, tls_server, options):
+        """redis-py's connections of asyncio have fewer of them; no command is sent."""
+        with pytest.raises(SettingsError, match="no option 'ssl_validate_ocsp"):
+            used(tls_server.tls_url, transport_options={**options, "ssl_validate_ocsp": True})
 
     def test_a_port_without_tls_is_asked_once(self, own_redis_server):
         """A handshake that nobody answers takes one timeout, not one for each attempt."""
@@ -166,6 +179,7 @@ class TestTls:
                 round_trip(store, lock)
                 take(store, "a/1", lock=lock)
                 assert exists(master, lock)
+            used(cluster.url, transport_options=options)
 
     def test_sentinels(self, tls_server, certificates, options, tmp_path):
         """Sentinels are asked over TLS, and so is the master that they name."""
@@ -201,18 +215,20 @@ def url(redis_program, tmp_path_factory):
 class TestUserAndPassword:
     def test_a_user_of_the_acl_takes_locks(self, connect, url):
         """User and password of the URL are used, special characters as %XX; a wrong one is not."""
-        store = connect(url)
-        round_trip(store)
-        store = connect(url.replace("se%3Acr", "wrong"))
+        round_trip(connect(url))
+        used(url)
+        wrong = url.replace("se%3Acr", "wrong")
         with pytest.raises(StoreError):
-            take(store, "a/1")
+            take(connect(wrong), "a/1")
+        with pytest.raises(StoreError):
+            used(wrong)
 
     @pytest.mark.parametrize("provider", [Provider(), PROVIDER], ids=["object", "name"])
     def test_credentials_may_come_from_a_provider(self, connect, url, provider):
         """A credential_provider, an object or its class's name, wins over the URL's user."""
-        store = connect(url.replace("se%3Acr", "wrong"), {"credential_provider": provider})
-        round_trip(store)
-        assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [False]
+        wrong, options = url.replace("se%3Acr", "wrong"), {"credential_provider": provider}
+        round_trip(connect(wrong, options))
+        used(wrong, transport_options=options)
 
     def test_the_provider_of_the_broker_is_taken_over(self, url):
         """In the broker's URL, its transport options, or as the result backend's setting."""
@@ -222,9 +238,10 @@ class TestUserAndPassword:
             {"broker_url": bare, "broker_transport_options": {"credential_provider": PROVIDER}},
             {"result_backend": bare, "redis_backend_credential_provider": Provider()},
         ):
-            runtime = Runtime(lambda conf=conf: conf)
-            round_trip(runtime.process.store)
-            runtime.process.store.close()
+            app = Celery(set_as_current=False)
+            app.conf.update(conf)
+            with Dislock(app) as dislock, dislock.lock("k") as lease:
+                assert lease.held
 
     @pytest.mark.parametrize("tls", [False, True])
     def test_what_the_sentinels_are_given_is_in_no_text(self, redis_server, tls):
@@ -466,8 +483,8 @@ class TestReplicas:
         round_trip(store)
         with master.client() as client:
             assert "cmdstat_wait" not in client.info("commandstats")
-        runtime = Runtime(lambda: {"dislock_url": master.url, "dislock_min_replicas": 1})
-        store = runtime.process.store
+        used(master.url, min_replicas=1)
+        store = connect(master.url, {"min_replicas": 1})
         take(store, "a/1")
         assert exists(replica, LOCK)
         assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
@@ -584,6 +601,37 @@ class TestCluster:
         finally:
             cluster.masters[0].resume()
         assert all(store.release([lock], "a/1") for lock in locks)
+
+    def test_an_acquisition_that_fails_halfway_is_given_back(self, connect, cluster):
+        """The error is the caller's, and no lock is left taken for nobody."""
+        store = connect(cluster.url, {"socket_timeout": 0.3})
+        locks = [name_on(cluster.masters, number, "halfway") for number in (0, 1)]
+        round_trip(store, locks[0])
+        cluster.masters[1].pause()
+        try:
+            with pytest.raises(StoreError):
+                store.acquire(locks, "a/1", LONG, HOLDER)
+            assert not exists(cluster.masters[0], locks[0])
+        finally:
+            cluster.masters[1].resume()
+
+    @pytest.mark.parametrize(("says", "most"), [("MOVED", 20), ("OOM", 1)])
+    def test_a_node_that_refuses_is_left(self, connect, cluster, says, most):
+        """Those that send on in a circle after a few times; another error is the caller's."""
+        lock, ports = name_on(cluster.masters, 0, "circle"), {}
+        with Proxy(cluster.masters[0].port, ports) as proxy:
+            ports[b"%d" % cluster.masters[0].port] = b"%d" % proxy.port
+            store = connect(f"redis+cluster://127.0.0.1:{proxy.port}")
+            round_trip(store, lock)
+            answer = {
+                "MOVED": f"-MOVED {key_slot(lock.encode())} 127.0.0.1:{proxy.port}",
+                "OOM": "-OOM no memory",
+            }
+            asked = proxy.count(runs(ACQUIRE))
+            proxy.fault(runs(ACQUIRE), answer[says], times=1000)
+            with pytest.raises(StoreError):
+                take(store, "a/1", lock=lock)
+            assert 1 <= proxy.count(runs(ACQUIRE)) - asked <= most
 
     def test_one_seed_is_enough_and_dead_ones_are_passed_over(self, connect, cluster):
         """The nodes are found from any that answers."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 from celery import Celery
 from click.testing import CliRunner
-from hypothesis import strategies as st
 
 from celery_dislock import Dislock
 from celery_dislock.exceptions import (
@@ -229,16 +228,6 @@ def acquired(lock: ReentrantLock) -> Lease:
 def in_line(store: Store, name: str) -> bool:
     """Tell whether somebody waits for the lock."""
     return bool(Overview(store.lock_server, "dislock").lock(name).waiting)
-
-
-asked = st.lists(
-    st.tuples(
-        st.sampled_from(["acquire", "release", "renew"]),
-        st.sampled_from(["p", "q", "r"]),
-        st.sets(st.sampled_from(NAMES), min_size=1).map(sorted),
-    ),
-    max_size=30,
-)
 
 
 def test_who_has_lost_a_lock_before_waits_without_those_after_it(redis_url):

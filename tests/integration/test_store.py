@@ -19,8 +19,8 @@ from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
 from tests.conftest import BOTH
 from tests.holding import wait_for
-from tests.integration.loop_store import STORES
 from tests.integration.lua_server import LuaServer
+from tests.integration.test_async_servers import used
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
 WITHIN = 10.0  # seconds
 
 
-@pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Store]:
-    store = STORES[request.param](redis_url)
+@pytest.fixture
+def store(redis_url: str) -> Iterator[Store]:
+    store = Store(redis_url)
     yield store
     store.close()
 
@@ -172,7 +172,6 @@ class TestRenewStalled:
         assert self.renew_stalled(store, locks=(LOCK, other)) == (self.OVERDUE, self.OVERDUE)
 
 
-@pytest.mark.parametrize("store", ["blocking"], indirect=True)  # an Overview never runs on a loop
 class TestAllHolders:
     def test_every_lock_that_is_held_is_found(self, store, redis_client):
         """All leases of all locks of the prefix, whatever else is on the server."""
@@ -315,20 +314,6 @@ class TestErrors:
         assert renewed.unrenewed >= 0
         assert [type(answer) for answer in damaged] == [DamagedLockError] * 2
 
-    def test_a_server_that_is_not_there_is_a_store_error(self, own_redis_server):
-        """When nobody listens every method says so, with the server's address."""
-        own_redis_server.kill()
-        store = Store(own_redis_server.url)
-        for ask in (
-            lambda: store.acquire([LOCK], "a/1", LONG, HOLDER),
-            lambda: store.release([LOCK], "a/1"),
-            lambda: store.release_dead([LOCK], "a/"),
-            lambda: renew(store, "a/1"),
-            store.ping,
-        ):
-            with pytest.raises(StoreError, match=str(own_redis_server.port)):
-                ask()
-
     def test_a_server_that_comes_back_is_used_again(self, own_redis_server):
         """After a restart the old connections are replaced, without an error to the caller."""
         store = Store(own_redis_server.url)
@@ -448,6 +433,7 @@ class TestConnections:
         """redis-py's unix:// and Celery's redis+socket:// lead to the same locks."""
         with RedisServer(tmp_path, unix_socket=True) as server:
             ours, celerys = Store(server.url), Store(server.broker_url)
+            used(server.url)
             take(ours, "a/1")
             assert isinstance(celerys.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
             assert renew(celerys, "a/1") is True

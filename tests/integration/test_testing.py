@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from celery_dislock import Dislock, LockLostError, SettingsError, SingletonTask,
 from celery_dislock.servers.memory import MemoryServer
 from celery_dislock.testing import DislockServer
 from tests.holding import wait_for
+from tests.programs import run_code
 
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
 
@@ -276,7 +276,7 @@ def test_a_module_that_is_imported_in_frozen_time_has_a_clock():
         "    with DislockServer() as server, server.hold('k'):\n"
         "        assert not server._dislock.lock('k').acquire(timeout=0.05)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    run_code(code)
 
 
 def test_frozen_time_can_be_moved_to_an_eta(server, declare, ran):

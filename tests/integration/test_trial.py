@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import redis
 from celery import Celery
 
-from celery_dislock import Dislock
+from celery_dislock import Dislock, scripts
 from celery_dislock.exceptions import ForbiddenError
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import complaints
 from celery_dislock.worker.steps import check_lock_server
-from proof.proxy import Proxy, cut, swallow_reply
+from proof.proxy import Proxy, cut, runs, swallow_reply
 from tests.conftest import BOTH
 from tests.integration.test_doctor import Report
 from tests.redis_server import RedisServer
@@ -65,6 +68,83 @@ def test_a_server_that_refuses_scripts_is_refused(proxy, redis_client, words):
     [(level, _)] = Report(proxy.url, dislock_transport_options=SOON).found("rights")
     assert level == "serious"
     assert redis_client.keys() == []
+
+
+IN_SCRIPTS = [
+    "@user_script: {line}: The user executing the script can't run this command or subcommand",
+    "The user executing the script can't run this command script: 0, on @user_script:{line}.",
+    "ACL failure in script: User u has no permissions to run the 'hkeys' command",
+]
+
+
+@pytest.mark.parametrize("text", IN_SCRIPTS, ids=["6.2", "7.0", "7.2"])
+def test_a_command_that_scripts_may_not_run(proxy, text):
+    """Each version of Redis has words of its own for it; the command is named all the same."""
+    lines = scripts.RELEASE_DEAD.text.splitlines()
+    line = next(number for number, line in enumerate(lines, 1) if "'HKEYS'" in line)
+    proxy.fault(runs(scripts.RELEASE_DEAD), f"-ERR {text.format(line=line)}", times=ALWAYS)
+    with pytest.raises(ForbiddenError, match=r"may not run HKEYS; .* [+]hkeys$"):
+        start_worker(proxy.url)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ERR The user executing the script can't access at least one of the keys mentioned in the",
+        "NOPERM ACL failure in script: No permissions to access a key",
+        "NOPERM User u has no permissions to access the 'dislock:x' key",
+    ],
+)
+def test_a_key_that_scripts_may_not_touch(proxy, text):
+    """That no command is at fault is known, too."""
+    proxy.fault(runs_scripts, f"-{text}", times=ALWAYS)
+    with pytest.raises(ForbiddenError, match=r"user may not touch all keys .* ~dislock:[*]$"):
+        start_worker(proxy.url)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "OOM command not allowed when used memory > 'maxmemory'.",
+        "ERR Error running script: @user_script: 1: -OOM command not allowed",
+        "MISCONF Redis is configured to save RDB snapshots, but",
+        "NOREPLICAS Not enough good replicas to write.",
+        # Another answer a moment later.
+        "MOVED 1 127.0.0.1:1",
+        "ASK 1 127.0.0.1:1",
+        "TRYAGAIN its slot is being moved",
+        "CLUSTERDOWN Hash slot not served",
+        "BUSY Redis is busy running a script.",
+    ],
+)
+def test_what_passes_by_itself_keeps_no_worker_from_starting(proxy, text):
+    """It is told to who asks."""
+    proxy.fault(runs_scripts, f"-{text}", times=ALWAYS)
+    start_worker(proxy.url)
+
+
+@pytest.mark.parametrize("command", ["BLPOP", "SCAN", "DEL"])
+@pytest.mark.parametrize("text", ["NOPERM no permissions to run it", "ERR unknown command 'x'"])
+def test_what_is_sent_beside_scripts(proxy, command, text):
+    """Those are named as well, where the server refuses or does not know them."""
+    proxy.fault(lambda sent: sent[0] == command.encode(), f"-{text}", times=ALWAYS)
+    with pytest.raises(ForbiddenError, match=rf"\b{command}\b"):
+        start_worker(proxy.url)
+
+
+def test_keys_are_of_one_lock_that_nobody_has(proxy):
+    """Whatever is tried is deleted."""
+    start_worker(proxy.url)
+    with redis.Redis.from_url(proxy.url) as client:
+        assert client.keys("*") == []
+    touched = {
+        key
+        for command, _ in list(proxy.commands)
+        if command[0] == b"EVALSHA"
+        for key in command[3 : 3 + int(command[2])]
+    }
+    assert touched
+    assert all(re.fullmatch(rb"dislock:.*\{trial-[0-9a-f]+-\d+\}.*", key) for key in touched)
 
 
 @pytest.mark.parametrize("happens", [cut, "-ERR try again later"])

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from playwright.sync_api import expect, sync_playwright
 
-from tests.pages import RESERVED, holder, lock, place, serving, staged
+from tests.pages import serving, staged
 from tests.site.built import SOURCES
 from tests.site.conftest import PROGRAMS
+from tests.staged import RESERVED, holder, lock, place
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -27,8 +28,8 @@ LINE = 3  # tasks in line
 
 def of(task: str, task_id: str, worker: str, **changes: object):
     """Return a holder with a short id."""
-    who = f"{task}[{task_id}] on {worker} (pid 711)"
-    return holder(task=task, id=task_id, worker=worker, host="w1", pid=711, who=who, **changes)
+    owner = f"{task_id}@{worker}:711/1"
+    return holder(task=task, id=task_id, worker=worker, host="w1", pid=711, owner=owner, **changes)
 
 
 def shop() -> list:
@@ -37,7 +38,8 @@ def shop() -> list:
     line = [
         place(
             nth,
-            who=f"shop.apply_payment[{task_id}]",
+            task="shop.apply_payment",
+            id=task_id,
             waiting=720.0 - 100 * nth,
             args=f"(1, {nth + 4})",
         )
@@ -75,8 +77,8 @@ def open_page(browser: Browser, address: str, scheme: str, size: dict[str, int])
 def main() -> None:
     """Take them all."""
     program = next(filter(None, map(shutil.which, PROGRAMS)))
-    site, overview, _ = staged(show_arguments=True)
-    overview.put(*shop())
+    site, server = staged(show_arguments=True)
+    server.put(*shop())
     with serving(site) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for scheme in ("light", "dark"):

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import celery_dislock
+from tests.programs import run
 
 pytestmark = pytest.mark.smoke
 
@@ -29,15 +30,6 @@ ROOT = PACKAGE.parent
 TESTED = ("celery", "kombu", "redis")  # the versions beside which the other tests run, too
 LIMIT = 60.0  # seconds until the worker must be ready, and must have ended
 POLL = 0.05  # seconds between two looks
-
-
-def run(*command: str | Path, **options) -> str:
-    """Run a program to its end; what it prints is shown where it fails."""
-    done = subprocess.run(
-        command, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 def pip(*args: str | Path) -> None:
@@ -137,7 +129,7 @@ def test_the_links_of_the_readme_work_on_a_package_index(wheel):
 
 def test_pip_install_is_all_that_a_redis_broker_needs(python, worker, environment):
     """A worker with --dislock runs a task under its lock; errors cross processes, and pickle."""
-    said = run(python, "plain_app.py", **environment)
+    said = run(python, "plain_app.py", **environment).stdout
 
     assert "refused: lock 'export:7' is held by thread MainThread" in said
     assert "ran under: export:7" in said

@@ -185,7 +185,7 @@ def hold() -> None:
             assert_type(answer.holder, Mapping[str, Any])
             return
         assert_type(answer, Lease)
-        dislock.lock("k", ttl=5)  # type: ignore[arg-type]
+        dislock.lock("k", ttl=5)  # type: ignore[call-arg]
         dislock.lock("k", mode="sharde")  # type: ignore[arg-type]
         dislock.lock("k", timeout="5")  # type: ignore[arg-type]
 
@@ -220,7 +220,7 @@ async def hold_in_a_coroutine() -> None:
             pass
         lock.release()  # type: ignore[unused-coroutine]
         await lock  # type: ignore[misc]
-        dislock.async_lock("k", ttl=5)  # type: ignore[arg-type]
+        dislock.async_lock("k", ttl=5)  # type: ignore[call-arg]
         dislock.async_lock("k", mode="sharde")  # type: ignore[arg-type]
         dislock.async_lock("k", on_lost="terminate")  # type: ignore[arg-type]
 

@@ -3,47 +3,44 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
-from itertools import count
 
 import pytest
 from celery import Celery, _state
-from celery.backends import cache
 
 from celery_dislock import Dislock, signals
-from celery_dislock.config.settings import AppSettings
-from celery_dislock.parking.process import ParkingProcess, runtime_of
 from celery_dislock.servers.store import Store
 from celery_dislock.worker import steps
-from tests.unit.deliveries import Broker
-from tests.unit.fakes import FakeIdentity, World
+from tests.driven import Broker, LockServer, new_app
+from tests.unit.fakes import world  # noqa: F401 -- of tests that still use it
 
-
-@pytest.fixture
-def world():
-    return World()
+BUILTIN = "celery.app.builtins"
 
 
 @pytest.fixture(autouse=True)
 def shared_tasks_are_the_tests_own(monkeypatch):
-    """Celery gives a shared task of one test to the apps of all later ones."""
-    monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
+    """Celery gives a shared task of one module to the apps of all others."""
+    celerys = {one for one in _state._on_app_finalizers if one.__module__ == BUILTIN}
+    monkeypatch.setattr(_state, "_on_app_finalizers", celerys)
 
 
 @pytest.fixture
-def app(world, monkeypatch):
-    """An app whose locks are kept in the world's store, by the world's clock."""
-    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
-    cache._DUMMY_CLIENT_CACHE.clear()  # else results outlive their app
-    app.task = partial(app.task, shared=False)  # other apps of this run have tasks of these names
+def lock_server(monkeypatch):
+    """The lock server of all apps of the test, which has the time of all clocks."""
+    server = LockServer()
+    server.drive(monkeypatch)
+    return server
 
-    process = ParkingProcess({"dislock_url": "redis://"}, AppSettings(), None)
-    process.store, process.watchdog, process.pid = world.store, world.watchdog, 42
-    process.quick_store, process.identity = world.store, FakeIdentity()
-    numbers = count(1)
-    process.owner_name = lambda start: f"{start}{next(numbers)}"
-    monkeypatch.setattr(type(runtime_of(app)), "process", property(lambda _: process))
-    return app
+
+@pytest.fixture
+def app(lock_server):
+    """An app whose locks are on that server."""
+    return new_app()
+
+
+@pytest.fixture
+def broker(lock_server, monkeypatch):
+    """What is published."""
+    return Broker(lock_server, monkeypatch)
 
 
 @pytest.fixture
@@ -85,15 +82,6 @@ def plain_app():
     app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
     Dislock(app)
     return app
-
-
-@pytest.fixture
-def broker(app, monkeypatch):
-    """What the app sends."""
-    broker = Broker()
-    monkeypatch.setattr(app, "send_task", broker)
-    monkeypatch.setattr(app, "producer_or_acquire", broker.acquired)
-    return broker
 
 
 @pytest.fixture

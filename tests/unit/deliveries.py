@@ -1,19 +1,17 @@
-"""What a worker does with a message, and a broker that is not there."""
+"""What a worker does with a message, and a producer that is not there."""
 
 from __future__ import annotations
 
 import json
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from celery.app.trace import build_tracer
-from kombu.exceptions import OperationalError
 from kombu.message import Message
 from kombu.utils.imports import symbol_by_name
 
-from celery_dislock.messages.headers import HEADER, VERSION, notes_in, with_notes
+from celery_dislock.messages.headers import HEADER, VERSION, with_notes
 from celery_dislock.messages.message import AS_IT_CAME
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ def deliver(
     return tracer(task_id, args, {}, {**headers, "hostname": "w1", **about, "delivery_info": info})
 
 
-def arrived(task: Any, task_id: str = "1", *args: Any, **headers: Any) -> Any:
+def arrived(task: Any, task_id: str = "1", /, *args: Any, **headers: Any) -> Any:
     """Make the worker's request of a message that has come."""
     message = Message(
         body=json.dumps([args, {}, {}]),
@@ -90,49 +88,3 @@ class Producer:
         if self.away is not None:
             raise self.away
         self.sent.append((body, options))
-
-
-class Broker:
-    """
-    Stands for send_task, or for what that sends its messages with.
-
-    Attributes:
-        times_away: How many calls fail yet.
-        sent: Options of what was sent, in order, and its notes.
-    """
-
-    def __init__(self, times_away: int = 0) -> None:
-        self.times_away = times_away
-        self.sent: list[dict[str, Any]] = []
-
-    def __call__(self, name: str, *_: Any, **options: Any) -> None:
-        if self.times_away:
-            self.times_away -= 1
-            raise OperationalError
-        self.sent.append({"name": name, "notes": notes_in(options.get("headers")), **options})
-
-    @contextmanager
-    def acquired(self) -> Iterator[Any]:
-        """Stand for producer_or_acquire."""
-        connection = SimpleNamespace(transport=SimpleNamespace(driver_type="redis"))
-        yield SimpleNamespace(connection=connection, publish=self.publish)
-
-    def republish(self, _app: Any, message: Any, notes: Any, *, delay: float) -> float:
-        """Stand for a message that is published again, where Celery's own producers are used."""
-        message.publish(self, notes)
-        return delay
-
-    def publish(self, _body: bytes, **options: Any) -> None:
-        """Stand for a producer's."""
-        headers = options["headers"]
-        eta = headers.get("eta")
-        if eta is not None:
-            options["countdown"] = (
-                datetime.fromisoformat(eta) - datetime.now(timezone.utc)
-            ).total_seconds()
-        self(headers["task"], task_id=headers["id"], **options)
-
-    def receive(self, _producer: Any, name: str, message: Any, **options: Any) -> None:
-        """Stand for ``app.amqp.send_task_message``."""
-        about = {"task_id": message.headers["id"], "retries": message.headers["retries"]}
-        self(name, **about, eta=message.headers["eta"], **options)

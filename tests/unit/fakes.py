@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pytest
+from celery import Celery
+from celery.backends import cache
+from kombu.exceptions import OperationalError
+
 from celery_dislock.config.options import TaskOptions
+from celery_dislock.config.settings import AppSettings
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of_reserved
-from celery_dislock.locks.attempt import Attempt
+from celery_dislock.locks.lease import Attempt
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.messages.headers import notes_in
 from celery_dislock.parking.identity import DRAINED, ELSEWHERE, OURS
+from celery_dislock.parking.process import ParkingProcess, runtime_of
 from celery_dislock.servers.replies import Granted, Handed, Parked, Refused, Replaced, Swept
 from celery_dislock.servers.requests import RELEASED, Ending, LateRelease
 from celery_dislock.servers.reservations import Reservations, Reserved, Taken
 from celery_dislock.servers.view import Holder, ReservationState, state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from celery import Celery
+    from collections.abc import Iterator, Sequence
 
     from celery_dislock.parking.store import Ticket
     from celery_dislock.servers.replies import Turn
@@ -487,3 +497,79 @@ def without_strangers(app: Celery) -> Celery:
         if not name.startswith("celery."):
             del app.tasks[name]
     return app
+
+
+class Broker:
+    """
+    Stands for send_task, or for what that sends its messages with.
+
+    Attributes:
+        times_away: How many calls fail yet.
+        sent: Options of what was sent, in order, and its notes.
+    """
+
+    def __init__(self, times_away: int = 0) -> None:
+        self.times_away = times_away
+        self.sent: list[dict[str, Any]] = []
+
+    def __call__(self, name: str, *_: Any, **options: Any) -> None:
+        if self.times_away:
+            self.times_away -= 1
+            raise OperationalError
+        self.sent.append({"name": name, "notes": notes_in(options.get("headers")), **options})
+
+    @contextmanager
+    def acquired(self) -> Iterator[Any]:
+        """Stand for producer_or_acquire."""
+        connection = SimpleNamespace(transport=SimpleNamespace(driver_type="redis"))
+        yield SimpleNamespace(connection=connection, publish=self.publish)
+
+    def republish(self, _app: Any, message: Any, notes: Any, *, delay: float) -> float:
+        """Stand for a message that is published again, where Celery's own producers are used."""
+        message.publish(self, notes)
+        return delay
+
+    def publish(self, _body: bytes, **options: Any) -> None:
+        """Stand for a producer's."""
+        headers = options["headers"]
+        eta = headers.get("eta")
+        if eta is not None:
+            options["countdown"] = (
+                datetime.fromisoformat(eta) - datetime.now(timezone.utc)
+            ).total_seconds()
+        self(headers["task"], task_id=headers["id"], **options)
+
+    def receive(self, _producer: Any, name: str, message: Any, **options: Any) -> None:
+        """Stand for ``app.amqp.send_task_message``."""
+        about = {"task_id": message.headers["id"], "retries": message.headers["retries"]}
+        self(name, **about, eta=message.headers["eta"], **options)
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+@pytest.fixture
+def app(world, monkeypatch):
+    """An app whose locks are kept in the world's store, by the world's clock."""
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    cache._DUMMY_CLIENT_CACHE.clear()  # else results outlive their app
+    app.task = partial(app.task, shared=False)  # other apps of this run have tasks of these names
+
+    process = ParkingProcess({"dislock_url": "redis://"}, AppSettings(), None)
+    process.store, process.watchdog, process.pid = world.store, world.watchdog, 42
+    process.quick_store, process.identity = world.store, FakeIdentity()
+    numbers = count(1)
+    process.owner_name = lambda start: f"{start}{next(numbers)}"
+    monkeypatch.setattr(type(runtime_of(app)), "process", property(lambda _: process))
+    return app
+
+
+@pytest.fixture
+def broker(app, monkeypatch):
+    """What the app sends."""
+    broker = Broker()
+    monkeypatch.setattr(app, "send_task", broker)
+    monkeypatch.setattr(app, "producer_or_acquire", broker.acquired)
+    return broker

@@ -1,8 +1,7 @@
-"""What decides about messages is wrapped for every app: sending them, and revoking them."""
+"""What decides about messages is wrapped for every app: sending them, revoking and ending them."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from datetime import datetime, timezone
 from types import SimpleNamespace
 from unittest.mock import MagicMock as Mock
@@ -10,164 +9,88 @@ from unittest.mock import MagicMock as Mock
 import pytest
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
-from celery import Celery
+from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.worker.control import Panel
-from celery.worker.request import Request
 
-from celery_dislock import SingletonTask, hooks
+from celery_dislock.messages.headers import HEADER
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
-from tests.unit.deliveries import Broker, arrived, deliver, noted
-from tests.unit.fakes import FakeRecord
-
-LOCK = "dislock:{edit:1}"
-
-
-@pytest.fixture
-def broker(app, monkeypatch):
-    """What the app publishes; revokes go nowhere."""
-    broker = Broker()
-    monkeypatch.setattr(app.amqp, "send_task_message", broker.receive)
-    monkeypatch.setattr(app.control, "broadcast", lambda *_, **__: "broadcast")
-    return broker
+from tests.declaring import declare
+from tests.driven import held, reservation
+from tests.unit.deliveries import arrived, deliver
 
 
-@pytest.fixture
-def there(world):
-    return world.store.reservations
+def unique(app, body=lambda: None, **options):
+    return declare(app, body, **{"lock_unique_until": "end", **options})
 
 
-def declare(app, name="edit", **options):
-    options = {"lock_key": "edit:<doc>", "lock_unique_until": "end", **options}
+def plain(app, body=lambda: None, **options):
+    """Declare a task that no guard knows, as after a deploy that has changed it."""
+    unique(app)
+    return declare(app, body, name="plain", base=Task, lock_key=None, **options)
 
-    @app.task(name=name, base=SingletonTask, shared=False, **options)
-    def edit(doc): ...
 
-    return edit
+def sent(app, broker, **options):
+    """Send a message that is reserved; return our header of it."""
+    app.tasks["shop.t"].apply_async(task_id="1", **options)
+    return {HEADER: broker.last.headers[HEADER]}
 
 
 # Sending
 
 
-def test_a_task_is_found_by_its_name_before_it_is_made(app, broker, there):
+def test_a_task_is_found_by_its_name_before_it_is_made(app, broker):
     """Celery makes the tasks of ``@app.task`` at their first use."""
-    declare(app)
-    assert "edit" not in app._tasks
-    app.send_task("edit", (1,))
-    assert there.of(LOCK).state == "waiting"
+    unique(app)
+    assert "shop.t" not in app._tasks
+    app.send_task("shop.t")
+    assert reservation(app.tasks["shop.t"]).state == "waiting"
 
 
-def test_a_name_that_this_process_does_not_know_is_sent_as_it_is(app, broker, there):
-    """Its options are known to the workers alone."""
-    app.finalize()
-    result = app.send_task("unknown", (1,))
-    assert [sent["name"] for sent in broker.sent] == ["unknown"]
-    assert there.asked == []
-    assert result.duplicate is False
+def test_a_name_that_this_process_does_not_know_is_sent_as_it_is(app, lock_server, broker):
+    """Its options are known to the workers alone.  An app that must not be finalized is not."""
+    other = Celery("x", set_as_current=False, autofinalize=False, broker="memory://here")
+    declare(other)
+    for each in (app, other):
+        assert each.send_task("unknown").duplicate is False
+    assert lock_server.requests == 0
+    assert not other.finalized
 
 
-def test_an_app_that_must_not_be_finalized_is_not(broker):
-    """Celery would raise an error."""
-    app = Celery("x", set_as_current=False, autofinalize=False, broker="memory://")
-    app.task(lambda: None, name="edit", lock_key="k", shared=False)
-    assert hooks._task_named(app, "edit") is None
-    assert not app.finalized
-
-
-def test_positional_arguments_of_send_task_are_what_they_were(app, broker, there):
+def test_positional_arguments_of_send_task_are_what_they_were(app, broker):
     """A countdown, an ETA and an id: for unique tasks, and for all others."""
-    declare(app)
-
-    @app.task(name="plain")
-    def plain(doc): ...
-
-    for name in ("edit", "plain"):
+    task = unique(app, lambda doc: None, lock_key="edit:<doc>")  # noqa: ARG005
+    for name in ("shop.t", "plain"):
         app.send_task(name, (1,), {}, 100, None, f"id of {name}")
     app.send_task("plain", (1,), {}, None, datetime(2030, 1, 2, tzinfo=timezone.utc))
-    assert [sent["task_id"] for sent in broker.sent[:2]] == ["id of edit", "id of plain"]
-    assert all(sent["eta"] for sent in broker.sent)
-    assert broker.sent[2]["eta"].startswith("2030-01-02")
-    assert there.asked[1][1].ttl == pytest.approx(3700)
+    assert broker.ids[:2] == ["id of shop.t", "id of plain"]
+    assert all(one.headers["eta"] for one in broker.sent)
+    assert broker.last.headers["eta"].startswith("2030-01-02")
+    assert reservation(task, 1).remaining == pytest.approx(3700, abs=20)
 
 
-def test_a_sender_without_a_lock_server_sends_all_the_same(monkeypatch, caplog):
+def test_a_sender_without_a_lock_server_sends_all_the_same(broker, caplog):
     """Its workers may be told theirs on the command line.  The log says so once."""
     app = Celery("away", broker="amqp://nobody", set_as_current=False)
     app.conf.dislock_metrics = True
-    sent = []
-    monkeypatch.setattr(hooks.Celery, "producer_or_acquire", lambda *_: nullcontext(Mock()))
-    monkeypatch.setattr(app.amqp, "send_task_message", lambda *_, **options: sent.append(options))
-    task = declare(app)
-    assert [task.delay(1).duplicate for _ in range(2)] == [False, False]
-    assert len(sent) == 2
+    task = unique(app)
+    assert [task.delay().duplicate for _ in range(2)] == [False, False]
+    assert len(broker.sent) == 2
     [message] = caplog.messages
     assert message.startswith("Messages of unique tasks are sent without reservations: ")
-
-
-@pytest.mark.parametrize(("off", "until"), [(True, "end"), (False, None)])
-def test_what_is_off_or_not_unique_reserves_nothing(app, broker, there, off, until):
-    """Its result can be asked all the same whether it is another's."""
-    app.conf.dislock_enabled = False if off else None
-    task = declare(app, lock_unique_until=until)
-    assert [task.delay(1).duplicate for _ in range(2)] == [False, False]
-    assert there.asked == []
-
-
-def test_a_retry_of_a_body_is_sent_under_its_reservation(app, broker, there):
-    """It keeps the mark and the number of its message, and is held back until the lock is free."""
-
-    @app.task(
-        name="edit",
-        base=SingletonTask,
-        lock_key="edit:<doc>",
-        lock_unique_until="end",
-        lock_on_duplicate="replace",
-        bind=True,
-    )
-    def edit(self, doc):
-        raise self.retry(countdown=5)
-
-    sent_id = edit.delay(1).id
-    header = broker.sent[0]["notes"]["unique"]
-    deliver(edit, sent_id, 1, notes={"unique": header})
-    assert [sent["notes"]["unique"] for sent in broker.sent] == [header, header]
-    assert [sent["task_id"] for sent in broker.sent] == [sent_id, sent_id]
-    assert there.of(LOCK).id == sent_id
-
-
-def test_a_task_that_another_thread_is_making_is_waited_for(app, monkeypatch):
-    """Celery registers it before it is bound: it would be sent unguarded."""
-
-    class Edit(SingletonTask):
-        name = "edit"
-        lock_key = "k"
-        lock_unique_until = "end"
-
-        def run(self): ...
-
-    task = Edit()
-    naps = []
-
-    def another_thread(_seconds):
-        naps.append(1)
-        if len(naps) == 3:
-            Edit.bind(app)
-
-    monkeypatch.setattr(hooks.time, "sleep", another_thread)
-    assert hooks.guard_for_sending(task, app) is Edit.dislock_guard
-    assert len(naps) == 3
 
 
 # Revoking
 
 
 @pytest.mark.parametrize("by", ["result", "list", "nothing"])
-def test_a_revoke_names_its_tasks_in_several_ways(app, broker, there, monkeypatch, by):
+def test_a_revoke_names_its_tasks_in_several_ways(app, broker, monkeypatch, by):
     """A result does it itself; a list is one message to all workers, which may store the end."""
-    first = declare(app).delay(1)
+    task = unique(app)
+    first = task.delay()
     freed = []
     monkeypatch.setattr(
-        app.control, "broadcast", lambda *_, **__: freed.append(there.of(LOCK) is None)
+        app.control, "broadcast", lambda *_, **__: freed.append(reservation(task) is None)
     )
     if by == "result":
         first.revoke()
@@ -176,54 +99,47 @@ def test_a_revoke_names_its_tasks_in_several_ways(app, broker, there, monkeypatc
     assert freed == [by != "nothing"]
 
 
-@pytest.fixture
-def worker(app, there, monkeypatch):
-    """A worker's tasks, and its command to revoke one."""
-    timer = SimpleNamespace(schedule=SimpleNamespace(queue=[]))
-    told = SimpleNamespace(reserved_requests=[], active_requests=[], app=app)
-    told.consumer = SimpleNamespace(timer=timer)
-    monkeypatch.setattr("celery.worker.state", told)
-    told.revoke = lambda *ids: Panel.data["revoke"](told, list(ids))
-    told.freed_before = []  # the result is stored: whether the key was free by then
-
-    def revoke(_state, ids, *_, **__):
-        told.freed_before.append(there.of(LOCK) is None)
-        return ids
-
-    monkeypatch.setattr("celery.worker.control._revoke", revoke)
-    return told
-
-
-def received(task_id="a", header=(LOCK, "end", "ab", 3)):
-    context = SimpleNamespace(id=task_id, task="edit", **noted(unique=list(header)))
-    return SimpleNamespace(id=task_id, _context=context)
-
-
 @pytest.mark.parametrize(
-    ("ids", "runs", "freed"),
-    [(["a"], False, True), (["b", "a"], False, True), (["b"], False, False), (["a"], True, False)],
+    ("ids", "where", "frees"),
+    [
+        (["1"], "reserved", True),
+        (["b", "1"], "reserved", True),
+        (["b"], "reserved", False),
+        (["1"], "active", False),
+        (["1"], "timer", True),
+    ],
 )
-def test_a_worker_that_is_told_frees_the_key_of_what_it_has(app, there, worker, ids, runs, freed):
-    """Of a message that was prefetched, or waits for its ETA; its task may not begin for hours."""
-    there.records[LOCK] = FakeRecord("ab", "waiting", "a", number=3, ends=2000.0)
-    request = received()
-    worker.reserved_requests = [request]
-    worker.active_requests = [request] if runs else []
-    assert "flagged as revoked" in worker.revoke(*ids)["ok"]
-    assert worker.freed_before == [freed]
-    assert len(there.asked) == freed
+def test_a_worker_that_is_told_frees_the_key_of_what_it_has(
+    app, broker, monkeypatch, ids, where, frees
+):
+    """Of a message that was prefetched, or waits for its ETA, which is in no list of Celery's.
 
+    Its task may not begin for hours.  The key is free before the result is stored.
+    """
+    task = unique(app)
+    request = arrived(task, "1", **sent(app, broker))
+    entries = [((), ""), (("b",), ""), ((request, 1), "timer")]
+    queue = [
+        SimpleNamespace(entry=SimpleNamespace(args=args))
+        for args, of in entries
+        if of in {"", where}
+    ]
+    told = SimpleNamespace(
+        app=app,
+        reserved_requests=[request] if where != "timer" else [],
+        active_requests=[request] if where == "active" else [],
+        consumer=SimpleNamespace(timer=SimpleNamespace(schedule=SimpleNamespace(queue=queue))),
+    )
+    freed = []
 
-def test_a_worker_that_is_told_frees_the_key_of_what_its_timer_has(app, there, worker):
-    """A message with an ETA is in no list of Celery's."""
-    there.records[LOCK] = FakeRecord("ab", "waiting", "a", number=3, ends=2000.0)
-    request = Request.__new__(Request)
-    request.id, request._context = "a", received()._context
-    entries = [SimpleNamespace(entry=SimpleNamespace(args=args)) for args in ((), ("b",))]
-    entries.append(SimpleNamespace(entry=SimpleNamespace(args=(request, 1))))
-    worker.consumer.timer.schedule.queue = entries
-    worker.revoke("a")
-    assert there.of(LOCK) is None
+    def revoke(_state, revoked, *_, **__):
+        freed.append(reservation(task) is None)
+        return revoked
+
+    monkeypatch.setattr("celery.worker.state", told)
+    monkeypatch.setattr("celery.worker.control._revoke", revoke)
+    assert "flagged as revoked" in Panel.data["revoke"](told, ids)["ok"]
+    assert freed == [frees]
 
 
 WORD = "s3cret"
@@ -284,31 +200,17 @@ def test_a_report_says_which_lock_server_it_is():
 
 
 @pytest.fixture
-def seen(app, there, monkeypatch):
+def seen(app, lock_server, monkeypatch):
     """Each state that is stored or told to a chord, and whether the key is free by then."""
     seen = []
 
     def see(state):
-        seen.append((state, there.of(LOCK) is None))
+        lock_server.away = False
+        seen.append((state, reservation(app.tasks["shop.t"]) is None))
 
     monkeypatch.setattr(app.backend, "store_result", lambda _, __, state, **___: see(state))
     monkeypatch.setattr(app.backend, "on_chord_part_return", lambda _, state, __: see(state))
     return seen
-
-
-def reserved(there):
-    """Reserve the key for a message; return the headers that the message has."""
-    there.records[LOCK] = FakeRecord("ab", "waiting", "1", number=1, newest=1, ends=9999.0)
-    return noted(unique=[LOCK, "end", "ab", 1])
-
-
-def plain(app, name="edit", **options):
-    """Declare a task that no guard knows, as after a deploy that has changed it."""
-
-    @app.task(name=name, shared=False, **options)
-    def edit(doc): ...
-
-    return edit
 
 
 ENDS = {
@@ -324,37 +226,44 @@ ENDS = {
 @pytest.mark.parametrize("to", ["caller", "chord", "nobody"])
 @pytest.mark.parametrize("way", ENDS)
 @pytest.mark.parametrize("locks", ["on", "off", "no guard"])
-def test_a_key_is_free_when_the_end_of_its_task_can_be_seen(
-    app, broker, there, seen, locks, way, to
-):
+def test_a_key_is_free_when_the_end_of_its_task_can_be_seen(app, broker, seen, locks, way, to):
     """Who has the result and sends again is sent; what comes again keeps its key."""
     state, error, ends = ENDS[way]
+
+    def body(self):
+        if error is Retry:
+            self.retry()
+        if error is not None:
+            raise error
+
+    task = (plain if locks == "no guard" else unique)(app, body, ignore_result=to == "nobody")
+    headers = sent(app, broker)
     app.conf.dislock_enabled = False if locks == "off" else None
-    task = plain(app) if locks == "no guard" else declare(app)
-    task.ignore_result = to == "nobody"
-    task.run = Mock(side_effect=error if error is not Retry else lambda *_: task.retry())
     chord = {"task": "t"} if to == "chord" else None
-    deliver(task, "1", 1, headers=reserved(there), chord=chord)
+    deliver(task, "1", headers=headers, chord=chord)
     stored = state is not None and to != "nobody"
     told = to == "chord" and state in {"SUCCESS", "FAILURE"}
     assert seen == [(state, ends)] * (stored + told)
-    assert (there.of(LOCK) is None) == ends
-    assert [call[0] for call in there.asked].count("end") == ends
+    assert (reservation(app.tasks["shop.t"]) is None) == ends
 
 
 @pytest.mark.parametrize(("strategy", "state"), [("skip", "REVOKED"), ("raise", "FAILURE")])
 def test_a_key_is_free_when_it_can_be_seen_that_its_lock_was_refused(
-    app, world, there, seen, strategy, state
+    app, broker, seen, strategy, state
 ):
     """Its body never began."""
-    world.store.acquire([LOCK], "another", 30, "{}")
-    deliver(declare(app, lock_on_conflict=strategy), "1", 1, headers=reserved(there))
-    assert seen == [(state, True)]
+    task = unique(app, lock_on_conflict=strategy)
+    with held(app, task_id="other"):
+        deliver(task, "1", headers=sent(app, broker))
+        assert seen == [(state, True)]
 
 
-def test_a_key_is_free_when_it_can_be_seen_that_its_guard_was_never_entered(app, there, seen):
-    """No key can be built from its arguments."""
-    deliver(declare(app), headers=reserved(there))
+def test_a_key_is_free_when_it_can_be_seen_that_its_guard_was_never_entered(app, broker, seen):
+    """No key can be built from its arguments, or its ``before_start`` raises."""
+    unique(app)
+    headers = sent(app, broker)
+    other = declare(app, lambda doc: None, name="other", lock_key="edit:<doc>")  # noqa: ARG005
+    deliver(other, headers=headers)
     assert seen == [("FAILURE", True)]
 
 
@@ -375,34 +284,37 @@ BY_MAIN = {
 
 
 @pytest.mark.parametrize("how", BY_MAIN)
-@pytest.mark.parametrize("make", [declare, plain])
+@pytest.mark.parametrize("make", [unique, plain])
 def test_a_key_is_free_when_the_main_process_says_how_its_task_has_ended(
-    app, there, seen, how, make
+    app, broker, seen, how, make
 ):
     """No guard sees that in a pool process; the key is free also where no guard knows the task."""
     state, end = BY_MAIN[how]
+    task = make(app)
     about = {"expires": "2001-01-01T00:00:00"} if how == "expired" else {}
-    end(arrived(make(app), "1", 1, **reserved(there), **about))
+    end(arrived(task, "1", **{**sent(app, broker), **about}))
     assert seen == [(state, True)]
 
 
-@pytest.mark.parametrize("make", [declare, plain])
-def test_a_message_that_goes_back_to_its_queue_keeps_its_key(app, there, seen, make):
+@pytest.mark.parametrize("make", [unique, plain])
+def test_a_message_that_goes_back_to_its_queue_keeps_its_key(app, broker, seen, make):
     """Its process has died, and it runs again."""
     task = make(app, acks_late=True, reject_on_worker_lost=True)
-    request = arrived(task, "1", 1, **reserved(there))
+    request = arrived(task, "1", **sent(app, broker))
     request.reject = Mock()
     lose_process(request)
-    assert (seen, there.asked) == ([], [])
+    assert seen == []
+    assert reservation(app.tasks["shop.t"]) is not None
     request.reject.assert_called_once_with(requeue=True)
 
 
 def test_a_lock_server_that_is_away_does_not_keep_an_end_from_being_stored(
-    app, there, seen, caplog
+    app, lock_server, broker, seen, caplog
 ):
     """The key is left to expire, and the log says so."""
-    headers = reserved(there)
-    there.away = True
-    deliver(plain(app), "1", 1, headers=headers)
+    task = plain(app)
+    headers = sent(app, broker)
+    lock_server.away = True
+    deliver(task, "1", headers=headers)
     assert seen == [("SUCCESS", False)]
     assert "A key may stay reserved until its reservation expires" in caplog.text

@@ -14,7 +14,6 @@ from kombu.utils.imports import symbol_by_name
 from celery_dislock import Dislock, SettingsError, SingletonTask
 from celery_dislock.plugin import OPTIONS
 from celery_dislock.worker.steps import LockStep
-from tests.unit.fakes import without_strangers
 
 
 @pytest.fixture
@@ -157,7 +156,7 @@ SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
 class TestCommandLine:
     @pytest.fixture
     def app(self, plain_app, reachable):
-        return without_strangers(plain_app)
+        return plain_app
 
     def test_a_task_that_was_bound_before_is_looked_at_again(self, app):
         """A worker whose servers cannot do what a task asks for does not start."""

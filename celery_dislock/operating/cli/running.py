@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from celery_dislock.config.plain import of_task
 from celery_dislock.exceptions import LockHeldError, LockLostError
-from celery_dislock.locks.making import make_lock
+from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.operating.cli.session import by_key, duration, session, tell
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from celery_dislock.locks.reentrant import ReentrantLock
     from celery_dislock.operating.cli.session import WhichLock
 
 PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -52,15 +52,10 @@ def _or_zero(text: str) -> float:
     metavar="TIME",
     help="Wait for the lock for this time at most; 0: do not wait. Default: no limit.",
 )
-@click.option(
-    "--mode", "lock_mode", type=click.Choice(["exclusive", "shared"]), help="Of the lease."
-)
-@click.option(
-    "--limit", "lock_limit", type=click.IntRange(min=1), help="Number of leases at a time."
-)
+@click.option("--mode", type=click.Choice(["exclusive", "shared"]), help="Of the lease.")
+@click.option("--limit", type=click.IntRange(min=1), help="Number of leases at a time.")
 @click.option(
     "--watchdog-timeout",
-    "lock_watchdog_timeout",
     type=duration,
     metavar="TIME",
     help="Expiry of the lease; it is renewed.",
@@ -68,7 +63,6 @@ def _or_zero(text: str) -> float:
 @click.option("--max-renew-times", type=int, help="Renewals after which it is left to expire.")
 @click.option(
     "--expire",
-    "lock_expire",
     type=duration,
     metavar="TIME",
     help="A fixed expiry, not renewed.",
@@ -92,7 +86,7 @@ def run(
     timeout: float | None,
     unfair: bool,
     grace: float,
-    **terms: Any,
+    **options: Any,
 ) -> None:
     """Run COMMAND while it holds the lock of KEY.
 
@@ -113,11 +107,12 @@ def run(
     with session(context) as opened, Child() as child:
         if which.task is not None:
             declared = which.guard(opened).options
-            for name, given in terms.items():
-                terms[name] = getattr(declared, name) if given is None else given
+            for name, given in options.items():
+                options[name] = getattr(declared, of_task(name)) if given is None else given
         keys = list(which.keys(opened))
         one_or_more: Any = keys[0] if len(keys) == 1 else keys
-        lock = make_lock(opened.runtime, one_or_more, terms, timeout=timeout, fair=not unfair)
+        options.update(timeout=timeout, fair=not unfair)
+        lock = ReentrantLock(opened.runtime, one_or_more, options)
         code = _run(lock, child, command, grace)
     sys.exit(code)
 

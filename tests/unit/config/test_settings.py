@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from celery import Celery
@@ -23,6 +24,7 @@ from celery_dislock.config.settings import (
 from celery_dislock.exceptions import SettingsError
 
 DOCS = Path(__file__).parents[3] / "docs"
+SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
 
 
 def refused(**declared):
@@ -52,6 +54,11 @@ def test_what_has_changed_since_a_task_began_is_not_missed(declared, strategy):
     [
         ("lock_watchdog_timeout", 0, "above 0"),
         ("lock_watchdog_timeout", float("inf"), "finite"),
+        ("lock_watchdog_timeout", float("nan"), "finite"),
+        ("lock_at_least_for", True, "a number of seconds"),  # a boolean is no number
+        ("lock_limit", True, "a whole number"),
+        ("lock_limit", "1", "a whole number"),
+        ("lock_on_lost", ["raise"], "'warn', 'raise', 'terminate'"),
         ("lock_expire", 0, "above 0"),
         ("lock_at_least_for", -0.1, "0 or more"),
         ("max_renew_times", 1.5, "whole number"),
@@ -145,6 +152,19 @@ def test_what_a_task_declares_overrules_a_setting_and_that_a_default(conf, decla
     """The app's settings are meant for tasks that say nothing else."""
     options = task_options("t", declared, conf)
     assert {name: getattr(options, name) for name in resolved} == resolved
+
+
+def test_a_good_value_comes_back_as_the_code_uses_it():
+    """A duration is a float, a mapping a dict of its own, a list of URLs a tuple."""
+    brief = timedelta(milliseconds=1)
+    options = task_options("t", {"lock_expire": brief, "lock_at_least_for": 0}, {})
+    assert [options.lock_expire, options.lock_at_least_for] == [0.001, 0.0]
+    assert type(options.lock_at_least_for) is float
+    given = MappingProxyType({"db": 1})
+    settings = app_settings({"dislock_url": SEVERAL, "dislock_transport_options": given})
+    assert settings.dislock_url == tuple(SEVERAL)
+    assert type(settings.dislock_transport_options) is dict
+    assert settings.dislock_transport_options == given
 
 
 def test_a_default_that_is_overruled_is_checked_all_the_same():
@@ -377,7 +397,10 @@ def test_a_setting_that_does_not_exist_is_refused_in_a_call():
         ("dislock_enabled", "yes"),
         ("dislock_url", ""),
         ("dislock_url", 5),
+        ("dislock_url", "amqp://a"),
+        ("dislock_url", ["redis://a", 5]),
         ("dislock_prefix", ""),
+        ("dislock_prefix", b"dislock"),
         ("dislock_prefix", "{shop}"),
         ("dislock_transport_options", [1]),
         *(("dislock_min_replicas", wrong) for wrong in (-1, 1.0, True, "1")),
@@ -408,7 +431,6 @@ SECRET_URLS = [
 ]
 
 
-@pytest.mark.parametrize("url", SECRET_URLS)
 @pytest.mark.parametrize(
     "conf",
     [
@@ -421,11 +443,12 @@ SECRET_URLS = [
         lambda url: {"dislock_transport_option": {"password": url}},
     ],
 )
-def test_no_error_about_a_setting_shows_a_password(url, conf):
+def test_no_error_about_a_setting_shows_a_password(conf):
     """Whatever is wrong with the URL, and wherever it stands."""
-    with pytest.raises(SettingsError) as caught:
-        app_settings(conf(url))
-    for told in (str(caught.value), repr(caught.value)):
+    for url in SECRET_URLS:
+        with pytest.raises(SettingsError) as caught:
+            app_settings(conf(url))
+        told = f"{caught.value} {caught.value!r}"
         assert not any(part in told for part in ("secret", "sec@", "ret@", "se/cr", "cret"))
 
 
@@ -444,9 +467,6 @@ def test_the_reference_page_tells_every_option(kind):
     """The tables in the documentation are the declarations, to the letter."""
     table = "\n".join(["| name | default | unit | meaning |", "|---|---|---|---|", *rows(kind)])
     assert table in (DOCS / "reference" / "options.md").read_text("utf-8")
-
-
-SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
 
 
 class TestSettings:
@@ -486,27 +506,13 @@ class TestResolvedOptions:
     def app(self):
         return Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
 
-    def test_equal_options_are_resolved_once(self, app):
-        """Reading all settings of an app takes longer than a round trip."""
-        dislock = Dislock(app)
-        dislock.lock("a")  # Celery reads its configuration now
-        first, second = (dislock.lock(key, limit=5)._options for key in ("a", "b"))
-        assert first is second
-        assert dislock.lock("a")._options is not first
-
-    def test_a_setting_that_changes_is_heeded(self, app):
-        """Whatever was resolved before it."""
-        dislock = Dislock(app)
-        assert dislock.lock("a")._options.lock_watchdog_timeout == 30
-        app.conf.dislock_watchdog_timeout = 5
-        assert dislock.lock("a")._options.lock_watchdog_timeout == 5
-
-    def test_a_default_that_the_app_adds_is_heeded(self, app):
-        """Celery keeps it in a layer below what was set."""
+    @pytest.mark.parametrize("way", ["update", "add_defaults"])
+    def test_a_setting_that_changes_is_heeded(self, app, way):
+        """Whatever was resolved before it; Celery keeps a default in a layer below what was set."""
         dislock = Dislock(app)
         for _ in range(2):
             assert dislock.lock("a")._options.lock_watchdog_timeout == 30
-        app.add_defaults({"dislock_watchdog_timeout": 5})
+        (app.conf.update if way == "update" else app.add_defaults)({"dislock_watchdog_timeout": 5})
         assert dislock.lock("a")._options.lock_watchdog_timeout == 5
 
     @pytest.mark.parametrize("limit", [True, 1.0, [1]])
@@ -517,12 +523,3 @@ class TestResolvedOptions:
         for _ in range(2):
             with pytest.raises(SettingsError, match="limit"):
                 dislock.lock("a", limit=limit)
-
-    def test_not_every_set_of_options_is_kept(self, app, monkeypatch):
-        """Somebody may compute a timeout for each lock."""
-        monkeypatch.setattr("celery_dislock.config.settings.RESOLVED_MOST", 2)
-        dislock = Dislock(app)
-        for timeout in (10, 20, 30):
-            lock = dislock.lock("a", watchdog_timeout=timeout)
-            assert lock._options.lock_watchdog_timeout == timeout
-        assert len(dislock.runtime.resolved._kept[-1]) == 2

@@ -40,7 +40,9 @@ ID = UUID("12345678123456781234567812345678")
 # Texts that are made to collide: few letters, and every character that templates below use.
 tight = st.text("ab1:-_|.%#<>{}→\n%3A", max_size=4)
 literals = st.text("ab1:-_%#→]", max_size=2)
-texts = st.one_of(tight, st.text(), st.text("a:%\ud800", min_size=180, max_size=230))
+# Long ones differ at their ends only.
+long = st.builds(lambda begin, end: begin * 100 + end, st.sampled_from(["a:", "%\ud800"]), tight)
+texts = st.one_of(tight, st.text(), long)
 
 TEMPLATES = [
     "<a>:<b>:<c>",
@@ -325,20 +327,19 @@ class TestCalls:
 class TestInjectivity:
     """Different calls, different keys."""
 
-    @pytest.mark.parametrize("template", TEMPLATES)
     @given(one=st.tuples(texts, texts, texts), other=st.tuples(texts, texts, texts))
     @example(one=("1_b-2", "3", ""), other=("1", "2_b-3", ""))
     @example(one=(":", "", ""), other=("%3A", "", ""))
     @example(one=("", ":", ""), other=("", "", ":"))
-    @examples(max_examples=150)
-    def test_different_texts_never_share_a_key(self, template, one, other):
+    @examples(max_examples=100)
+    def test_different_texts_never_share_a_key(self, one, other):
         """Two calls that differ in the text of any argument never meet in one lock."""
-        builder = KeyTemplate(template, signature(three), TASK)
-        assert (builder.key(one, {}) == builder.key(other, {})) == (one == other)
+        for template in TEMPLATES:
+            builder = KeyTemplate(template, signature(three), TASK)
+            assert (builder.key(one, {}) == builder.key(other, {})) == (one == other)
 
-    @pytest.mark.parametrize("template", TEMPLATES)
-    @given(a=tight, b=tight, c=tight, d=tight)
-    @examples(max_examples=150)
+    @given(template=st.sampled_from(TEMPLATES), a=tight, b=tight, c=tight, d=tight)
+    @examples(max_examples=300)
     def test_a_separator_in_a_value_never_moves_the_cut(self, template, a, b, c, d):
         """Texts that are equal when joined by the template's own literals give different keys."""
         builder = KeyTemplate(template, signature(three), TASK)
@@ -357,7 +358,7 @@ class TestInjectivity:
         one=st.tuples(tight, tight, tight),
         other=st.tuples(tight, tight, tight),
     )
-    @examples(max_examples=500)
+    @examples(max_examples=300)
     def test_any_template_that_is_accepted_is_injective(self, outer, inner, one, other):
         """Whatever literals a template has: it is refused, or keeps all different calls apart."""
         template = f"{outer[0]}<a>{inner[0]}<b>{inner[1]}<c>{outer[1]}"
@@ -432,7 +433,7 @@ class TestDigests:
     @example(one=[["a"], "b"], other=[["a", "b"]])
     @example(one={"a": "b"}, other=["a", "b"])
     @example(one=0.0, other=-0.0)
-    @examples(max_examples=500)
+    @examples(max_examples=200)
     def test_different_data_never_share_a_key(self, one, other):
         """Plain data share a digest exactly when they are the same data."""
         # repr tells 1, 1.0 and True apart, as == does not; sorted, as the order of a dict is not.

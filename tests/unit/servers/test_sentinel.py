@@ -10,17 +10,27 @@ import pytest
 import redis
 
 from celery_dislock.servers import sentinel
-from celery_dislock.servers.connections import Driver
 from celery_dislock.servers.sentinel import CONFIRMED_FOR, LEFT_ALONE, Said, Sentinels, choose, said
-from tests.unit.fakes import FakeClock
 
 OLD, NEW = ("10.0.0.1", 6379), ("10.0.0.2", 6379)
+
+
+class Clock:
+    """Seconds that the test lets pass."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
 
 
 class FakeSentinel:
     """Says what it is told to say, and notes how often it was asked."""
 
-    def __init__(self, number: int, clock: FakeClock) -> None:
+    def __init__(self, number: int, clock: Clock) -> None:
         self.address = (f"s{number}", 26379)
         self.left_alone_until = 0.0
         self.says: object = Said(1, OLD)
@@ -46,7 +56,7 @@ class Connection:
 
 @pytest.fixture
 def clock():
-    return FakeClock()
+    return Clock()
 
 
 @pytest.fixture
@@ -310,47 +320,3 @@ def test_a_signal_at_whatever_instruction_lets_the_next_one_ask(three, clock):
             break
         sentinels.confirm(Connection(OLD), 0.0)
     assert nth > 30
-
-
-@pytest.mark.parametrize(
-    ("asking", "within", "each"),
-    [({}, None, 0.5), ({"socket_timeout": 3.0}, None, 3.0), ({"socket_timeout": 3.0}, 1.0, 0.25)],
-)
-def test_all_sentinels_together_have_the_time_of_one_server(monkeypatch, asking, within, each):
-    """Four that are silent take no longer than a server, unless the user gives each more."""
-    given = []
-
-    class Silent:
-        def __init__(self, address, _connect):
-            self.address, self.left_alone_until = address, 0.0
-
-        def ask(self, _master, within, _others):
-            given.append(within)
-            raise redis.ConnectionError
-
-    monkeypatch.setattr(sentinel, "Sentinel", Silent)
-    options = {"master_name": "m", "sentinel_kwargs": asking}
-    node = sentinel.watched("sentinel://a,b,c,d", options, driver=Driver(lambda _: None))
-    with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):
-        node._connect(within)
-    assert given == [pytest.approx(each)] * 4
-
-
-def test_a_roll_call_asks_all_of_them(sentinels, three):
-    """Also those that are left alone; each says why its answer does not count."""
-    three[0].left_alone_until = float("inf")
-    three[1].says = redis.ResponseError("No such master with that name")
-    three[2].says = None
-    assert sentinels.roll_call() == [
-        ("s0:26379", ""),
-        ("s1:26379", "knows no such master"),
-        ("s2:26379", "sees too few other Sentinels"),
-    ]
-    three[0].says = redis.ConnectionError("Connection refused")
-    three[1].says = redis.exceptions.NoPermissionError("this user has no permissions")
-    three[2].says = Said(1, None)
-    (_, away), (_, forbidden), (_, down) = sentinels.roll_call()
-    assert away
-    assert "permissions" in forbidden
-    assert down == "says that the master is down"
-    assert asked(three) == [2, 2, 2]

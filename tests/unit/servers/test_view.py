@@ -9,9 +9,13 @@ import pytest
 
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.operating.locks import as_data
-from celery_dislock.servers.view import parked_message, state_of
+from celery_dislock.servers.view import (
+    ReservationState,
+    parked_message,
+    parse_reservation,
+    state_of,
+)
 from celery_dislock.words import for_people
-from tests.unit.operating.cli.conftest import holder, lock
 
 NOW = 1_700_000_000_000  # ms
 NAME = "dislock:{export:7}"
@@ -47,6 +51,10 @@ def parked(task_id="t", turns=0, **headers):
     return f"1 {joined} {turns} 30000 x 1 home 1 {json.dumps(about)}".encode()
 
 
+def limited(limit):
+    return {"limit": b"1 %d 1699999997000 by me" % limit, "limit_ms": 60_000}
+
+
 def test_a_lease():
     """By the server's clock: held since, renewed since, until when."""
     (found,) = state_of(SERVER, NAME, reply(leases=lease())).holders
@@ -69,11 +77,12 @@ def test_a_lease():
 )
 def test_whether_a_holder_lives(given, renewed, expiring, may_live, can):
     """One that has missed two renewals has nobody; an unknown one may live."""
-    (found,) = state_of(SERVER, NAME, reply(leases=given)).holders
+    state = state_of(SERVER, NAME, reply(leases=[*given, *lease(b"other")]))
+    found, _ = state.holders
     assert (found.renewed, found.expiring) == (renewed, expiring)
     assert (found.may_live, found.can_be_terminated) == (may_live, can)
     assert found.owner in {"me", "t:0:0#"}
-    assert lock(holders=[holder(), found]).is_overdue is (renewed == 21.0)
+    assert state.is_overdue is (renewed == 21.0)
 
 
 def test_places_are_counted_from_the_head_of_the_line():
@@ -103,7 +112,7 @@ def test_a_parked_task_that_nobody_can_read_has_its_ticket(record):
 
 def test_a_limit():
     """What an operator has set, by whom, and for how long."""
-    found = state_of(SERVER, NAME, reply(limit=b"1 0 1699999997000 by me", limit_ms=60_000))
+    found = state_of(SERVER, NAME, reply(**limited(0)))
     assert (found.limit, found.limit_remaining, found.limit_note) == (0, 60.0, "by me")
     assert found.exists
     assert (
@@ -194,12 +203,12 @@ def test_a_lock_that_cannot_be_read_is_damaged(changed):
 
 @pytest.mark.parametrize(
     ("about", "stuck"),
-    [({}, True), ({"holders": [holder()]}, False), ({"limit": 0}, False), ({"limit": 2}, True)],
+    [({}, True), ({"leases": lease()}, False), (limited(0), False), (limited(2), True)],
 )
 def test_a_line_is_stuck_that_nobody_is_before(about, stuck):
     """Whoever releases a lock hands it on, so a free lock has no line."""
-    assert lock(waiting=1, **about).is_stuck is stuck
-    assert not lock(**about).is_stuck
+    assert state_of(SERVER, NAME, reply(waiting=1, **about)).is_stuck is stuck
+    assert not state_of(SERVER, NAME, reply(**about)).is_stuck
 
 
 @pytest.mark.parametrize(
@@ -211,3 +220,31 @@ def test_a_message_is_taken_out_of_what_was_set_aside(kept, home):
     message, found = parked_message(kept)
     assert found == home
     assert message == kept[kept.find(b'1 {"') :] if b"{" in kept else kept
+
+
+def written(state=b"w", ends=61_000):
+    return b"2 %s 1000 500 a%%20b %d cafe 7 1 ab 9 7 6 90000 x" % (state, ends)
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [(b"s", "being sent"), (b"w", "waiting"), (b"r", "running"), (b"d", "ended")],
+)
+def test_a_record_of_a_reserved_key(state, word):
+    """For whom, since when, and for how much longer."""
+    found = parse_reservation(3000, written(state))
+    assert found == ReservationState("a b", word, 2.0, 58.0, "ab", 7)
+
+
+def test_a_clock_that_was_set_back_makes_nothing_younger_than_now():
+    """A failover can do that."""
+    assert parse_reservation(500, written()).since == 0.0
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"", written(b"-"), written(ends=3000), written(b"x"), b"1 w 1000 500 a ", written() + b"\n"],
+)
+def test_a_key_that_is_free_has_none(record):
+    """Its numbers may be kept, its time may be over, or an earlier version has written it."""
+    assert parse_reservation(3000, record) is None

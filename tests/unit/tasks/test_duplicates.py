@@ -5,284 +5,224 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from celery.exceptions import TimeoutError as CeleryTimeoutError
 from celery.result import AsyncResult
+from greenlet import getcurrent, greenlet
 
-from celery_dislock.config.options import TaskOptions
-from celery_dislock.exceptions import NoResultError
-from celery_dislock.locks.attempt import Attempt, current
-from celery_dislock.servers.reservations import Reservation, Taken
-from celery_dislock.tasks import duplicates
-from celery_dislock.tasks.duplicates import LOOK_EVERY, STORED_WITHIN, First, duplicate_of
-from tests.unit.fakes import FakeClock, FakeRecord, FakeReservations
-
-LOCK = "dislock:{k}"
+from celery_dislock import NoResultError
+from tests.declaring import declare
+from tests.unit.deliveries import deliver
 
 
-def first_of(
-    locks, lock, reservations, *, unique_for=3600.0, until="end", holds=True, has_result=True
-):
-    """What a sender knows of the message that is there."""
-    guard = SimpleNamespace(
-        options=TaskOptions(lock_unique_for=unique_for), interval=10.0 if holds else None
-    )
-    found = Taken("a", is_sent=True, has_result=has_result)
-    reserved = Reservation(lock, found.id, until)
-    return First(guard, locks, reserved, found.has_result, lambda: reservations)
+class Site:
+    """A task whose message is there, its worker, and the result that another sender gets."""
 
+    def __init__(self, app, lock_server, broker):
+        self.app, self.lock_server, self.broker = app, lock_server, broker
+        self.stays = False
+        self.error = None
 
-class Backend:
-    """Time, what is stored of the first task, and what the lock server knows of it."""
+    def send(self, *, wanted=True, until="end", **options):
+        def body():
+            return self.body()
 
-    def __init__(self):
-        self.clock = FakeClock()
-        self.reservations = FakeReservations(self.clock)
-        self.state = "PENDING"
-        self.result = None
-        self.later = {}  # called when so many seconds are over
-        self.ignored = False
-        self.looks = []
+        self.task = declare(self.app, body, lock_unique_until=until, **options)
+        self.task.apply_async(task_id="a", ignore_result=not wanted)
+        self.result = self.task.delay()
+        assert (self.result.id, self.result.duplicate) == ("a", True)
+        return self.result
 
-    def reserve(self, state, id="a", since=0.0, left=1e6):  # noqa: A002 -- as in Celery
-        ends, since = self.clock() + left, self.clock() - since
-        self.reservations.records[LOCK] = FakeRecord("ab", state, id, ends=ends, since=since)
+    def body(self):
+        if self.stays:
+            getcurrent().parent.switch()
+        if self.error is not None:
+            raise self.error
+        return 7
 
-    def store(self, state, result):
-        self.state, self.result = state, result
+    def run(self):
+        """Let a worker run the task."""
+        return deliver(self.task, "a", headers=self.broker.last.headers)
 
-    def pass_by(self, seconds):
-        end = self.clock() + seconds
-        for due in sorted(self.later):
-            if due <= end:
-                self.clock.now = max(self.clock.now, due)
-                self.later.pop(due)()
-                if self.state == "SUCCESS":
-                    return
-        self.clock.now = end
+    def begin(self):
+        """Let a worker begin to run it; return what lets it go on."""
+        self.stays = True
+        worker = greenlet(self.run)
+        worker.switch()
+        return worker.switch
 
-    def duplicate(self, **known):
-        backend = self
-
-        class Result:
-            """Waits as a result of Celery's does, by that clock."""
-
-            ignored = backend.ignored
-
-            def __init__(self, id):  # noqa: A002 -- as in Celery
-                self.id = id
-
-            @property
-            def state(self):
-                return backend.state
-
-            def ready(self):
-                return backend.state in {"SUCCESS", "FAILURE"}
-
-            def get(self, timeout=None, propagate=True):
-                if self.ignored:
-                    return None
-                backend.looks.append(timeout)
-                if not self.ready():
-                    backend.pass_by(timeout)
-                if not self.ready():
-                    raise CeleryTimeoutError("The operation timed out.")
-                if backend.state == "FAILURE" and propagate:
-                    raise backend.result
-                return backend.result
-
-            wait = get
-
-        return duplicate_of(Result, first_of([LOCK], LOCK, self.reservations, **known))
+    def seconds_until_there_is_none(self):
+        """Return the seconds until get() says that there is no result, and why."""
+        began = self.lock_server.clock()
+        with pytest.raises(NoResultError) as caught:
+            self.result.get()
+        assert (caught.value.key, caught.value.id) == ("k", "a")
+        return self.lock_server.clock() - began, caught.value.reason
 
 
 @pytest.fixture
-def backend(monkeypatch):
-    backend = Backend()
-    monkeypatch.setattr(duplicates.time, "monotonic", backend.clock)
-    return backend
+def site(app, lock_server, broker):
+    return Site(app, lock_server, broker)
 
 
-def seconds_until_there_is_none(backend, **known):
-    """Return the seconds until get() says that there is no result, and why."""
-    began = backend.clock()
-    with pytest.raises(NoResultError) as caught:
-        backend.duplicate(**known).get()
-    assert (caught.value.key, caught.value.id) == ("k", "a")
-    return backend.clock() - began, caught.value.reason
-
-
-def test_a_result_that_is_there_is_returned_at_once(backend):
+def test_a_result_that_is_there_is_returned_at_once(site, lock_server):
     """Nobody asks the lock server."""
-    backend.store("SUCCESS", 7)
-    assert backend.duplicate(has_result=False).get() == 7
-    assert backend.reservations.asked == []
+    site.send()
+    site.run()
+    asked = lock_server.requests
+    assert site.result.get() == 7
+    assert lock_server.requests == asked
 
 
-@pytest.mark.parametrize("state", ["being sent", "waiting", "running"])
-def test_a_result_is_waited_for_while_its_task_is_there(backend, state):
-    """For hours, if need be."""
-    backend.reserve(state)
-    backend.later[1000.0 + 7200] = lambda: backend.store("SUCCESS", 7)
-    assert backend.duplicate().get() == 7
-    assert backend.clock() == 1000.0 + 7200
+@pytest.mark.parametrize("until", ["start", "end", "expiry"])
+@pytest.mark.parametrize("state", ["waiting", "running"])
+@pytest.mark.parametrize("lock_key", ["k", ["k", "l"]])
+def test_a_result_is_waited_for_while_its_task_is_there(site, lock_server, until, state, lock_key):
+    """In the queue, or running: with a reservation that ended at its start, by its lock."""
+    site.send(until=until, lock_key=lock_key)
+    lock_server.after(300, site.run if state == "waiting" else site.begin())
+    began = lock_server.clock()
+    assert site.result.get() == 7
+    assert lock_server.clock() - began == pytest.approx(300, abs=1)
 
 
-def test_a_result_is_waited_for_while_its_task_holds_its_lock(backend):
-    """Its reservation has ended with its start, or was lost."""
-    backend.reservations.holders = {"a"}
-    backend.later[1000.0 + 7200] = lambda: backend.store("SUCCESS", 7)
-    assert backend.duplicate(until="start").get() == 7
-
-
-def test_several_locks_are_reserved_under_another_name(backend):
-    """Those that hold them are found under the first of their own."""
-    asked = backend.reservations.asked
-    first = first_of(["dislock:{a}", "dislock:{b}"], "dislock:{a}:and:0", backend.reservations)
-    backend.reservations.holders = {"a"}
-    assert first.silent_for() == 0.0
-    assert asked == [("look", "dislock:{a}:and:0"), ("look", "dislock:{a}")]
-
-
-def test_a_lock_server_that_stays_away_is_the_reason(backend):
+def test_a_lock_server_that_stays_away_is_the_reason(site, lock_server):
     """Nobody waits for ever."""
-    backend.reservations.away = True
-    waited, reason = seconds_until_there_is_none(backend)
-    assert waited == pytest.approx(3600.0, abs=2 * LOOK_EVERY)
-    assert reason == "lock server redis://fake: away"
+    site.send(lock_unique_for=200)
+    lock_server.away = True
+    waited, reason = site.seconds_until_there_is_none()
+    assert waited == pytest.approx(200, abs=5)
+    assert reason == "lock server redis://driven: away"
 
 
 @pytest.mark.parametrize("key", ["free", "another's", "over"])
-def test_of_a_task_of_which_nothing_is_known_no_result_is_expected(backend, key):
+def test_of_a_task_of_which_nothing_is_known_no_result_is_expected(site, lock_server, key):
     """It was killed, purged, or its result has expired: after the time in which one is stored."""
+    site.send(**({"lock_unique_for": 3} if key == "over" else {}))
+    if key != "over":
+        lock_server.lose()
     if key == "another's":
-        backend.reserve("waiting", "b")
-    elif key == "over":
-        backend.reserve("waiting", left=3.0)
-    waited, reason = seconds_until_there_is_none(backend)
-    known_for = 3.0 if key == "over" else 0.0
-    assert STORED_WITHIN <= waited - known_for <= STORED_WITHIN + 2 * LOOK_EVERY
+        site.task.delay()
+    waited, reason = site.seconds_until_there_is_none()
+    assert 10 <= waited - (3 if key == "over" else 0) <= 14
     assert reason.startswith("its key is not reserved for it any more, ")
 
 
 @pytest.mark.parametrize(
-    ("state", "known"),
+    ("state", "options", "patient"),
     [
-        ("PARKED", {"until": "end"}),
-        ("RETRY", {"until": "start"}),
-        ("PENDING", {"until": "start", "holds": False}),
+        ("PARKED", {"until": "end"}, True),
+        ("RETRY", {"until": "start"}, True),
+        ("PENDING", {"until": "start", "lock_limit": None}, True),
+        ("RETRY", {"until": "end"}, False),
+        ("PENDING", {"until": "end", "lock_limit": None}, False),
     ],
 )
-def test_a_task_that_waits_unseen_has_more_time(backend, state, known):
-    """It is in line, waits for its next try, or holds no lock: as long as a message may wait."""
-    backend.state = state
-    waited, _ = seconds_until_there_is_none(backend, unique_for=100.0, **known)
-    assert 100 <= waited <= 100 + 2 * LOOK_EVERY
+def test_a_task_that_waits_unseen_has_more_time(site, lock_server, state, options, patient):
+    """It is in line, waits for its next try, or holds no lock: as long as a message may wait.
+
+    With "end" its reservation would be there between two tries, too.
+    """
+    site.send(lock_unique_for=100, **options)
+    lock_server.lose()
+    site.app.backend.store_result("a", None, state)
+    waited, _ = site.seconds_until_there_is_none()
+    assert 0 <= waited - (100 if patient else 10) <= 4
 
 
-@pytest.mark.parametrize(("state", "holds"), [("RETRY", True), ("PENDING", False)])
-def test_a_task_whose_reservation_would_be_there_has_no_more(backend, state, holds):
-    """With "end" it lasts until the task has ended, between two tries, too."""
-    backend.state = state
-    waited, _ = seconds_until_there_is_none(backend, unique_for=100.0, until="end", holds=holds)
-    assert STORED_WITHIN <= waited <= STORED_WITHIN + 2 * LOOK_EVERY
-
-
-def test_a_task_that_is_seen_again_is_waited_for(backend):
+def test_a_task_that_is_seen_again_is_waited_for(site, lock_server):
     """A retry of it was between its two messages."""
-    backend.later = {
-        1000.0 + 9: lambda: backend.reserve("waiting"),
-        1000.0 + 60: lambda: backend.reserve("free", "b"),
-        1000.0 + 65: lambda: backend.reserve("running"),
-        1000.0 + 500: lambda: backend.store("SUCCESS", 7),
-    }
-    assert backend.duplicate().get() == 7
+    site.send()
+    lock_server.lose()
+    for when in (9, 60):
+        lock_server.after(when, partial(site.task.apply_async, task_id="a", retries=1))
+        lock_server.after(when + 45, lock_server.lose)
+    lock_server.after(110, site.run)
+    assert site.result.get() == 7
 
 
-def test_a_task_that_has_ended_says_since_when(backend):
+def test_a_task_that_has_ended_says_since_when(site, lock_server):
     """Its key stays reserved: "expiry"; its result has expired, or was not stored."""
-    backend.reserve("ended", since=600.0)
-    waited, reason = seconds_until_there_is_none(backend, until="expiry")
-    assert waited <= LOOK_EVERY
+    site.send(until="expiry")
+    site.run()
+    site.app.backend.forget("a")
+    lock_server.advance(600)
+    waited, reason = site.seconds_until_there_is_none()
+    assert waited < 3
     assert reason == "its task has ended 602 s ago, and its result is not stored any more"
 
 
-def test_a_task_that_has_just_ended_may_still_store_its_result(backend):
+@pytest.mark.parametrize("until", ["end", "expiry"])
+def test_a_task_that_has_just_ended_may_still_store_its_result(
+    site, lock_server, monkeypatch, until
+):
     """The lock is released before that."""
-    backend.reserve("ended")
-    backend.later[1000.0 + 5] = lambda: backend.store("SUCCESS", 7)
-    assert backend.duplicate(until="expiry").get() == 7
+    site.send(until=until)
+    later = partial(site.app.backend.store_result, "a", 7, "SUCCESS")
+    monkeypatch.setattr(site.app.backend, "mark_as_done", lambda *_, **__: None)
+    lock_server.after(5, later)
+    site.run()
+    assert site.result.get() == 7
 
 
-def test_a_task_that_died_under_a_fixed_reservation_is_not_waited_for(backend):
+def test_a_task_that_died_under_a_fixed_reservation_is_not_waited_for(site, lock_server):
     """Nobody renews "expiry", so the lock that it does not hold any more tells."""
-    backend.reserve("running")
-    waited, _ = seconds_until_there_is_none(backend, until="expiry")
-    assert waited <= STORED_WITHIN + 2 * LOOK_EVERY
+    site.send(until="expiry")
+    goes_on = site.begin()
+    lock_server.send("DEL", "dislock:{k}")
+    waited, _ = site.seconds_until_there_is_none()
+    assert waited <= 14
+    goes_on()
 
 
-def test_a_first_whose_sender_wants_no_result_has_none(backend):
+def test_a_first_whose_sender_wants_no_result_has_none(site):
     """The second is told at once, instead of waiting for what never comes."""
-    backend.reserve("waiting")
-    waited, reason = seconds_until_there_is_none(backend, has_result=False)
-    assert (waited, reason) == (0.0, "its sender has asked for none")
+    site.send(wanted=False)
+    waited, reason = site.seconds_until_there_is_none()
+    assert waited < 0.1
+    assert reason == "its sender has asked for none"
 
 
-def test_a_task_s_own_error_is_raised(backend):
+def test_a_task_s_own_error_is_raised(site, lock_server):
     """Also if it is the one by which waiting ends, and with the arguments of Celery's get()."""
-    error = CeleryTimeoutError("of the task")
-    backend.reserve("running")
-    backend.later[1000.0 + 61] = lambda: backend.store("FAILURE", error)
+    site.error = CeleryTimeoutError("of the task")
+    site.send()
+    lock_server.after(61, site.begin())
     with pytest.raises(CeleryTimeoutError, match="of the task"):
-        backend.duplicate().get()
-    assert backend.duplicate().get(propagate=False) is error
+        site.result.get()
+    assert isinstance(site.result.get(propagate=False), CeleryTimeoutError)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 5.0, 61.0])
-def test_a_timeout_is_kept(backend, seconds):
+def test_a_timeout_is_kept(site, lock_server, seconds):
     """It is no longer than asked for, although the lock server is asked now and then."""
-    backend.reserve("running")
+    site.send()
+    began = lock_server.clock()
     with pytest.raises(CeleryTimeoutError, match="timed out"):
-        backend.duplicate().get(timeout=seconds)
-    assert 1000.0 + seconds <= backend.clock() <= 1000.0 + seconds + 0.01
+        site.result.get(timeout=seconds, interval=0.1)
+    assert seconds <= lock_server.clock() - began <= seconds + 0.2
 
 
-def test_a_result_of_celery_s_is_one_still(app):
-    """Its class, its methods, and what was stored; it is marked."""
-    app.backend.store_result("a", 7, "SUCCESS")
-    result = duplicate_of(app.AsyncResult, first_of([LOCK], LOCK, None))
+def test_a_result_of_celery_s_is_one_still(site, app):
+    """Its class, its methods, and what was stored; it is marked, and can be pickled and copied."""
+    result = site.send()
+    site.run()
     assert isinstance(result, AsyncResult)
-    assert (result.id, result.get(), result.duplicate) == ("a", 7, True)
-    assert result == app.AsyncResult("a")
-    assert type(result) is type(duplicate_of(app.AsyncResult, first_of([LOCK], LOCK, None)))
+    assert (result, result.get(), result.duplicate) == (app.AsyncResult("a"), 7, True)
     assert app.AsyncResult("a").duplicate is False
-
-
-@pytest.mark.parametrize("of_the_app", [True, False])
-def test_a_duplicate_s_result_can_be_pickled(app, of_the_app):
-    """As any result of Celery's, whatever its class."""
-    made_by = app.AsyncResult if of_the_app else partial(AsyncResult, app=app)
-    again = pickle.loads(pickle.dumps(duplicate_of(made_by, first_of([LOCK], LOCK, None))))
-    assert isinstance(again, AsyncResult)
-    assert again.id == "a"
-
-
-def test_a_copy_of_a_duplicate_s_result_is_one_as_well(app):
-    """Its ``get()`` ends, too: it knows the message."""
-    result = duplicate_of(app.AsyncResult, first_of([LOCK], LOCK, None))
+    pickled = pickle.loads(pickle.dumps(result))
+    assert isinstance(pickled, AsyncResult)
+    assert pickled.id == "a"
     again = copy.copy(result)
     assert again.duplicate
     assert again.first is result.first
 
 
-def test_a_task_that_waits_for_its_own_result_is_told_so(backend):
+def test_a_task_that_waits_for_its_own_result_is_told_so(app, broker):
     """As in the body of a unique task that sends itself: the message that is there is its own."""
-    backend.reserve("running")
-    before = current.set(Attempt("me", {"task": "t", "id": "a", "worker": "w", "pid": 7}))
-    try:
-        with pytest.raises(NoResultError, match="it is the task that asks"):
-            backend.duplicate().get()
-    finally:
-        current.reset(before)
+    task = declare(app, lambda: task.delay().get(), lock_unique_until="end")
+    task.apply_async(task_id="a")
+    error = deliver(task, "a", headers=broker.last.headers).retval.exception
+    assert isinstance(error, NoResultError)
+    assert "it is the task that asks" in str(error)

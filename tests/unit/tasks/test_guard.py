@@ -1,4 +1,4 @@
-"""The guard around a task's body, in eager tasks on a store that the test drives."""
+"""What the guard does around a task's body, seen from the body, the broker and the lock server."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import gc
 import threading
 import weakref
 from contextlib import suppress
-from unittest.mock import Mock
 
 import pytest
-from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_dislock import (
@@ -25,163 +23,143 @@ from celery_dislock import (
     ensure_held,
     signals,
 )
-from celery_dislock.keys.names import reserved_lock
-from celery_dislock.messages.headers import HEADER
-from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.replies import Replaced
-from celery_dislock.tasks.guard import Guard
-from tests.unit.deliveries import Broker, deliver, noted
-from tests.unit.fakes import FakeLines, FakeRecord
+from tests.declaring import declare, never
+from tests.driven import held, reservation
+from tests.unit.deliveries import deliver
 
 
-def holder(world):
-    return [owner for owner, _, _ in world.store.leases.values()]
+def test_the_body_runs_under_the_lock_and_the_lock_is_gone_after(app, lock_server):
+    """The lock is held exactly as long as the body runs, and costs two round trips."""
 
-
-def test_the_body_runs_under_the_lock_and_the_lock_is_gone_after(app, world):
-    """The lock is held exactly as long as the body runs."""
-
-    @app.task(base=SingletonTask, lock_key="export:<corp_id>", bind=True)
     def export(self, corp_id):
         assert self.lease.held
         assert self.lease is current_lease()
-        return self.lease.key, list(world.store.leases)
+        return self.lease.key, lock_server.locks()
 
-    assert export.apply((7,)).get() == ("export:7", ["dislock:{export:7}"])
-    assert world.store.leases == {}
+    task = declare(app, export, lock_key="export:<corp_id>")
+    assert task.apply((7,)).get() == ("export:7", ["export:7"])
+    assert lock_server.requests == 2
+    assert lock_server.contents() == {}
     assert current_lease() is None
-    assert len(world.watchdog) == 0
 
 
-def test_an_execution_leaves_nothing_to_the_garbage_collector(app, world):
+def test_a_body_that_lasts_keeps_its_lock_until_it_has_ended_and_no_longer(app, lock_server):
+    """It is renewed after each third of its timeout; nothing renews it when the body is over."""
+
+    def body():
+        lock_server.advance(1000)
+        ensure_held()
+
+    task = declare(app, body)
+    assert deliver(task).info is None
+    trips = lock_server.requests
+    assert 100 <= trips <= 110
+    lock_server.advance(1000)
+    assert lock_server.requests == trips
+
+
+def test_an_execution_leaves_nothing_to_the_garbage_collector(app):
     """Its request and its delivery know each other, and are gone when Celery is done with them."""
     ended = []
-
-    @app.task(base=SingletonTask, lock_key="export", bind=True)
-    def export(self):
-        ended.append(weakref.ref(self.request_stack.top))
-
+    task = declare(app, lambda self: ended.append(weakref.ref(self.request_stack.top)))
     gc.disable()
     try:
-        deliver(export)
+        deliver(task)
         assert ended[0]() is None
     finally:
         gc.enable()
-    assert world.store.leases == {}
 
 
-def test_a_task_may_take_several_keys_all_or_none(app, world):
+def test_a_task_may_take_several_keys_all_or_none(app, lock_server):
     """The keys of a list are taken in order, each once; the conflict names the one held."""
 
-    @app.task(
-        base=SingletonTask,
-        lock_key=["account:<to>", "account:<source>", lambda *_: "transfers"],
-        lock_on_conflict="raise",
-        bind=True,
-    )
     def transfer(self, source, to):
-        return self.lease.key, sorted(world.store.leases)
+        return self.lease.key, lock_server.locks()
 
-    locks = ["dislock:{account:1}", "dislock:{account:2}", "dislock:{transfers}"]
-    result = transfer.apply((2, 1)).get()
-    assert result == ("account:1 + account:2 + transfers", locks)
-    assert transfer.apply((3, 3)).get()[0] == "account:3 + transfers"
-    assert world.store.leases == {}
-
-    world.lease("account:2", owner="other")
-    with pytest.raises(LockHeldError, match="account:2") as raised:
-        transfer.apply((2, 1)).get()
-    assert raised.value.key == "account:2"
-    assert list(world.store.leases) == ["dislock:{account:2}"]
-
-
-def test_each_key_is_taken_with_its_own_limit(app, world, monkeypatch):
-    """In the order of the keys; the smaller one, if two templates give the same key."""
-    asked, take = [], world.store.acquire
-
-    def acquire(*args, terms, **more):
-        asked.append(terms.limit)
-        return take(*args, **more)
-
-    monkeypatch.setattr(world.store, "acquire", acquire)
-
-    @app.task(base=SingletonTask, lock_key=[Key("tenant:<t>", limit=3), "api", Key("all:<t>", 5)])
-    def sync(t): ...
-
-    @app.task(base=SingletonTask, lock_key=[Key("<a>", limit=3), Key("<b>", limit=2), "z"])
-    def move(a, b): ...
-
-    @app.task(base=SingletonTask, lock_key=[Key("a", limit=2), Key("b", limit=2)])
-    def same(): ...
-
-    sync.apply((1,)).get()
-    move.apply(("y", "y")).get()
-    same.apply().get()
-    assert asked == [[5, 1, 3], [2, 1], 2]
+    keys = ["account:<to>", "account:<source>", lambda *_: "transfers"]
+    task = declare(app, transfer, lock_key=keys, lock_on_conflict="raise")
+    locks = ["account:1", "account:2", "transfers"]
+    assert task.apply((2, 1)).get() == ("account:1 + account:2 + transfers", locks)
+    assert task.apply((3, 3)).get()[0] == "account:3 + transfers"
+    assert lock_server.locks() == []
+    with held(app, "account:2"):
+        with pytest.raises(LockHeldError) as raised:
+            task.apply((2, 1)).get()
+        assert raised.value.key == "account:2"
+        assert lock_server.locks() == ["account:2"]
 
 
-def test_a_task_called_as_a_function_takes_no_lock(app, world):
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [Key("b", limit=5), Key("a", limit=2)],  # the lock of "a" is taken first
+        [Key("a", limit=3), Key("a", limit=2), Key("z", limit=9)],  # the smaller one
+        [Key("a", limit=2), Key("b", limit=2)],
+    ],
+)
+def test_each_key_is_taken_with_its_own_limit(app, lock_server, keys):
+    """Two are let in, and the third is told which key is full."""
+    task = declare(app, lambda: "ran", lock_key=keys, lock_on_conflict="raise")
+    with held(app, keys):
+        assert task.apply().get() == "ran"
+        with held(app, keys, "2"), pytest.raises(LockHeldError, match="'a'"):
+            task.apply().get()
+    assert lock_server.locks() == []
+
+
+def test_a_task_called_as_a_function_takes_no_lock(app, lock_server):
     """A direct call is plain Python."""
 
-    @app.task(base=SingletonTask, lock_key="k", bind=True)
-    def task(self):
+    def body(self):
         self.lease.ensure_held()
         ensure_held()
         return self.lease
 
-    lease = task()
+    lease = declare(app, body)()
     assert isinstance(lease, Lease)
     assert (bool(lease), lease.held, lease.remaining, lease.token) == (False, False, 0.0, 0)
     assert (lease.key, lease.owner, lease.tokens, lease.renewals) == ("", "", {}, 0)
     assert lease.why_ended == "not locked"
-    assert current_lease() is None
-    assert world.store.calls == []
+    assert lock_server.requests == 0
 
 
-def test_a_body_ensures_that_it_holds_its_lock_without_being_bound(app, world):
+def test_a_body_ensures_that_it_holds_its_lock_without_being_bound(app, lock_server):
     """celery_dislock.ensure_held() is the lease's own: it raises once the lease is lost."""
 
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
+    def body():
         ensure_held()
-        current_lease().lose("stolen")
+        lock_server.lose()
+        lock_server.advance(15)
         ensure_held()
 
-    with pytest.raises(LockLostError, match="'k' is lost: stolen"):
-        task.apply(throw=True)
+    with pytest.raises(LockLostError, match="'k' is lost: "):
+        declare(app, body).apply(throw=True)
 
 
-def test_what_no_task_runs_cannot_ensure_that_a_lock_is_held(app, world):
+def test_what_no_task_runs_cannot_ensure_that_a_lock_is_held(app):
     """A thread that a body starts does not know the body's lease: that must not look like held."""
     raised = []
 
     def elsewhere():
-        try:
+        with pytest.raises(DislockError, match="no task runs"):
             ensure_held()
-        except DislockError as exc:
-            raised.append(str(exc))
+        raised.append(1)
 
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
+    def body():
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
 
-    task.apply().get()
+    declare(app, body).apply().get()
     elsewhere()
-    assert len(raised) == 2
-    assert "no task runs" in raised[0]
+    assert raised == [1, 1]
 
 
-def test_a_task_that_calls_itself_as_a_function_takes_its_lock_once(app, world):
+def test_a_task_that_calls_itself_as_a_function_takes_its_lock_once(app, lock_server):
     """Recursion inside the body does not meet its own lock."""
-
-    @app.task(base=SingletonTask, lock_key="k", bind=True)
-    def countdown(self, n):
-        return n if n == 0 else self(n - 1)
-
-    assert countdown.apply((3,)).get() == 0
-    assert len(world.store.asked("acquire")) == 1
+    task = declare(app, lambda self, n: n if n == 0 else self(n - 1))
+    assert task.apply((3,)).get() == 0
+    assert lock_server.requests == 2
 
 
 @pytest.mark.parametrize(
@@ -193,45 +171,23 @@ def test_a_task_that_calls_itself_as_a_function_takes_its_lock_once(app, world):
         *(("success", SystemExit, False), ("success", KeyboardInterrupt, False)),
     ],
 )
-def test_a_lock_may_be_left_to_expire_after_a_failure_or_a_success(app, world, option, error, kept):
-    """Retry, Ignore and Reject are no failures."""
+def test_a_lock_may_be_left_to_expire_after_a_failure_or_a_success(
+    app, lock_server, option, error, kept
+):
+    """Retry, Ignore and Reject are no failures.  Nobody renews what is left."""
 
-    @app.task(base=SingletonTask, lock_key="k", **{f"release_on_{option}": False})
-    def task():
+    def body():
         if error:
             raise error
 
     with suppress(SystemExit, KeyboardInterrupt):
-        task.apply()
-    assert bool(world.store.leases) is kept
-    assert len(world.watchdog) == 0
+        declare(app, body, **{f"release_on_{option}": False}).apply()
+    assert bool(lock_server.locks()) is kept
+    lock_server.advance(31)
+    assert lock_server.locks() == []
 
 
-@pytest.mark.parametrize("at", ["unwatch", "release"])
-def test_a_release_that_is_cut_short_is_done_all_the_same(app, world, monkeypatch, at):
-    """A signal handler's exception in the middle of the release leaves no lock behind."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        return 1
-
-    part = world.watchdog if at == "unwatch" else world.store
-    whole, cut = getattr(part, at), []
-
-    def cut_short(*args):
-        if not cut:
-            cut.append(args)
-            raise SoftTimeLimitExceeded
-        return whole(*args)
-
-    monkeypatch.setattr(part, at, cut_short)
-    assert task.apply().state == "FAILURE"
-    assert cut
-    assert world.store.leases == {}
-    assert current_lease() is None
-
-
-def test_a_subclass_that_forgets_super_is_guarded_all_the_same(app, world):
+def test_a_subclass_that_forgets_super_is_guarded_all_the_same(app, lock_server):
     """Neither on_bound nor __call__ nor before_start of a user's class can skip the lock."""
 
     class Forgetful(SingletonTask):
@@ -243,24 +199,18 @@ def test_a_subclass_that_forgets_super_is_guarded_all_the_same(app, world):
             pass
 
         def __call__(self, *args, **kwargs):
-            return len(world.store.leases), self.run(*args, **kwargs)
+            return lock_server.locks(), self.run(*args, **kwargs)
 
-    @app.task(base=Forgetful, lock_key="k", autoretry_for=(ValueError,))
-    def task():
-        return len(world.store.leases)
-
-    assert task.apply().get() == (1, 1)
+    task = declare(app, lock_server.locks, base=Forgetful, autoretry_for=(ValueError,))
+    assert task.apply().get() == (["k"], ["k"])
 
 
 @pytest.mark.parametrize(
-    ("own", "locks"),
-    [
-        ({}, ["dislock:{k}"]),
-        ({"lock_key": "l"}, ["dislock:{l}"]),
-        ({"lock_key": False}, []),
-    ],
+    ("own", "locks"), [({}, ["k"]), ({"lock_key": "l"}, ["l"]), ({"lock_key": False}, [])]
 )
-def test_a_class_that_extends_a_registered_task_has_one_guard_of_its_own(app, world, own, locks):
+def test_a_class_that_extends_a_registered_task_has_one_guard_of_its_own(
+    app, lock_server, own, locks
+):
     """Two guards around one body would meet each other's lock."""
 
     class First(SingletonTask):
@@ -269,29 +219,30 @@ def test_a_class_that_extends_a_registered_task_has_one_guard_of_its_own(app, wo
         lock_unique_until = "end"
 
         def run(self):
-            return list(world.store.leases), list(world.store.reservations.records)
+            return sorted(lock_server.contents())
 
     app.register_task(First())
     second = app.register_task(type("Second", (First,), {"name": "second", **own})())
-    assert second.apply().get() == (locks, locks)
-    assert len(world.store.asked("acquire")) == len(locks)
+    assert second.apply().get() == [
+        f"dislock:{{{one}}}{end}" for one in locks for end in ("", ":unique")
+    ]
 
 
-def test_a_class_without_a_name_is_guarded_under_the_one_that_celery_gives_it(app, world):
+def test_a_class_without_a_name_is_guarded_under_the_one_that_celery_gives_it(app, lock_server):
     """A class-based task keeps its name in the instance; a class that extends it has another."""
 
     class First(SingletonTask):
         def run(self):
-            return list(world.store.leases), current_lease().key
+            return lock_server.locks(), current_lease().key
 
     class Second(First):
         pass
 
     tasks = [app.register_task(task()) for task in (First, Second)]
     for task in tasks:
-        (lock,), key = task.apply().get()
+        locks, key = task.apply().get()
         assert key.startswith(f"{task.name}:")
-        assert lock == f"dislock:{{{key}}}"
+        assert locks == [key]
     assert tasks[0].name != tasks[1].name
     assert First.name is None
 
@@ -304,396 +255,299 @@ def test_a_base_class_that_is_looked_at_stays_unbound(app, by):
         abstract = True
 
     for base in (SingletonTask, Base):
-        if by == "bind":
-            assert base.bind(app) is app
-        else:
-            assert hasattr(base, "app")
+        assert base.bind(app) is app if by == "bind" else hasattr(base, "app")
         assert base.acks_late is None
         assert base.request_stack is None
         assert "__bound__" not in vars(base)
 
 
-def test_a_task_with_a_bad_option_never_runs(app, world):
+def test_a_task_with_a_bad_option_never_runs(app):
     """Every use of it fails, not only the first: Celery has registered it before it is bound."""
-
-    @app.task(base=SingletonTask, name="shop.export", lock_key="k", lock_on_conflict="skipp")
-    def export():
-        raise AssertionError
-
+    export = declare(app, never, name="shop.export", lock_on_conflict="skipp")
     for _ in range(3):
         with pytest.raises(SettingsError, match="did you mean 'skip'"):
             export.apply()
-    assert "shop.export" not in app._tasks
+    with pytest.raises(SettingsError, match="did you mean 'skip'"):
+        app.tasks.get("shop.export")
 
 
 def test_a_misspelt_option_may_be_a_callable(app):
     """What a decorator is given is an option; only a class body has methods."""
-
-    @app.task(base=SingletonTask, lock_keys=lambda corp_id: f"export:{corp_id}")
-    def export(corp_id): ...
-
+    declare(app, lock_key=None, lock_keys=lambda corp_id: f"export:{corp_id}")
     with pytest.raises(SettingsError, match="did you mean 'lock_key'"):
         app.finalize()
 
 
-def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
-    app, world, broker, monkeypatch
-):
-    """Each owner that asked in vain travels with the task, and is released before it asks anew."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        return holder(world)
-
-    with monkeypatch.context() as patched:
-
-        def acquire(*args, **terms):
-            raise StoreError("redis://fake", "no reply")
-
-        patched.setattr(world.store, "acquire", acquire)
-        deliver(task)
-        deliver(task, headers=broker.sent[-1]["headers"])
-    owners = broker.sent[-1]["notes"]["given_up"]
-    assert len(set(owners)) == 2
-
-    # It has carried out late what it was sent.
-    world.store.leases["dislock:{k}"] = (owners[0], world.clock() + 30, {"id": "1"})
-    (owner,) = deliver(task, headers=broker.sent[-1]["headers"]).retval
-    assert owner not in owners
-    assert world.store.leases == {}
-
-
-def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(
-    app, world, broker, monkeypatch
-):
-    """It exists nowhere but here: it is sent as soon as the broker is back."""
-
-    @app.task(base=SingletonTask, lock_key="k", acks_late=False)
-    def task():
-        raise AssertionError
-
-    pauses, broker.times_away = [], 3
-    monkeypatch.setattr("celery_dislock.messages.unrun.time.sleep", pauses.append)
-    world.store.away = True
-    assert deliver(task).info.state == "RETRY"
-    assert len(broker.sent) == 1
-    assert pauses == sorted(pauses)
-    assert len(pauses) == 3
-
-
-def test_an_acquisition_cut_short_is_given_back(app, world):
-    """An exception between the server's grant and its answer leaves no lock behind."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        raise AssertionError
-
-    acquire = world.store.acquire
-
-    def cut(*args, **terms):
-        acquire(*args, **terms)
-        assert world.store.leases
-        raise ValueError
-
-    world.store.acquire = cut
-    assert isinstance(task.apply().result, ValueError)
-    assert world.store.leases == {}
-
-
 @pytest.mark.parametrize(
-    ("options", "seconds"),
+    ("options", "stalls"),
     [
-        ({"lock_on_lost": "raise"}, 60),
-        ({"lock_on_lost": "terminate"}, 60),
-        ({"lock_on_cap": "raise", "max_renew_times": 1}, 25),
+        ({"lock_on_lost": "raise"}, True),
+        ({"lock_on_lost": "terminate"}, True),
+        ({"lock_on_cap": "raise", "max_renew_times": 1}, False),
     ],
 )
-def test_a_lease_that_ends_before_the_body_begins_stops_it(app, world, receiving, options, seconds):
+def test_a_lease_that_ends_before_the_body_begins_stops_it(
+    app, lock_server, receiving, options, stalls
+):
     """A receiver runs between grant and body: what happens meanwhile is acted on."""
-    ran = []
-
-    @app.task(base=SingletonTask, lock_key="k", **options)
-    def task():
-        ran.append(1)
+    task = declare(app, never, **options)
 
     def slow_receiver(**_):
-        if seconds == 60:
-            world.clock.advance(seconds)
-            world.watchdog.tick()
-        else:
-            world.run(seconds)
+        if stalls:
+            lock_server.stall(60)
+        lock_server.advance(25)
 
     with receiving(signals.lock_acquired, slow_receiver):
         result = task.apply()
     assert isinstance(result.result, LockLostError)
-    assert ran == []
 
 
-def test_a_task_that_would_wait_for_its_own_thread_fails(app, world):
+def test_a_task_that_would_wait_for_its_own_thread_fails(app, lock_server):
     """An eager task in the body of another that holds its lock is told at once."""
-
-    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="wait", lock_wait_timeout=3600)
-    def inner():
-        """Never run."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def outer():
-        return inner.apply().result
-
+    inner = declare(app, never, name="inner", lock_on_conflict="wait", lock_wait_timeout=3600)
+    outer = declare(app, lambda: inner.apply().result, name="outer")
+    began = lock_server.clock()
     error = outer.apply().get()
     assert isinstance(error, LockHeldError)
     assert "outer[" in error.holder
-    assert world.store.asked("wait") == []
+    assert lock_server.clock() - began < 1
 
 
-@pytest.mark.parametrize(
-    ("options", "ttl"),
-    [
-        ({"lock_watchdog_timeout": 10}, 20.0),
-        ({"lock_limit": None}, 100.0),
-        ({"lock_key": ("<doc>", "all")}, 100.0),
-        ({"lock_expire": 5}, 100.0),
-    ],
-    ids=["a lock", "no lock", "several locks", "a fixed expiry"],
-)
-def test_a_running_task_keeps_its_reservation_until_it_is_renewed(app, options, ttl):
-    """For two timeouts if the watchdog renews it with the lease, else for lock_unique_for."""
-    options = {"lock_key": "<doc>", "lock_unique_until": "end", "lock_unique_for": 100, **options}
+# Interruptions: a soft time limit, for example, is an exception at any instruction
 
-    @app.task(base=SingletonTask, shared=False, **options)
-    def edit(doc): ...
 
-    guard = edit.dislock_guard
-    request = Context(id="a", **noted(unique=["dislock:{1}", "end"]))
-    assert guard.reservation_of(request).ttl == ttl
+@pytest.mark.parametrize("options", [{}, {"lock_unique_until": "end"}])
+def test_a_release_that_is_cut_short_is_done_all_the_same(app, lock_server, broker, options):
+    """An exception in the middle of the release leaves neither a lock nor a reservation behind."""
+    task = declare(app, lambda: lock_server.strike(SoftTimeLimitExceeded()), **options)
+    task.apply_async(task_id="1")
+    result = deliver(task, headers=broker.last.headers)
+    assert result.info.state == "FAILURE"
+    assert lock_server.locks() == []
+    assert reservation(task) is None
+    assert current_lease() is None
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_time_limit_before_its_body_frees_its_key(app, lock_server, broker, after):
+    """Also between the server's grant and its answer: the message does not come again."""
+    task = declare(app, never, lock_unique_until="end")
+    task.apply_async(task_id="1")
+    lock_server.strike(SoftTimeLimitExceeded(), after=after)
+    assert deliver(task, headers=broker.last.headers).info.state == "FAILURE"
+    assert lock_server.locks() == []
+    assert reservation(task) is None
+
+
+# The lock server does not answer: dislock_on_unavailable
+
+
+def test_run_runs_without_the_lock_and_says_so(app, lock_server, caplog):
+    """The body has no lease, and the log names the task and the key."""
+    app.conf.dislock_on_unavailable = "run"
+    export = declare(app, lambda self: bool(self.lease))
+    lock_server.away = True
+    assert export.apply(task_id="id-1").get() is False
+    assert "id-1] runs without its lock 'k': lock server " in caplog.text
+
+
+@pytest.mark.parametrize("choice", ["raise", "retry"])
+def test_what_may_have_been_granted_is_released_by_the_watchdog(app, lock_server, broker, choice):
+    """The process may hang next; the main process would keep the lease that nobody knows of."""
+    app.conf.dislock_on_unavailable = choice
+    lock_server.mute = True
+    deliver(declare(app, never))
+    lock_server.mute = False
+    assert lock_server.locks() == ["k"]
+    lock_server.advance(2)
+    assert lock_server.locks() == []
+    assert app.AsyncResult("1").state == ("RETRY" if choice == "retry" else "FAILURE")
+    assert isinstance(app.AsyncResult("1").result, StoreError)
+
+
+def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
+    app, lock_server, broker
+):
+    """Each owner that asked in vain travels with the task, and is released before it asks anew."""
+    task = declare(app, lambda: [one.owner for one in task.lock_for().holders()])
+    lock_server.mute = True
+    deliver(task)
+    [owner] = broker.last.notes["given_up"]
+    lock_server.mute = False
+    lock_server.away = True
+    deliver(task, headers=broker.last.headers)  # its request did not get there
+    assert broker.last.notes["given_up"] == [owner]
+    lock_server.away = False
+    assert lock_server.locks() == ["k"]
+    assert owner not in deliver(task, headers=broker.last.headers).retval
+    assert lock_server.locks() == []
+
+
+def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(app, lock_server, broker):
+    """It exists nowhere but here: it is sent as soon as the broker is back."""
+    task = declare(app, never, acks_late=False)
+    began, broker.times_away, lock_server.away = lock_server.clock(), 3, True
+    assert deliver(task).info.state == "RETRY"
+    assert broker.ids == ["1"]
+    assert lock_server.clock() - began == pytest.approx(1 + 2 + 4, abs=0.1)
+
+
+def test_with_the_broker_away_a_late_acknowledged_one_is_given_back(app, lock_server, broker):
+    """The broker has the message still, and delivers it again."""
+    broker.times_away, lock_server.away = 1, True
+    rejected = deliver(declare(app, never, acks_late=True)).retval.exception.exc
+    assert isinstance(rejected, Reject)
+    assert rejected.requeue is True
 
 
 # A task whose message was reserved
 
 
-def reserved(world, task_id="1", mark="ab", number=1, newest=1, **known):
-    """Reserve the key for a message of the task; return the headers that the message has."""
-    world.store.reservations.records["dislock:{k}"] = FakeRecord(
-        *("ab", "waiting", task_id), number=number, newest=newest, ends=9999.0, **known
+def unique(app, body=lambda: 7, **options):
+    return declare(app, body, **{"lock_unique_until": "end", **options})
+
+
+def test_a_running_task_keeps_its_reservation_until_it_is_renewed(app, broker):
+    """For two timeouts if the watchdog renews it with the lease, else for lock_unique_for."""
+    for nth, (options, ttl) in enumerate(
+        [
+            ({"lock_watchdog_timeout": 10}, 20.0),
+            ({"lock_limit": None}, 100.0),
+            ({"lock_key": ("k", "all")}, 100.0),
+            ({"lock_expire": 5}, 100.0),
+        ]
+    ):
+        task = unique(
+            app,
+            lambda self: reservation(self).remaining,
+            name=f"t{nth}",
+            lock_unique_for=100,
+            **options,
+        )
+        task.apply_async(task_id="1")
+        assert deliver(task, headers=broker.last.headers).retval == pytest.approx(ttl, abs=0.1)
+
+
+@pytest.mark.parametrize("until", ["start", "end", "expiry"])
+@pytest.mark.parametrize("lock_key", ["k", ["k", "l"]])
+def test_a_task_that_ran_without_its_lock_frees_its_key(app, lock_server, broker, lock_key, until):
+    """Else the next messages of the key would be dropped for lock_unique_for."""
+    app.conf.dislock_on_unavailable = "run"
+    task = unique(
+        app,
+        lambda: setattr(lock_server, "away", False),
+        lock_key=lock_key,
+        lock_unique_until=until,
     )
-    return noted(unique=["dislock:{k}", "end", mark, number])
-
-
-def told(world):
-    """Return what the lock server was told of reservations."""
-    return [call[0] for call in world.store.reservations.asked]
-
-
-def declare(app, body=lambda _task: 7, **options):
-    options = {"lock_key": "k", "lock_unique_until": "end", **options}
-
-    @app.task(name="t", base=SingletonTask, bind=True, **options)
-    def task(self):
-        return body(self)
-
-    return task
+    task.apply_async(task_id="1")
+    lock_server.away = True
+    assert deliver(task, headers=broker.last.headers).info is None
+    assert task.delay().duplicate is (until == "expiry")
 
 
 @pytest.mark.parametrize("options", [{}, {"lock_limit": None}, {"lock_key": ["k", "l"]}])
-def test_a_reserved_task_runs_and_frees_its_key(app, world, options):
-    """Whether it takes one lock, several or none."""
-    states = []
-    there = world.store.reservations
-    headers = reserved(world)
-    if len(options.get("lock_key", "k")) == 2:
-        name = reserved_lock(["dislock:{k}", "dislock:{l}"])
-        there.records = {name: there.records["dislock:{k}"]}
-        headers[HEADER]["unique"][0] = name
-    [lock] = there.records
-    task = declare(app, lambda _task: states.append(there.of(lock).state), **options)
-    assert deliver(task, headers=headers).info is None
-    assert states == ["running"]
-    assert there.of(lock) is None
-    assert told(world) == ["begin", "end"]
-
-
-@pytest.mark.parametrize("error", [ValueError, Ignore, Reject, SystemExit])
-@pytest.mark.parametrize("options", [{}, {"lock_limit": None}])
-def test_a_reserved_task_frees_its_key_however_it_ends(app, world, error, options):
-    """One that is stopped with its worker comes again, under its reservation."""
-
-    def body(_task):
-        raise error
-
-    with suppress(SystemExit):
-        deliver(declare(app, body, **options), headers=reserved(world))
-    assert (world.store.reservations.of("dislock:{k}") is None) == (error is not SystemExit)
-
-
-@pytest.mark.parametrize("granted", [False, True])
-def test_a_time_limit_before_its_body_frees_its_key(app, world, monkeypatch, granted):
-    """While it asks, or waits in line, for instance: its message does not come again."""
-    acquire = world.store.acquire
-
-    def cut_short(*args, **kwargs):
-        if granted:
-            acquire(*args, **kwargs)
-        raise SoftTimeLimitExceeded
-
-    monkeypatch.setattr(world.store, "acquire", cut_short)
-    result = deliver(declare(app), headers=reserved(world))
-    assert result.info.state == "FAILURE"
-    assert world.store.leases == {}
-    assert world.store.reservations.of("dislock:{k}") is None
-
-
-def test_a_time_limit_after_its_body_frees_its_key(app, world, monkeypatch):
-    """Before it is known how the lease has to end."""
-    cut = Mock(side_effect=SoftTimeLimitExceeded)
-    monkeypatch.setattr(Guard, "_kept_for_retry", cut)
-    assert deliver(declare(app), headers=reserved(world)).info.state == "FAILURE"
-    assert world.store.leases == {}
-    assert world.store.reservations.of("dislock:{k}") is None
-
-
-@pytest.mark.parametrize("options", [{}, {"lock_limit": None}])
-def test_a_retry_keeps_the_key_of_its_task(app, world, monkeypatch, options):
-    """It is the same work, and its message comes under the same reservation."""
-    broker = Broker()
-    monkeypatch.setattr(app.amqp, "send_task_message", broker.receive)
-    task = declare(app, lambda task: task.retry(countdown=5), **options)
-    assert deliver(task, headers=reserved(world)).info.state == "RETRY"
-    assert len(broker.sent) == 1
-    assert "end" not in told(world)
-
-
-@pytest.mark.parametrize("options", [{}, {"lock_limit": None}, {"lock_key": ["k", "l"]}])
-def test_a_replaced_task_ends_as_revoked(app, world, options):
-    """Its result names the task by which it was replaced; the body does not run."""
-    ran = []
-    headers = reserved(world, "2", number=1, newest=2, confirmed=2, by="2")
-    headers[HEADER]["unique"][3] = 1
-    assert deliver(declare(app, ran.append, **options), headers=headers).info.state == "IGNORED"
+def test_a_replaced_task_ends_as_revoked(app, lock_server, broker, options):
+    """Whether it takes one lock, several or none; its result names the task that replaced it."""
+    task = unique(app, never, lock_on_duplicate="replace", **options)
+    task.apply_async(task_id="1")
+    task.apply_async(task_id="2")
+    deliver(task, headers=broker.sent[0].headers)
     result = app.AsyncResult("1")
     assert result.state == "REVOKED"
     assert str(result.result).endswith("replaces it: task 2")
-    assert ran == []
-    assert world.store.reservations.of("dislock:{k}").id == "2"
-    assert world.store.leases == {}
+    assert reservation(task).id == "2"
+    assert lock_server.locks() == []
 
 
-def test_an_older_message_under_the_same_id_is_only_acknowledged(app, world):
+def test_an_older_message_under_the_same_id_is_only_acknowledged(app, broker):
     """The result of this id is that of the newer message."""
-    headers = reserved(world, "1", number=1, newest=2, confirmed=2, by="1")
-    world.store.reservations.records["dislock:{k}"].number = 2
-    assert deliver(declare(app, pytest.fail), headers=headers).info.state == "IGNORED"
+    task = unique(app, never, lock_on_duplicate="replace")
+    for _ in range(2):
+        task.apply_async(task_id="1")
+    assert deliver(task, headers=broker.sent[0].headers).info.state == "IGNORED"
     assert app.AsyncResult("1").state == "PENDING"
 
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_a_replaced_task_gives_up_its_place_in_line_when_its_result_is_stored(
-    app, world, monkeypatch, stores
+    app, lock_server, broker, monkeypatch, stores
 ):
     """Else a worker that dies in between would leave a caller waiting for ever."""
-    process = runtime_of(app).process
-    process._publisher, process.lines = object(), FakeLines(world.store)
-    process.lines.answers = [Replaced("2")]
-    turn = {"ticket": ["dislock:{k}", "1:0:0"]}
-    task = declare(app, pytest.fail, lock_on_conflict="queue")
-    left = []
-
-    def leave(*turn):
-        left.append((turn, app.AsyncResult("1").state))
-
-    mark_as_failure = task.backend.mark_as_failure
+    task = unique(app, never, lock_on_duplicate="replace", lock_on_conflict="queue")
+    task.apply_async(task_id="1")
+    with held(app, task_id="holder"):
+        deliver(task, headers=broker.last.headers)
+        task.apply_async(task_id="2")
+    assert broker.last.notes["ticket"] == ["dislock:{k}", "1:0:0"]
+    mark_as_failure = app.backend.mark_as_failure
 
     def mark(*args, **kwargs):
+        assert [one.id for one in task.lock_for().holders()] == ["1"]  # of its turn
         if kwargs.get("state") == "REVOKED" and not stores:
             raise ConnectionError("backend")
         mark_as_failure(*args, **kwargs)
 
-    monkeypatch.setattr(process.lines, "leave", leave)
-    monkeypatch.setattr(task.backend, "mark_as_failure", mark)
-    deliver(task, headers=reserved(world), notes=turn)
-    assert left == [(("dislock:{k}", "1:0:0", task.name), "REVOKED")] * stores
+    monkeypatch.setattr(app.backend, "mark_as_failure", mark)
+    deliver(task, headers=broker.last.headers)
+    assert (lock_server.locks() == []) is stores
+    assert app.AsyncResult("1").state == ("REVOKED" if stores else "FAILURE")
 
 
-def test_a_task_that_is_replaced_when_it_has_its_lock_ends_its_ticket_with_it(app, world):
-    """Its key was another when it was sent.  No copy of it may run."""
-    process = runtime_of(app).process
-    process._publisher, process.lines = object(), FakeLines(world.store)
-    headers = reserved(world, "2", newest=2, confirmed=2, by="2")
-    deliver(declare(app, pytest.fail, lock_key="new", lock_on_conflict="queue"), headers=headers)
-    assert (world.store.done, world.store.leases) == (["1:0:0"], {})
-
-
-# Where locks are off
-
-
-@pytest.fixture
-def off(app):
-    app.conf.dislock_enabled = False
+ENDS = {
+    "value": (None, True),
+    "error": (ValueError, True),
+    "ignore": (Ignore, True),
+    "reject": (Reject, True),
+    "exit": (SystemExit, False),  # it comes again, under its reservation
+    "requeue": (Reject(requeue=True), False),
+}
 
 
 @pytest.mark.parametrize("until", ["start", "end", "expiry"])
-def test_a_reservation_begins_and_ends_where_locks_are_off(app, world, off, until):
-    """Else its key would stay taken: messages would be lost for an hour."""
-    there = world.store.reservations
-    headers = reserved(world)
-    headers[HEADER]["unique"][1] = until
-    states = []
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("locks", ["one", "none", "several", "off", "no guard"])
+def test_a_reserved_task_frees_its_key_however_it_ends(app, broker, locks, how, until):
+    """Also where locks are off, and where a deploy has made a task of it that does not lock."""
+    options = {"none": {"lock_limit": None}, "several": {"lock_key": ["k", "l"]}}.get(locks, {})
+    error, ends = ENDS[how]
+    seen = []
 
-    def body(_task):
-        states.append(there.records["dislock:{k}"].state)
+    def end():
+        seen.append(reservation(sent))
+        if error is not None:
+            raise error
 
-    assert deliver(declare(app, body), headers=headers).info is None
-    assert told(world) == ["begin", "end"]
-    assert states == ["" if until == "start" else "running"]
-    assert there.records["dislock:{k}"].state == ("ended" if until == "expiry" else "")
-    assert world.store.leases == {}
-
-
-@pytest.mark.parametrize(
-    ("error", "ends"),
-    [
-        *((ValueError, True), (Ignore, True), (Reject, True)),
-        *((Retry, False), (Reject(requeue=True), False)),
-    ],
-)
-def test_a_task_that_fails_frees_its_key_where_locks_are_off(app, world, off, error, ends):
-    """A retry comes under the same reservation, as does a message that goes back to its queue."""
-
-    def body(_task):
-        raise error
-
-    deliver(declare(app, body), headers=reserved(world))
-    assert told(world) == ["begin", "end"][: 1 + ends]
-
-
-@pytest.mark.parametrize("lock_server", ["replaced", "away", "not configured"])
-def test_nothing_stops_a_body_where_locks_are_off(
-    app, world, off, monkeypatch, caplog, lock_server
-):
-    """It runs, and the log says what may stay."""
-    headers = reserved(world, newest=2)
-    if lock_server == "replaced":
-        world.store.reservations.records["dislock:{k}"].confirmed = 2
-    elif lock_server == "away":
-        world.store.reservations.away = True
+    task = sent = unique(app, end, lock_unique_until=until, **options)
+    task.apply_async(task_id="1")
+    if locks == "no guard":
+        task = declare(app, end, name="plain", base=app.Task, lock_key=None)
+    if locks == "off":
+        app.conf.dislock_enabled = False
+    with suppress(SystemExit):
+        deliver(task, headers=broker.last.headers)
+    assert [one and one.state for one in seen] == [None if until == "start" else "running"]
+    left = reservation(sent)
+    if until == "expiry":
+        assert left.state == ("ended" if ends else "running")
     else:
+        assert left is None or (until, ends, left.state) == ("end", False, "running")
+        assert (left is None) == (until == "start" or ends)
 
-        def process(_runtime):
-            raise SettingsError("app.conf", "dislock_url", None, "name a lock server")
 
-        monkeypatch.setattr(type(runtime_of(app)), "process", property(process))
-    assert deliver(declare(app), headers=headers).retval == 7
+@pytest.mark.parametrize("lock_server_is", ["replaced", "away", "not configured"])
+def test_nothing_stops_a_body_where_locks_are_off(app, lock_server, broker, caplog, lock_server_is):
+    """It runs, and the log says what may stay."""
+    task = unique(app, lock_on_duplicate="replace")
+    for task_id in "12":
+        task.apply_async(task_id=task_id)
+    app.conf.dislock_enabled = False
+    if lock_server_is == "away":
+        lock_server.away = True
+    elif lock_server_is == "not configured":
+        app = type(app)("other", broker="amqp://", backend="cache+memory://", set_as_current=False)
+        app.conf.dislock_enabled = False
+        task = unique(app)
+    assert deliver(task, headers=broker.sent[0].headers).retval == 7
     lines = [message.partition(":")[0] for message in caplog.messages]
     warning = "A key may stay reserved until its reservation expires"
-    assert lines == [warning] * {"replaced": 0, "away": 1, "not configured": 2}[lock_server]
-
-
-@pytest.mark.parametrize("is_guarded", [True, False])
-def test_a_task_that_takes_no_lock_any_more_frees_its_key(app, world, is_guarded):
-    """Its key was reserved by a sender that has another version of the code."""
-
-    @app.task(name="t", **({"lock_key": "other", "base": SingletonTask} if is_guarded else {}))
-    def task(): ...
-
-    deliver(task, headers=reserved(world))
-    assert told(world) == ["begin", "end"]
-    assert world.store.reservations.of("dislock:{k}") is None
+    assert lines == [warning] * {"replaced": 0, "away": 1, "not configured": 2}[lock_server_is]

@@ -1,144 +1,145 @@
-"""A lock from outside, in Python."""
+"""A lock from outside, in Python: who has it, who waits, and what ends that."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+from greenlet import getcurrent, greenlet
 
-from celery_dislock.keys.names import reserved_lock
-from celery_dislock.tasks import handle as module
-from celery_dislock.tasks.handle import LockHandle
-from tests.unit.operating.cli.conftest import (
-    FakeActions,
-    FakeOverview,
-    holder,
-    lock,
-    place,
-    reserved,
-)
-
-ENDED = ("id-1", "5eed", 7)  # the reservation
-FREED = ("free", "dislock:{k}", holder().owner, 5)
+from celery_dislock import Dislock, SettingsError
+from celery_dislock.tasks.actions import BrokerError
+from tests.declaring import declare, never
+from tests.driven import held, reservation
+from tests.leaks import SECRET
+from tests.unit.deliveries import deliver
 
 
 @pytest.fixture
-def actions(monkeypatch):
-    actions = FakeActions()
-    monkeypatch.setattr(module, "Actions", lambda _app, _process: actions)
-    return actions
+def lock_of(app):
+    """Return the lock of some keys, as an operator has it."""
+    return lambda *keys: declare(app, name=f"looked at by {keys}", lock_key=list(keys)).lock_for()
 
 
 @pytest.fixture
-def overview(monkeypatch):
-    overview = FakeOverview()
-    monkeypatch.setattr(module, "Overview", lambda _server, _prefix: overview)
-    return overview
+def runs(app, monkeypatch):
+    """A task that runs, and what its worker is told; *ends* seconds after a revoke."""
+    told, workers = [], []
+
+    def waits():
+        getcurrent().parent.switch()
+
+    def start(ends=None, **options):
+        worker = greenlet(deliver)
+        workers.append(worker)
+        worker.switch(declare(app, waits, name="runs", **options), "1")
+
+        def broadcast(command, arguments, **_):
+            told.append(
+                (command, arguments["task_id"], arguments["terminate"], arguments["signal"])
+            )
+            if ends is not None:
+                app.lock_server.after(ends, worker.switch)
+
+        monkeypatch.setattr(app.control, "broadcast", broadcast)
+        return told
+
+    yield start
+    for worker in workers:
+        if not worker.dead:
+            worker.switch()
 
 
 @pytest.fixture
-def make(actions, overview):
-    runtime = SimpleNamespace(
-        lock_names=lambda keys: tuple(f"dislock:{{{key}}}" for key in keys),
-        process=SimpleNamespace(store=SimpleNamespace(lock_server=None)),
-        settings=SimpleNamespace(dislock_prefix="dislock"),
-    )
-    return lambda *keys: LockHandle(keys, runtime, None)
+def app(app, lock_server):
+    app.lock_server = lock_server
+    return app
 
 
-def test_it_is_named_by_its_keys(make):
+def test_it_is_named_by_its_keys(lock_of):
     """One or several; each of several has a handle of its own."""
-    handle = make("a", "b")
+    handle = lock_of("a", "b")
     assert (handle.key, handle.keys, len(handle)) == ("a + b", ("a", "b"), 2)
     assert [one.keys for one in handle] == [("a",), ("b",)]
-    assert repr(make("a")) == "<LockHandle 'a'>"
+    assert repr(lock_of("a")) == "<LockHandle 'a'>"
 
 
-def test_holders_and_line_are_those_of_each_key_in_turn(make, overview):
-    """Several keys are asked one after the other."""
-    overview.put(
-        lock("a", holders=[holder(owner="1")], line=[place(1)]),
-        lock("b", holders=[holder(owner="2")], line=[place(2)]),
-    )
-    handle = make("a", "b")
-    assert [one.owner for one in handle.holders()] == ["1", "2"]
-    assert [one.place for one in handle.line(5)] == [1, 2]
-    assert overview.asked[-3:-1] == [("dislock:{a}", 0, 5), ("dislock:{b}", 0, 5)]
+def test_holders_and_line_are_those_of_each_key_in_turn(app, lock_of):
+    """Several keys are asked one after the other; only so many places are shown."""
+    with held(app, "a", "1"), held(app, "b", "2"):
+        for key, task_id in (("a", "3"), ("b", "4"), ("b", "5")):
+            parks = declare(app, name=f"parks for {key}", lock_key=key, lock_on_conflict="queue")
+            deliver(parks, task_id)
+        handle = lock_of("a", "b")
+        assert [one.id for one in handle.holders()] == ["1", "2"]
+        assert [one.id for one in handle.line()] == ["3", "4", "5"]
+        assert [one.id for one in handle.line(1)] == ["3", "4"]
 
 
-def test_all_leases_are_freed(make, overview, actions):
-    """Those that are there now; what has ended meanwhile is missing in the answer."""
-    overview.put(lock("k", holders=[holder(), holder(owner="other", token=6)]))
-    assert len(make("k").free()) == 2
-    assert actions.done == [FREED, ("free", "dislock:{k}", "other", 6)]
-    actions.answer = False
-    assert make("k").free() == []
-
-
-@pytest.mark.parametrize(
-    ("left", "freed", "done"),
-    [
-        (None, True, []),
-        (holder(), False, []),
-        (holder(renewed=21.0, remaining=9.0), True, [FREED]),
-    ],
-)
-def test_a_task_is_terminated_first(make, overview, actions, left, freed, done):
-    """It may end with that; what may live is not freed."""
-    overview.put(lock("k", holders=[holder()]))
-    actions.left = left
-    assert bool(make("k").free(terminate=True, wait=5.0)) is freed
-    assert actions.done == [("terminate", "9b1d", "TERM"), ("wait", "dislock:{k}", 5.0), *done]
-
-
-UNRESERVED = ("unreserve", "dislock:{k}", *ENDED)
-
-
-def test_a_reservation_is_ended_and_told(make, overview, actions):
-    """After the leases; one that has ended meanwhile is missing in the answer."""
-    overview.put(lock("k", holders=[holder()], reservation=reserved()))
-    assert make("k").free() == [holder(), reserved()]
-    assert actions.done == [FREED, UNRESERVED]
-    actions.answer = False
-    assert make("k").free() == []
+def test_what_was_shown_is_ended_alone(app, lock_of, lock_server):
+    """A lease or a reservation, if it is the same still; without one all that are there."""
+    task = declare(app, lock_unique_until="end")
+    task.apply_async(task_id="sent")
+    with held(app, "k", "1", lock_limit=2), held(app, "k", "2", lock_limit=2):
+        [first, second] = lock_of("k").holders()
+        message = reservation(task)
+        assert lock_of("k").free(first) == [first]
+        assert lock_of("k").free(first) == []
+        assert lock_of("k").holders() == [second]
+        assert lock_of("k").free(message) == [message]
+        task.apply_async(task_id="sent")  # under the same id, which somebody uses for all
+        assert lock_of("k").free(message) == []
+        assert [one.id for one in lock_of("k").free()] == [second.id, "sent"]
+        assert lock_server.locks() == []
+        assert lock_of("k").free() == []
 
 
 @pytest.mark.parametrize(
-    ("shown", "done"),
-    [
-        (reserved(since=9.0), [UNRESERVED]),
-        (reserved(number=6), []),
-        (reserved(mark="other"), []),
-        (reserved(id="id-2"), []),
-        (holder(), [FREED]),
-    ],
+    ("ends", "stalls", "freed"), [(3.0, 0, True), (None, 0, False), (None, 29, True)]
 )
-def test_what_was_shown_is_ended_alone(make, overview, actions, shown, done):
-    """A lease or a reservation, if it is the same still."""
-    overview.put(lock("k", holders=[holder()], reservation=reserved()))
-    make("k").free(shown)
-    assert actions.done == done
+def test_a_task_is_terminated_first(app, lock_of, lock_server, runs, ends, stalls, freed):
+    """It may end with that; what may live keeps its lock and its reservation."""
+    told = runs(ends, lock_unique_until="end")
+    task = app.tasks["runs"]
+    task.apply_async(task_id="next")
+    lock_server.stall(stalls)
+    wait = 0.0 if stalls else 5.0
+    ended = [one.id for one in lock_of("k").free(terminate=True, wait=wait)]
+    assert told == [("revoke", "1", True, "TERM")]
+    assert ended == (["1", "next"] if freed else [])
+    assert bool(lock_server.locks()) is not freed
+    assert (reservation(task) is None) is freed
 
 
-def test_a_reservation_stays_beside_a_task_that_still_runs(make, overview, actions):
-    """Who wants the task to end first does not want another message before that."""
-    overview.put(lock("k", holders=[holder()], reservation=reserved()))
-    actions.left = holder()
-    assert make("k").free(terminate=True) == []
-    assert UNRESERVED not in actions.done
+def test_a_turn_is_freed_at_once(app, lock_of, broker):
+    """It runs no body that could be terminated; the task in line has another one."""
+    parks = declare(app, never, lock_on_conflict="queue")
+    with held(app):
+        deliver(parks, "2")
+    [turn] = lock_of("k").free(terminate=True)
+    assert (turn.id, turn.turn) == ("2", True)
+    assert lock_of("k").free(turn) == []
 
 
-def test_keys_that_are_reserved_together_are_freed(make, overview, actions):
+def test_keys_that_are_reserved_together_are_freed(app, lock_of, broker):
     """Their reservation has a name of its own."""
-    name = reserved_lock(["dislock:{a}", "dislock:{b}"])
-    overview.put(lock("a and others", name=name, reservation=reserved()))
-    assert [one.key for one in make("a", "b").state()] == ["a", "b", "a and others"]
-    assert make("a", "b").free() == [reserved()]
-    assert actions.done == [("unreserve", name, *ENDED)]
+    task = declare(app, lock_key=["a", "b"], lock_unique_until="start")
+    task.apply_async(task_id="id-1")
+    assert [one.key for one in lock_of("a", "b").state()] == ["a", "b", "a and others"]
+    assert [one.id for one in lock_of("a", "b").free()] == ["id-1"]
+    assert reservation(task) is None
 
 
-def test_what_runs_no_body_is_freed_at_once(make, overview, actions):
-    """A turn, or a lease that only runs out."""
-    overview.put(lock("k", holders=[holder(turn=True)]))
-    assert len(make("k").free(terminate=True)) == 1
-    assert actions.done == [FREED]
+def test_who_cannot_be_told_is_an_error(app, lock_of, runs, monkeypatch):
+    """Without workers, or with a broker that is away, whose error may have its password."""
+    runs()
+    error = ConnectionRefusedError(111, "Connection refused", f"redis://:{SECRET}@h")
+
+    def away(*_, **__):
+        raise error
+
+    monkeypatch.setattr(app.control, "broadcast", away)
+    with pytest.raises(BrokerError, match="refused") as told:
+        lock_of("k").free(terminate=True)
+    assert SECRET not in str(told.value)
+    assert told.value.__cause__ is None
+    with pytest.raises(SettingsError, match="there are no workers to be told"):
+        Dislock.from_url("redis://driven").lock_of("k").free(terminate=True)

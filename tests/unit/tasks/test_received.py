@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
-from celery_dislock import SingletonTask
 from celery_dislock.keys.templates import key_builder
 from celery_dislock.tasks.received import Received
-from tests.unit.deliveries import Broker, deliver
+from tests.declaring import declare
+from tests.unit.deliveries import deliver
 
 
 class Color(enum.Enum):
@@ -189,24 +189,16 @@ def test_what_is_thrown_into_a_sender_is_no_error_of_its_arguments():
 # Whoever builds a key of arguments that have not come with a message
 
 
-@pytest.fixture
-def orders(app):
-    @app.task(base=SingletonTask, name="orders", lock_unique_until="end")
-    def orders(order): ...
-
-    return orders
-
-
 FIRST, AS_SENT = {1: (2, 3)}, {"1": [2, 3]}
 
 
-def test_a_lock_that_is_looked_at_is_the_one_that_is_taken(app, world, orders):
+def test_a_lock_that_is_looked_at_is_the_one_that_is_taken(app, lock_server):
     """By its worker, and by an eager task."""
     taken = []
-    orders.run = lambda _order: taken.append(*world.store.leases)
+    orders = declare(app, lambda order: taken.append(*lock_server.locks()), lock_key=None)  # noqa: ARG005
     deliver(orders, "1", AS_SENT)
     orders.apply([FIRST])
-    assert taken == [f"dislock:{{{orders.lock_for(FIRST).key}}}"] * 2
+    assert taken == [orders.lock_for(FIRST).key] * 2
 
 
 @pytest.mark.parametrize(
@@ -218,11 +210,8 @@ def test_a_lock_that_is_looked_at_is_the_one_that_is_taken(app, world, orders):
         ("json", {"serializer": "pickle"}, False),
     ],
 )
-def test_a_key_is_reserved_as_its_message_is_serialized(
-    app, world, orders, monkeypatch, declared, options, is_one
-):
+def test_a_key_is_reserved_as_its_message_is_serialized(app, broker, declared, options, is_one):
     """By the task's serializer, or the one that the caller names."""
-    monkeypatch.setattr(app.amqp, "send_task_message", Broker().receive)
-    orders.serializer = declared
+    orders = declare(app, lock_key=None, lock_unique_until="end", serializer=declared)
     orders.apply_async([FIRST], **options)
     assert orders.apply_async([AS_SENT], **options).duplicate is is_one

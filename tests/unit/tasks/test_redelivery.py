@@ -4,25 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock import SingletonTask, StoreError
-from tests.unit.deliveries import Broker, deliver
-
-LOCK = "dislock:{k}"
-
-
-@pytest.fixture
-def broker(app, world, monkeypatch):
-    """Check that nobody holds the lock when a copy is sent."""
-
-    class Checking(Broker):
-        def __call__(self, name, *args, **options):
-            super().__call__(name, *args, **options)
-            held = [owner for owner, _, _ in world.store.leases.values()]
-            assert not any(owner.startswith("1@w1:42/") for owner in held)
-
-    broker = Checking()
-    monkeypatch.setattr(app, "producer_or_acquire", broker.acquired)
-    return broker
+from celery_dislock import signals
+from tests.declaring import declare
+from tests.driven import held, reservation
+from tests.unit.deliveries import deliver
 
 
 @pytest.fixture
@@ -32,58 +17,56 @@ def ran():
 
 @pytest.fixture
 def once(app, ran):
-    @app.task(
-        base=SingletonTask,
-        lock_key="k",
-        lock_dedupe_redelivered=True,
-        lock_dedupe_for=600,
-        bind=True,
-    )
-    def task(self):
-        ran.append(self.request.retries)
-
-    return task
+    options = {"lock_dedupe_redelivered": True, "lock_dedupe_for": 600}
+    return declare(app, lambda self: ran.append(self.request.retries), **options)
 
 
-def test_a_copy_after_the_success_is_acknowledged_unrun(app, world, once, ran):
-    """The copy ends without a body and without touching the result; another task runs."""
+def test_a_copy_after_the_success_is_acknowledged_unrun(app, lock_server, once, ran):
+    """Without touching the result, for lock_dedupe_for.  Another task runs."""
     deliver(once, "1")
     assert deliver(once, "1").info.state == "IGNORED"
     assert app.AsyncResult("1").state == "SUCCESS"
     deliver(once, "2")
     assert ran == [0, 0]
-    assert world.store.leases == {}
-
-
-def test_the_mark_is_set_in_two_steps(app, world, once):
-    """Before the release for as long as a lease, and after the result for lock_dedupe_for."""
+    assert lock_server.locks() == []
+    lock_server.advance(590)
     deliver(once, "1")
-    steps = [call for call in world.store.calls if call[0] in {"remember", "release"}]
-    assert steps == [
-        ("remember", LOCK, "1", "ended 0", 30.0),
-        ("release", LOCK, "1@w1:42/1", 0.0),
-        ("remember", LOCK, "1", "done 0", 600.0),
-    ]
+    assert ran == [0, 0]
+    lock_server.advance(20)
+    deliver(once, "1")
+    assert ran == [0, 0, 0]
 
 
-def test_a_copy_of_a_success_that_is_not_over_is_put_off(app, world, once, ran, broker):
-    """Callbacks and the result may still be lost with their process: the copy comes again."""
-    world.store.marks[LOCK, "1"] = "ended 0"
-    assert deliver(once, "1").info.state == "IGNORED"
-    assert [sent["task_id"] for sent in broker.sent] == ["1"]
-    assert ran == []
-    assert world.store.leases == {}
+def test_a_copy_of_a_success_that_is_not_over_is_put_off(
+    app, lock_server, once, ran, broker, monkeypatch
+):
+    """Callbacks and the result may still be lost with their process: the copy comes again.
+
+    Then it runs, if a lease would have ended meanwhile.
+    """
+    seen = []
+
+    def stores(*_args, **_kwargs):
+        seen.append(lock_server.ttls()["dislock:{k}:mark:1"] // 1000)
+        seen.append(deliver(once, "1").info.state)
+
+    monkeypatch.setattr(app.backend, "mark_as_done", stores)
+    deliver(once, "1")
+    assert (seen, broker.ids, ran) == ([30, "IGNORED"], ["1"], [0])
+    assert lock_server.locks() == []
 
 
-def test_a_copy_of_work_that_is_done_frees_its_key(app, world, once, ran):
+def test_a_copy_of_work_that_is_done_frees_its_key(app, once, ran, broker):
     """It has begun under the reservation of its message, and nothing else ends that."""
-    world.store.marks[LOCK, "1"] = "done 0"
-    deliver(once, "1", notes={"unique": [LOCK, "end"]})
-    assert ran == []
-    assert [call[0] for call in world.store.reservations.asked] == ["begin", "end"]
+    deliver(once, "1")
+    sender = declare(app, name="sent", lock_unique_until="end")
+    sender.apply_async(task_id="1")
+    deliver(once, "1", headers=broker.last.headers)
+    assert ran == [0]
+    assert reservation(sender) is None
 
 
-def test_a_retry_is_no_copy_of_the_attempt_before_it(app, world, once, ran):
+def test_a_retry_is_no_copy_of_the_attempt_before_it(once, ran):
     """A mark is about an attempt and those before it: a later one is new work."""
     deliver(once, "1")
     deliver(once, "1", retries=1)
@@ -91,92 +74,72 @@ def test_a_retry_is_no_copy_of_the_attempt_before_it(app, world, once, ran):
     assert ran == [0, 1]
 
 
-def test_a_failure_leaves_no_mark(app, world):
+def test_a_failure_leaves_no_mark(app, lock_server):
     """Only what has succeeded needs not to run again."""
-
-    @app.task(base=SingletonTask, lock_key="k", lock_dedupe_redelivered=True)
-    def task():
-        raise ValueError
-
-    deliver(task)
-    assert world.store.marks == {}
+    deliver(declare(app, lambda: {}["x"], lock_dedupe_redelivered=True))
+    assert lock_server.contents() == {}
 
 
-def test_a_success_that_cannot_be_remembered_is_a_success(app, world, once, ran, monkeypatch):
+def test_a_success_that_cannot_be_remembered_is_a_success(app, lock_server, ran, caplog):
     """The server is gone when the body has ended: a copy may run, and the log says so."""
-    remember = world.store.remember
 
-    def away(*args):
-        world.store.away = True
-        remember(*args)
+    def body():
+        ran.append(1)
+        lock_server.away = len(ran) == 1
 
-    monkeypatch.setattr(world.store, "remember", away)
-    deliver(once, "1")
+    task = declare(app, body, lock_dedupe_redelivered=True)
+    deliver(task, "1")
     assert app.AsyncResult("1").state == "SUCCESS"
-    assert len([call for call in world.store.calls if call[0] == "remember"]) == 1
+    assert "Task shop.t[1] has succeeded, but a copy of it may run again" in caplog.text
+    lock_server.away = False
+    lock_server.advance(31)
+    deliver(task, "1")
+    assert ran == [1, 1]
 
 
 @pytest.mark.parametrize("may_run", [False, True])
-def test_a_server_that_cannot_tell_of_copies(app, world, once, ran, broker, may_run):
+def test_a_server_that_cannot_tell_of_copies(
+    app, lock_server, once, ran, broker, receiving, may_run
+):
     """What was acquired is released; the task is put off, or runs without its lock if it may."""
     app.conf.dislock_on_unavailable = "run" if may_run else "retry"
 
-    def recall(*_):
-        raise StoreError("redis://fake", "away")
+    def goes_away(**_):
+        lock_server.away = True
 
-    world.store.recall = recall
-    deliver(once, "1")
-    assert (len(broker.sent), ran) == ((0, [0]) if may_run else (1, []))
-    assert (world.store.leases, world.store.marks) == ({}, {})
+    with receiving(signals.lock_acquired, goes_away):
+        deliver(once, "1")
+    assert (broker.ids, ran) == (([], [0]) if may_run else (["1"], []))
+    lock_server.away = False
+    lock_server.advance(2)
+    assert lock_server.contents() == {}
 
 
 @pytest.mark.parametrize("options", [{"lock_mode": "shared"}, {"lock_limit": 2}])
-@pytest.mark.parametrize(("other_id", "runs"), [("1", False), ("2", True)])
+@pytest.mark.parametrize(("other", "runs"), [("1", False), ("2", True), ("left", True)])
 def test_a_lock_for_several_is_not_shared_with_a_copy(
-    app, world, ran, broker, options, other_id, runs
+    app, lock_server, ran, broker, options, other, runs
 ):
-    """Where a lock admits more than one, its holders are looked at for the same task id."""
+    """Where a lock admits more than one, its holders are looked at for the same task id.
 
-    @app.task(base=SingletonTask, lock_key="k", **options)
-    def task():
-        ran.append(1)
-
-    world.store.others = [("other", world.clock() + 30, {"id": other_id})]
-    state = deliver(task, "1").info
+    One that was put off leaves its lease for lock_at_least_for: its task runs all the same.
+    """
+    task = declare(app, lambda: ran.append(1), **options)
+    with held(app, task_id="1" if other == "left" else other, lock_at_least_for=12, **options):
+        if other != "left":
+            deliver(task, "1")
+    if other == "left":
+        deliver(task, "1")
     assert bool(ran) is runs
-    assert state is None if runs else state.state == "IGNORED"
-    assert [sent["task_id"] for sent in broker.sent] == ([] if runs else ["1"])
-    assert world.store.leases == {}
+    assert broker.ids == ([] if runs else ["1"])
+    if not runs:
+        assert app.AsyncResult("1").state == "SUCCESS"  # of the other delivery
 
 
-@pytest.mark.parametrize("options", [{"lock_mode": "shared"}, {"lock_limit": 2}])
-def test_what_another_delivery_has_left_to_run_out_is_no_copy(app, world, ran, broker, options):
-    """One that was put off leaves its lease for lock_at_least_for: its task runs all the same."""
-
-    @app.task(base=SingletonTask, lock_key="k", lock_at_least_for=12, **options)
-    def task():
-        ran.append(1)
-
-    world.store.others = [("~1@w2:7/1", world.clock() + 12, {"id": "1"})]
-    deliver(task, "1")
-    assert (ran, broker.sent) == ([1], [])
-
-
-def test_an_exclusive_lock_costs_no_look_at_its_holders(app, world):
-    """Two round trips, as without all this."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        pass
-
-    deliver(task)
-    assert [call[0] for call in world.store.calls] == ["acquire", "release"]
-
-
-def test_eager_tasks_are_no_copies(app, world, once, ran):
-    """apply() with the same id is the caller's own wish."""
+def test_eager_tasks_are_no_copies(lock_server, once, ran):
+    """apply() with the same id is the caller's own wish, and leaves no mark."""
     once.apply(task_id="1")
-    assert world.store.marks == {}
-    world.store.marks[LOCK, "1"] = "done 0"
+    assert lock_server.contents() == {}
+    deliver(once, "1")
     once.apply(task_id="1")
-    assert ran == [0, 0]
+    assert ran == [0, 0, 0]

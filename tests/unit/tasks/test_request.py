@@ -1,66 +1,41 @@
-"""Release after the death of a pool process, with processes that are said to live or not."""
+"""What a worker's main process does about a pool process that has died, and tells monitors."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from billiard.exceptions import Terminated, WorkerLostError
-from celery.app.task import Context
 from celery.worker.request import Request
 
-from celery_dislock import SingletonTask
-from celery_dislock.exceptions import StoreError
 from celery_dislock.hooks import recovering
-from celery_dislock.messages.message import TaskParked, TaskSkipped
 from celery_dislock.tasks import request as recovery
-from tests.unit.deliveries import noted
+from tests.declaring import declare, never
+from tests.driven import Child, held
+from tests.unit.deliveries import arrived, deliver, noted, run
 
-CHILD = os.getpid() + 1
+CHILD = Child.pid
 
 
-class Base:
-    """Stands for a Request class that a user set."""
+class Users(Request):
+    """A Request class that a user set; notes what comes to it, and who has the lock then."""
 
-    def __init__(self, guard, pid=CHILD):
-        self.id, self.hostname, self.worker_pid = "1", "w1", pid
-        self.args, self.kwargs = (7,), {}
-        self.task = SimpleNamespace(name="t", dislock_guard=guard)
-        self.app, self._context = None, Context({"id": "1", **(guard.headers or {})})
-        self.message = SimpleNamespace(headers=guard.headers)
-        self.events = guard.events
+    def __init__(self, *args, **kwargs):
+        self.heard = []
+        super().__init__(*args, **kwargs)
 
     def send_event(self, *event, **about):
-        self.events.append((*event, about))
+        self.heard.append((*event, about))
 
-    def on_failure(self, exc_info, send_failed_event=True, return_ok=False):
-        self.events.append("on_failure")
+    def on_failure(self, exc_info, *_):
+        self.heard.append(("on_failure", self.task.lock_server.locks()))
 
     def on_timeout(self, soft, timeout):
-        self.events.append("on_timeout")
-
-
-class Guard:
-    timeout = 30.0
-    headers = None
-    runtime = SimpleNamespace(off=True)
-
-    def __init__(self):
-        self.events = []
-        self.error = None
-
-    def keys_in_words(self, args, kwargs):
-        return "'k'"
-
-    def release_dead(self, args, kwargs, start):
-        if self.error:
-            raise self.error
-        self.events.append(("released", args, kwargs, start))
-        return 1
+        self.heard.append(("on_timeout", self.task.lock_server.locks()))
 
 
 @pytest.fixture
@@ -72,200 +47,192 @@ def alive(monkeypatch):
     return state
 
 
+@pytest.fixture
+def running(app, lock_server, alive):
+    """The main process's request of a task that runs in a child."""
+
+    def start(pid=CHILD, **options):
+        children.append(Child(app, Request=Users, **options))
+        request = children[-1].request
+        request.task.lock_server, request.worker_pid = lock_server, pid
+        return request
+
+    children = []
+    yield start
+    for one in children:
+        with suppress(Exception):
+            one.go_on()
+
+
 def failure(exc):
     return SimpleNamespace(exception=exc)
 
 
-RELEASED = ("released", (7,), {}, f"1@w1:{CHILD}/")
+DIED = failure(WorkerLostError("x"))
 
 
 @pytest.mark.parametrize("exc", [WorkerLostError("x"), Terminated(9), SystemExit()])
-def test_a_dead_childs_lock_is_released_before_celery_hears_of_it(alive, exc):
+def test_a_dead_childs_lock_is_released_before_celery_hears_of_it(running, caplog, exc):
     """The message may go back to its queue, so the lock must be free by then."""
-    guard = Guard()
-    recovering(Base)(guard).on_failure(failure(exc))
-    assert guard.events == [RELEASED, "on_failure"]
+    caplog.set_level("INFO", "celery_dislock")
+    request = running()
+    request.on_failure(failure(exc))
+    assert request.heard == [("on_failure", [])]
+    line = f"Released the lock of shop.t[1] (key 'k'), whose process {CHILD} died."
+    assert caplog.messages == [line]
 
 
-def test_a_failed_body_has_released_by_itself(alive):
+@pytest.mark.parametrize("other", ["1@w1:{}/x.1", "11@w1:{}/x.1", "1@w2:{}/x.1", "1@w1:{}9/x.1"])
+def test_a_death_ends_no_lease_of_another_execution(running, lock_server, other):
+    """An owner is known by task id, worker and process, and by no beginning of one of them."""
+    request = running(lock_limit=2)
+    record = lock_server.contents()["dislock:{k}"]
+    [lease] = record.values()
+    lock_server.send("HSET", "dislock:{k}", other.format(CHILD), lease)
+    request.on_failure(DIED)
+    assert bool(lock_server.locks()) is not other.startswith("1@w1:{}/")
+
+
+def test_a_failed_body_has_released_by_itself(running):
     """An exception of the task's own is no death."""
-    guard = Guard()
-    recovering(Base)(guard).on_failure(failure(ValueError()))
-    assert guard.events == ["on_failure"]
+    request = running()
+    request.on_failure(failure(ValueError()))
+    assert request.heard == [("on_failure", ["k"])]
 
 
-@pytest.mark.parametrize(
-    ("known", "told"), [((), {}), ((720.0,), {"held_for": 720.0})], ids=["not known", "known"]
-)
-def test_who_watches_the_worker_hears_of_a_parked_task(alive, known, told):
-    """Its process sends nothing: the event comes with the outcome, and no lock is released."""
-    guard = Guard()
-    recovering(Base)(guard).on_failure(failure(TaskParked("k", 3, "t[1]", *known)))
-    event = ("task-parked", {"key": "k", "place": 3, "holder": "t[1]", **told})
-    assert guard.events == [event, "on_failure"]
-
-
-REVOKED = {"terminated": False, "signum": None, "expired": False, "state": "REVOKED"}
-
-
-def test_who_watches_the_worker_hears_of_a_skipped_task(alive):
-    """Celery says nothing of a task that is ignored: it would be seen as started for ever."""
-    guard = Guard()
-    skipped = pickle.loads(pickle.dumps(TaskSkipped("lock 'k' is held")))
-    recovering(Base)(guard).on_failure(failure(skipped))
-    told = {**REVOKED, "reason": "lock 'k' is held"}
-    assert guard.events == [("task-revoked", told), "on_failure"]
-
-
-@pytest.mark.parametrize("of_this_task", [True, False])
-def test_who_watches_the_worker_hears_of_those_that_made_room(alive, of_this_task):
-    """After the one that took their place: it may have made room itself."""
-    guard = Guard()
-    request = recovering(Base)(guard)
-    request.task.send_events = of_this_task
-    request.eventer = SimpleNamespace(
-        send=lambda *event, **about: guard.events.append((event, about))
-    )
-    parked = TaskParked("k", 3, "t[1]")
-    parked.replaced = {"7": "a newer task took its place"}
-    request.on_failure(failure(pickle.loads(pickle.dumps(parked))))
-    told = {"uuid": "7", "reason": "a newer task took its place", **REVOKED}
-    expected = [(("task-revoked",), told)] if of_this_task else []
-    assert guard.events[1:] == [*expected, "on_failure"]
-
-
-@pytest.mark.parametrize(
-    ("headers", "event", "fields", "state"),
-    [
-        (None, "task-started", {}, None),
-        (None, "task-revoked", {"terminated": False}, None),
-        (None, "task-revoked", {"terminated": True}, "REVOKED"),
-        (noted(ticket=["dislock:{k}", "1:0:0"]), "task-started", {}, "STARTED"),
-        (noted(ticket=["dislock:{k}", "1:0:0"]), "task-revoked", {}, "REVOKED"),
-        (noted(ticket=["dislock:{k}", "1:0:0"]), "task-succeeded", {}, None),
-    ],
-)
-def test_monitors_see_a_parked_task_start(monkeypatch, headers, event, fields, state):
-    """They would keep PARKED until its end; for other tasks Celery's order is the right one."""
-    monkeypatch.setattr(recovery, "keep_message", lambda _request: None)
-    guard = Guard()
-    guard.headers = headers
-    recovering(Base)(guard).send_event(event, **fields)
-    assert guard.events == [(event, {**fields, **({"state": state} if state else {})})]
-
-
-@pytest.mark.parametrize("off", [True, False])
-def test_the_message_is_kept_where_the_task_may_be_sent_again(monkeypatch, off):
-    """Any task that locks may be."""
-    requests = []
-    monkeypatch.setattr(recovery, "keep_message", requests.append)
-    guard = Guard()
-    guard.runtime = SimpleNamespace(off=off)
-    recovering(Base)(guard)
-    assert len(requests) == (not off)
-
-
-def test_a_hard_time_limit_waits_for_the_child_to_be_gone(alive):
+def test_a_hard_time_limit_waits_for_the_child_to_be_gone(running, lock_server, alive):
     """The limit is reported before the child is killed; its lock is its own until then."""
-    guard = Guard()
+    request = running()
     alive.pids.add(CHILD)
-    recovering(Base)(guard).on_timeout(False, 10)
-    assert guard.events == ["on_timeout"]
+    request.on_timeout(False, 10)
+    assert request.heard == [("on_timeout", ["k"])]
     alive.later.pop()()
-    assert guard.events == ["on_timeout"]
+    assert lock_server.locks() == ["k"]
     alive.pids.clear()
     alive.later.pop()()
-    assert guard.events == ["on_timeout", RELEASED]
+    assert lock_server.locks() == []
 
 
-def test_a_soft_time_limit_is_no_death(alive):
+def test_a_soft_time_limit_is_no_death(running):
     """The body goes on, and releases by itself."""
-    guard = Guard()
-    recovering(Base)(guard).on_timeout(True, 10)
-    assert guard.events == ["on_timeout"]
+    request = running()
+    request.on_timeout(True, 10)
+    assert request.heard == [("on_timeout", ["k"])]
 
 
-def test_a_child_that_does_not_die_is_given_up_on(alive, monkeypatch):
+def test_a_child_that_does_not_die_is_given_up_on(running, lock_server, alive):
     """After one timeout the lease has ended by itself, and nobody looks any more."""
-    now = [0.0]
-    monkeypatch.setattr(recovery.time, "monotonic", lambda: now[0])
-    guard = Guard()
+    request = running()
     alive.pids.add(CHILD)
-    recovering(Base)(guard).on_timeout(False, 10)
-    now[0] = 31.0
+    request.on_timeout(False, 10)
+    lock_server.stall(31)
     alive.later.pop()()
     assert alive.later == []
 
 
-@pytest.mark.parametrize("error", [StoreError("redis://x", "away"), TypeError("no such argument")])
-def test_a_release_that_fails_does_not_disturb_the_worker(alive, caplog, error):
-    """The lease is left to expire, and the log says so."""
-    guard = Guard()
-    guard.error = error
-    recovering(Base)(guard).on_failure(failure(WorkerLostError("x")))
-    assert guard.events == ["on_failure"]
-    assert "left to expire" in caplog.text
+def test_a_release_that_fails_does_not_disturb_the_worker(running, lock_server, caplog):
+    """The lease is left to expire, and the log says so; also if its key cannot be built."""
+    keys = iter(["k", "k"])
+    request = running(lock_key=lambda *_: next(keys), name="x")
+    lock_server.away = True
+    request.on_failure(DIED)
+    lock_server.away = False
+    request.on_failure(DIED)
+    assert request.heard == [("on_failure", ["k"])] * 2
+    first, second = caplog.messages
+    assert first.startswith(f"Could not release the lock of x[1] (key 'k'), whose process {CHILD}")
+    assert second.startswith("Could not release the lock of x[1] (key unknown: StopIteration")
 
 
 @pytest.mark.parametrize("pid", [None, os.getpid(), sys.maxsize], ids=["none", "own", "greenlet"])
-def test_only_a_pool_process_can_die(alive, pid):
+def test_only_a_pool_process_can_die(running, pid):
     """Threads run in the worker's own process, and greenlets have no process id at all."""
-    guard = Guard()
-    recovering(Base)(guard, pid).on_failure(failure(SystemExit()))
-    assert guard.events == ["on_failure"]
+    request = running(pid)
+    request.on_failure(failure(SystemExit()))
+    assert request.heard == [("on_failure", ["k"])]
+
+
+@pytest.mark.parametrize(("released", "seconds"), [(True, 5), (False, 30)])
+def test_a_crash_is_a_failure(running, lock_server, released, seconds):
+    """With release_on_failure=False the lease is left to expire; lock_at_least_for counts."""
+    request = running(lock_at_least_for=5, release_on_failure=released)
+    request.on_failure(DIED)
+    lock_server.stall(seconds - 1)
+    assert lock_server.locks() == ["k"]
+    lock_server.stall(1.01)
+    assert lock_server.locks() == []
+
+
+# What monitors hear
+
+REVOKED = {"terminated": False, "signum": None, "expired": False, "state": "REVOKED"}
+
+
+@pytest.mark.parametrize("strategy", ["skip", "queue"])
+def test_who_watches_the_worker_hears_what_became_of_a_task(app, lock_server, alive, strategy):
+    """Celery says nothing of a task that is ignored: it would be seen as started for ever."""
+    task = declare(app, never, lock_on_conflict=strategy, Request=Users)
+    task.lock_server = lock_server
+    with held(app):
+        lock_server.advance(720)
+        request = arrived(task, "2")
+        request.on_failure(failure(run(task, request).retval.exception))
+        (event, about), *_ = request.heard
+        if strategy == "skip":
+            assert (event, about) == (
+                "task-revoked",
+                {**REVOKED, "reason": str(app.AsyncResult("2").result)},
+            )
+        else:
+            who = task.lock_for().holders()[0].who
+            told = {"key": "k", "place": 1, "holder": who, "held_for": pytest.approx(720)}
+            assert (event, about) == ("task-parked", told)
+        assert request.heard[1:] == [("on_failure", ["k"])]
+
+
+@pytest.mark.parametrize("sends_events", [True, False])
+def test_who_watches_the_worker_hears_of_those_that_made_room(app, lock_server, sends_events):
+    """After the one that took their place: it may have made room itself."""
+    options = {"lock_queue_limit": 1, "lock_queue_overflow": "replace", "send_events": sends_events}
+    task = declare(app, never, lock_on_conflict="queue", Request=Users, **options)
+    task.lock_server = lock_server
+    with held(app):
+        deliver(task, "7")
+        request = arrived(task, "2")
+        request._eventer = SimpleNamespace(send=lambda *event, **about: told.append((event, about)))
+        told = []
+        request.on_failure(failure(run(task, request).retval.exception))
+    assert request.heard[0][0] == "task-parked"
+    reason = str(app.AsyncResult("7").result)
+    assert "7" not in reason
+    expected = [(("task-revoked",), {"uuid": "7", "reason": reason, **REVOKED})]
+    assert told == (expected if sends_events else [])
 
 
 @pytest.mark.parametrize(
-    ("release_on_failure", "at_least", "held", "said"), [(True, 5.0, 0, 1), (False, None, 1, 0)]
+    ("parked", "event", "fields", "state"),
+    [
+        (False, "task-started", {}, None),
+        (False, "task-revoked", {"terminated": False}, None),
+        (False, "task-revoked", {"terminated": True}, "REVOKED"),
+        (True, "task-started", {}, "STARTED"),
+        (True, "task-revoked", {}, "REVOKED"),
+        (True, "task-succeeded", {}, None),
+    ],
 )
-def test_a_crash_is_a_failure(  # noqa: PLR0917
-    app, world, alive, caplog, release_on_failure, at_least, held, said
-):
-    """With release_on_failure=False the lease is left to expire, the place in line is given up."""
-    caplog.set_level("INFO", "celery_dislock")
-
-    @app.task(
-        base=SingletonTask,
-        lock_key="k",
-        lock_at_least_for=5,
-        release_on_failure=release_on_failure,
-    )
-    def export(number): ...
-
-    world.lease("k", owner=f"1@w1:{CHILD}/1")
-    request = recovering(Base)(Guard())
-    request.task = export
-    request.on_failure(failure(WorkerLostError("x")))
-    [asked] = world.store.asked("release_dead")
-    assert asked == ("dislock:{k}", f"1@w1:{CHILD}/", at_least)
-    assert len(world.store.leases) == held
-    line = f"Released the lock of {export.name}[1] (key 'k'), whose process {CHILD} died."
-    assert caplog.messages == [line] * said
-
-
-def test_the_line_about_a_death_needs_no_key(app, world, alive, caplog):
-    """A key that cannot be built keeps no line from being written, and the worker from nothing."""
-
-    def key(number):
-        raise ValueError(number)
-
-    @app.task(base=SingletonTask, lock_key=key)
-    def export(number): ...
-
-    request = recovering(Base)(Guard())
-    request.task = export
-    request.on_failure(failure(WorkerLostError("x")))
-    [line] = caplog.messages
-    assert line.startswith(
-        f"Could not release the lock of {export.name}[1] (key unknown: ValueError"
-    )
+def test_monitors_see_a_parked_task_start(app, parked, event, fields, state):
+    """They would keep PARKED until its end; for other tasks Celery's order is the right one."""
+    headers = noted(ticket=["dislock:{k}", "1:0:0"]) if parked else {}
+    request = arrived(declare(app, Request=Users), **headers)
+    request.send_event(event, **fields)
+    assert request.heard == [(event, {**fields, **({"state": state} if state else {})})]
 
 
 def test_the_users_request_class_is_kept_and_extended():
     """A class or a dotted path; the same base gives the same class."""
-    assert issubclass(recovering(Base), Base)
+    assert issubclass(recovering(Users), Users)
     assert issubclass(recovering("celery.worker.request:Request"), Request)
-    assert recovering(Base) is recovering(Base)
+    assert recovering(Users) is recovering(Users)
 
 
 def test_processes_that_have_ended_are_told_from_those_that_live():

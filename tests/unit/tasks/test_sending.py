@@ -1,338 +1,264 @@
-"""Sending a unique task, with reservations and a clock that the tests drive."""
+"""Uniqueness when sending: what is published, what is reserved, and what callers get."""
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
-from types import SimpleNamespace
-from unittest.mock import Mock
+import contextlib
+import random
+from datetime import datetime, timedelta, timezone
 
 import pytest
+from celery import Task, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
-from celery.result import EagerResult
-from redis import ResponseError
+from celery.result import AsyncResult
+from greenlet import getcurrent, greenlet
 
-from celery_dislock.config.options import LONGEST, TaskOptions
-from celery_dislock.exceptions import (
-    DamagedLockError,
-    DuplicateTaskError,
-    LockLostError,
-    StoreError,
-)
-from celery_dislock.servers.connections import store_error
-from celery_dislock.servers.reservations import Reservation, Reserved, Taken
-from celery_dislock.tasks.sending import (
-    LEAVE_ALONE,
-    PUBLISH_FOR,
-    SENT_MOST,
-    WAIT_FOR_OTHER,
-    Sender,
-    belongs_to_more,
-    postponed,
-    tell,
-)
-from celery_dislock.tasks.sending import Sending as Call
-from tests.unit.deliveries import noted
-from tests.unit.fakes import FakeClock, FakeRecord, FakeReservations
+from celery_dislock import DuplicateTaskError, LockLostError, SingletonTask, StoreError
+from tests.declaring import declare, never
+from tests.driven import new_app, reservation
+from tests.unit.deliveries import deliver, noted
 
-LOCK = "dislock:{edit:1}"
+LOCK = "dislock:{k}"
+EDITIONS = 60
 
 
-class Result:
-    """What Celery returns for a message that was sent."""
-
-    duplicate = False  # of every result; see celery_dislock.hooks
-
-    def __init__(self, id):  # noqa: A002 -- as Celery has it
-        self.id = id
+def by_doc(self, doc): ...
 
 
-class Sending:
-    """A sender, what it publishes, and its clock."""
+def looks(self):
+    return reservation(self)
 
-    def __init__(self, **options):
-        self.clock = FakeClock()
-        self.reservations = FakeReservations(self.clock)
-        self.sent = []
-        self.fails = None
-        self.counted = []
-        self.settings = SimpleNamespace(dislock_on_unavailable="retry", dislock_prefix="dislock")
-        process = SimpleNamespace(observer=SimpleNamespace(message=self.count))
-        self.guard = SimpleNamespace(
-            name="edit",
-            interval=10.0,
-            options=TaskOptions(**{"lock_unique_until": "start", **options}),
-            runtime=SimpleNamespace(settings=self.settings, process=process),
-            lock_names=self.names,
-        )
-        self.sender = Sender(
-            SimpleNamespace(AsyncResult=Result),
-            lambda: self.reservations,
-            clock=self.clock,
-            pause=self.clock.advance,
-        )
 
-    def names(self, args, _kwargs, serializer):
-        assert serializer == "json"
-        if not args:
-            raise ValueError("no document")
-        return (f"dislock:{{edit:{args[0]}}}",)
-
-    def count(self, task, outcome):
-        assert task == "edit"
-        self.counted.append(outcome)
-
-    def publish(self, **options):
-        if self.fails:
-            raise self.fails
-        self.sent.append(options)
-        return Result(options.get("task_id"))
-
-    def sending(self, args, publish, *, eager=False):
-        task = SimpleNamespace(ignore_result=False, serializer="json")
-        app = SimpleNamespace(conf=SimpleNamespace(task_serializer="json"))
-        return Call(app, task, self.guard, args, {}, publish, eager)
-
-    def send(self, *args, publish=None, **options):
-        return self.sender.send(self.sending(args or (1,), publish or self.publish), options)
-
-    def run(self, until, publish=None):
-        """Run a task eagerly; its guard would begin and end the reservation."""
-
-        def run(task_id, **_):
-            self.sent.append(task_id)
-            self.state = self.reservations.of(LOCK).state
-            self.reservations.end(Reservation(LOCK, task_id, until))
-            return EagerResult(task_id, 7, "SUCCESS")
-
-        return self.sender.send(self.sending((1,), publish or run, eager=True), {})
-
-    def asked(self, name):
-        return [call[1:] for call in self.reservations.asked if call[0] == name]
+def unique(app, *body, **options):
+    return declare(app, *body, **{"lock_unique_until": "start", **options})
 
 
 @pytest.fixture
-def sending():
-    return Sending()
+def task(app):
+    return unique(app)
 
 
-def test_a_message_is_reserved_published_and_confirmed(sending):
+@pytest.fixture
+def publishing(broker, monkeypatch):
+    """Do something when a message is about to be published."""
+
+    def call(first):
+        take = broker.take
+
+        def publish(*args, **options):
+            monkeypatch.setattr(broker, "take", take)
+            first()
+            return take(*args, **options)
+
+        monkeypatch.setattr(broker, "take", publish)
+
+    return call
+
+
+def test_a_message_is_reserved_published_and_confirmed(task, lock_server, broker, publishing):
     """In this order, under one id, which a header of the message has with the key's name."""
-    result = sending.send(task_id="a", headers={"mine": 1})
-    [reserve, confirm] = sending.reservations.asked
-    nonce = reserve[2]
-    asked = Reservation(LOCK, "a", "start", PUBLISH_FOR)
-    assert reserve == ("reserve", asked, nonce, False, True, False)
-    assert confirm == ("confirm", asked._replace(ttl=3600.0, mark=nonce))
-    [options] = sending.sent
-    assert options["headers"] == {"mine": 1, **noted(unique=[LOCK, "start", nonce, 0])}
-    assert (result.id, result.duplicate) == ("a", False)
-    assert sending.counted == ["sent"]
-
-
-def test_the_id_is_encoded(sending):
-    """It may be any text, and a reservation's parts are separated by marks."""
-    sending.send(task_id="a b")
-    assert sending.reservations.of(LOCK).id == "a%20b"
-    assert sending.sent[0]["task_id"] == "a b"
-    assert sending.send().id == "a b"
-
-
-def test_the_caller_s_headers_stay_as_they_are(sending):
-    """A dict that is used for many calls does not collect ours."""
+    before = []
+    publishing(lambda: before.append(reservation(task)))
     headers = {"mine": 1}
-    sending.send(headers=headers)
-    assert headers == {"mine": 1}
+    result = task.apply_async(task_id="a b", headers=headers)
+    [being_sent], sent = before, reservation(task)
+    assert (being_sent.id, being_sent.state) == ("a b", "being sent")
+    assert being_sent.remaining == pytest.approx(10, abs=0.1)
+    assert (sent.id, sent.state, sent.remaining) == ("a b", "waiting", pytest.approx(3600, abs=0.1))
+    assert (broker.last.headers["mine"], headers) == (1, {"mine": 1})  # the caller's stay
+    assert broker.last.notes["unique"] == [LOCK, "start", sent.mark, 0]
+    assert (result.id, result.duplicate, lock_server.requests) == ("a b", False, 4)
+    task.apply_async(headers=[("tenant", 7)], link=task.si())  # Celery takes pairs
 
 
-def test_a_duplicate_is_not_published(sending):
-    """The caller gets the result of the message that is there."""
-    sending.send(task_id="first")
-    result = sending.send()
-    assert (result.id, result.duplicate, result.ignored) == ("first", True, False)
-    assert len(sending.sent) == 1
-    assert sending.counted == ["sent", "duplicate"]
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda _, task: task.delay(1),
+        lambda _, task: task.apply_async((), {"doc": 1}),
+        lambda _, task: task.s(1).delay(),
+        lambda _, task: task.si(1).apply_async(),
+        lambda app, _: app.send_task("shop.t", (1,)),
+        lambda app, _: app.send_task("shop.t", (), {"doc": "1"}, 0),
+        lambda app, _: app.signature("shop.t", (1,)).delay(),
+    ],
+)
+def test_every_way_to_send_is_one(app, broker, send):
+    """There is no way around it, and arguments are bound as in a call."""
+    task = unique(app, lock_key="edit:<doc>")
+    first = task.delay(1)
+    again = send(app, task)
+    assert (again.id, again.duplicate, again.ignored) == (first.id, True, False)
+    assert broker.ids == [first.id]
+    assert task.delay(2).duplicate is False
 
 
-def test_a_duplicate_can_be_an_error():
-    """With the key and the id of the first."""
-    sending = Sending(lock_on_duplicate="raise")
-    sending.send(task_id="first")
-    with pytest.raises(DuplicateTaskError) as refused:
-        sending.send()
-    assert (refused.value.key, refused.value.id) == ("edit:1", "first")
-    assert sending.counted == ["sent", "duplicate"]
+@pytest.mark.parametrize("on_duplicate", ["return", "raise", "replace"])
+def test_an_id_that_is_given_to_all(app, broker, on_duplicate):
+    """Five sends with one id are one message and four duplicates, but for "replace"."""
+    task = unique(app, lock_on_duplicate=on_duplicate)
+    sent = []
+    for _ in range(5):
+        with contextlib.suppress(DuplicateTaskError):
+            sent.append(task.apply_async(task_id="mine").duplicate)
+    expected = {"return": [False, *[True] * 4], "raise": [False], "replace": [False] * 5}
+    assert sent == expected[on_duplicate]
+    assert len(broker.sent) == (5 if on_duplicate == "replace" else 1)
+    if on_duplicate == "raise":
+        with pytest.raises(DuplicateTaskError) as refused:
+            task.delay()
+        assert (refused.value.key, refused.value.id) == ("k", "mine")
+    if on_duplicate == "replace":  # with the mark of the key and a greater number
+        notes = [one.notes["unique"] for one in broker.sent]
+        assert {tuple(one[:3]) for one in notes} == {(LOCK, "start", reservation(task).mark)}
+        numbers = [one[3] for one in notes]
+        assert numbers == sorted(set(numbers))
 
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("second", [False, True])
-def test_a_duplicate_knows_of_results_that_are_not_stored(sending, first, second):
+def test_a_duplicate_knows_of_results_that_are_not_stored(task, broker, first, second):
     """That of the first, which its sender has said, and its own, as Celery's results do."""
-    sending.send(ignore_result=not first)
-    result = sending.send(ignore_result=not second)
+    task.apply_async(ignore_result=not first)
+    result = task.apply_async(ignore_result=not second)
     assert (result.first.has_result, result.ignored) == (first, not second)
 
 
-def test_a_duplicate_has_the_class_that_its_caller_asks_for(sending):
+def test_a_duplicate_has_the_class_that_its_caller_asks_for(app, task, broker):
     """As a result of Celery's has: with a constructor of its own, too."""
 
-    class Mine(Result):
+    class Mine(AsyncResult):
         def __init__(self, task_id):
-            super().__init__(task_id)
+            super().__init__(task_id, app=app)
             self.mine = True
 
-    sending.send(task_id="first")
-    result = sending.send(result_cls=Mine)
+    task.apply_async(task_id="first")
+    result = app.send_task("shop.t", result_cls=Mine)
     assert isinstance(result, Mine)
     assert (result.id, result.mine, result.duplicate) == ("first", True, True)
 
 
-def test_messages_that_replace_each_other_are_numbered():
-    """Each is sent, with the mark of its key and the next number."""
-    sending = Sending(lock_on_duplicate="replace")
-    for _ in range(3):
-        assert sending.send().duplicate is False
-    headers = [options["headers"]["dislock"]["unique"] for options in sending.sent]
-    mark = sending.asked("reserve")[0][1]
-    assert headers == [[LOCK, "start", mark, number] for number in (1, 2, 3)]
+def test_a_sender_that_is_publishing_is_waited_for(task, lock_server, broker, publishing):
+    """Its message may never come; when it has, it is the first."""
+    publishing(getcurrent().switch)
+    first = greenlet(task.delay)
+    first.switch()
+    lock_server.after(0.5, first.switch)
+    result = task.delay()
+    assert (result.duplicate, broker.ids) == (True, [result.id])
 
 
-def test_a_sender_that_is_publishing_is_waited_for(sending):
-    """Its message may never come; when it has, it is the first.  All looks are one command."""
-    not_yet = Taken("first", is_sent=False)
-    sending.reservations.answers = [not_yet, not_yet, Taken("first", is_sent=True)]
-    assert sending.send().duplicate is True
-    assert sending.clock.now < 1000 + WAIT_FOR_OTHER
-    assert len({nonce for _, nonce, *_ in sending.asked("reserve")}) == 1
+def test_a_sender_that_died_is_waited_for_a_second(task, lock_server, broker, publishing):
+    """Then the message is sent without a reservation.  The key is free after ten seconds."""
+
+    def dies():
+        lock_server.away = True
+        raise SystemExit
+
+    publishing(dies)
+    with pytest.raises(SystemExit):
+        task.delay()
+    lock_server.away, began = False, lock_server.clock()
+    assert task.delay().duplicate is False
+    assert 1 <= lock_server.clock() - began < 1.1
+    assert broker.last.notes == {}
+    lock_server.advance(9)
+    assert reservation(task) is None
 
 
-def test_a_sender_that_died_is_waited_for_a_second(sending):
-    """Then the message is sent without a reservation, and carries no header of ours."""
-    sending.reservations.answers = [Taken("dead", is_sent=False)] * 1000
-    result = sending.send(task_id="a")
-    assert (result.id, result.duplicate) == ("a", False)
-    assert WAIT_FOR_OTHER <= sending.clock.now - 1000 < 2 * WAIT_FOR_OTHER
-    [options] = sending.sent
-    assert "headers" not in options
-    assert sending.counted == ["unreserved"]
-
-
-def test_what_cannot_be_published_is_not_reserved(sending):
+def test_what_cannot_be_published_is_not_reserved(task, broker, publishing):
     """The reservation is given back, and the error is the caller's."""
-    sending.fails = ConnectionError("broker")
-    with pytest.raises(ConnectionError):
-        sending.send(task_id="a")
-    assert sending.reservations.of(LOCK) is None
-    assert sending.counted == []
+    publishing(lambda: {}["broker"])
+    with pytest.raises(KeyError):
+        task.delay()
+    assert reservation(task) is None
 
 
-def test_a_publisher_that_fails_after_its_task_has_begun_leaves_the_key(sending):
+def test_a_publisher_that_fails_after_its_task_has_begun_leaves_the_key(app, broker, publishing):
     """The broker had the message: its reservation ends with its task."""
 
-    def publish(**_):
-        sending.reservations.of(LOCK).state = "running"
-        raise ConnectionError("the reply was lost")
+    def waits():
+        getcurrent().parent.switch()
 
+    task = unique(app, waits, lock_unique_until="end")
+
+    def loses_its_reply():
+        left = reservation(task)
+        worker.switch(task, "a", notes={"unique": [LOCK, "end", left.mark, left.number]})
+        raise ConnectionError
+
+    worker = greenlet(deliver)
+    publishing(loses_its_reply)
     with pytest.raises(ConnectionError):
-        sending.send(publish=publish)
-    assert sending.reservations.of(LOCK)
+        task.apply_async(task_id="a")
+    assert reservation(task).state == "running"
+    worker.switch()
+    assert reservation(task) is None
 
 
-def test_a_lock_server_that_is_away_is_left_alone_for_a_while(sending, caplog):
+def test_a_lock_server_that_is_away_is_left_alone_for_a_while(task, lock_server, broker, caplog):
     """The first sender finds out, those after it do not ask; one line at each end of the outage."""
     caplog.set_level("INFO", "celery_dislock")
-    sending.reservations.away = True
-    assert [sending.send().duplicate for _ in range(10)] == [False] * 10
-    assert len(sending.sent) == 10
-    assert len(sending.reservations.asked) == 1
-    sending.clock.advance(LEAVE_ALONE)
-    sending.send()
-    assert len(sending.reservations.asked) == 2
-    sending.clock.advance(LEAVE_ALONE)
-    sending.reservations.away = False
-    sending.send()
+    lock_server.away = True
+    assert [task.delay().duplicate for _ in range(10)] == [False] * 10
+    assert (len(broker.sent), lock_server.requests) == (10, 1)
+    lock_server.advance(5)
+    task.delay()
+    assert lock_server.requests == 2
+    lock_server.advance(5)
+    lock_server.away = False
+    assert [task.delay().duplicate for _ in range(2)] == [False, True]
     assert [message.split(":")[0] for message in caplog.messages] == [
         "Messages of unique tasks are sent without reservations",
         "Messages of unique tasks are reserved again.",
     ]
-    assert sending.counted == ["unreserved"] * 11 + ["sent"]
 
 
-def test_a_key_that_is_damaged_is_no_outage(sending, caplog):
+def test_a_key_that_is_damaged_is_no_outage(app, lock_server, broker, caplog):
     """The server answers, and other keys are well: each is asked for, and each failure is told."""
-    reserve = sending.reservations.reserve
-
-    def damaged(wanted, *args, **options):
-        if wanted.lock == LOCK:
-            raise DamagedLockError("redis://x", "it is a list", LOCK)
-        return reserve(wanted, *args, **options)
-
-    sending.reservations.reserve = damaged
-    results = [sending.send(key) for key in (1, 2, 2)]
-    assert [result.duplicate for result in results] == [False, False, True]
+    lock_server.send("RPUSH", "dislock:{edit:1}:unique", "x")
+    task = unique(app, lock_key="edit:<doc>")
+    assert [task.delay(key).duplicate for key in (1, 2, 2)] == [False, False, True]
     [message] = caplog.messages
     assert message.startswith("A message is sent without a reservation: ")
 
 
-@pytest.mark.parametrize(("error", "answered"), [(ResponseError("OOM"), 0), (OSError("away"), 1)])
-def test_a_server_that_refuses_answers_again_when_it_has_reserved(sending, caplog, error, answered):
-    """One without memory still tells whom a key is reserved for: that ends no outage."""
-    caplog.set_level("INFO", "celery_dislock")
-    sending.send(1, task_id="a")
-    reserve = sending.reservations.reserve
-    sending.reservations.reserve = Mock(side_effect=store_error("redis://x", error))
-    sending.send(2)
-    sending.reservations.reserve = reserve
-    for key, told in ((1, answered), (3, 1)):
-        sending.clock.advance(LEAVE_ALONE)
-        sending.send(key)
-        assert caplog.text.count("reserved again") == told
-
-
-def test_an_outage_can_be_an_error(sending):
+def test_an_outage_can_be_an_error(app, task, lock_server, broker):
     """dislock_on_unavailable="raise": nothing is sent."""
-    sending.settings.dislock_on_unavailable = "raise"
-    sending.reservations.away = True
-    for _ in range(2):
-        with pytest.raises(StoreError):
-            sending.send()
-    assert sending.sent == []
+    app.conf.dislock_on_unavailable = "raise"
+    lock_server.away = True
+    with pytest.raises(StoreError):
+        task.delay()
+    assert broker.sent == []
 
 
-def test_a_lock_server_that_goes_away_after_publishing_harms_nothing(sending):
+def test_a_lock_server_that_goes_away_after_publishing_harms_nothing(
+    task, lock_server, broker, publishing
+):
     """The reservation ends sooner than it should."""
-
-    def publish(**options):
-        sending.reservations.away = True
-        return Result(options["task_id"])
-
-    assert sending.send(task_id="a", publish=publish).id == "a"
-    assert len(sending.asked("confirm")) == 1
+    publishing(lambda: setattr(lock_server, "away", True))
+    assert task.delay().id == broker.last.id
 
 
-def test_a_key_that_cannot_be_built_sends_all_the_same(sending, caplog):
-    """The worker fails the task, and says why."""
-    result = sending.sender.send(sending.sending((), sending.publish), {})
-    assert (len(sending.sent), result.duplicate) == (1, False)
-    assert "its key is unknown: ValueError('no document')" in caplog.text
+@pytest.mark.parametrize(
+    "thrown", [ValueError("x"), SoftTimeLimitExceeded(), LockLostError("", "")]
+)
+def test_a_key_that_cannot_be_built_sends_all_the_same(app, broker, caplog, thrown):
+    """The worker fails the task.  But what is thrown into a body that sends ends that body."""
 
+    def key(doc):
+        raise thrown
 
-@pytest.mark.parametrize("thrown", [SoftTimeLimitExceeded(), LockLostError("k", "gone")])
-def test_what_is_thrown_into_a_body_that_sends_is_no_error_of_its_key(sending, thrown):
-    """It comes at any instruction, also while the key is built: it ends the body, not the wait."""
-    sending.guard.lock_names = Mock(side_effect=thrown)
-    with pytest.raises(type(thrown)):
-        sending.send()
-    assert sending.sent == []
-
-
-def test_headers_may_be_pairs(sending):
-    """Celery takes whatever a dict can be made of."""
-    sending.send(headers=[("tenant", 7)])
-    assert sending.sent[0]["headers"]["tenant"] == 7
+    task = unique(app, lock_key=key)
+    if isinstance(thrown, ValueError):
+        assert task.delay().duplicate is False
+        assert "its key is unknown: ValueError('x')" in caplog.text
+    else:
+        with pytest.raises(type(thrown)):
+            task.delay()
+    assert len(broker.sent) == isinstance(thrown, ValueError)
 
 
 # What is sent again
-
 
 AGAIN = pytest.mark.parametrize(
     "again", [{"retries": 1}, {"replaced_task_nesting": 1}], ids=["retry", "replace"]
@@ -340,214 +266,371 @@ AGAIN = pytest.mark.parametrize(
 
 
 @AGAIN
-def test_what_is_sent_again_keeps_its_mark_and_number(again):
-    """It is no newer than it was: newer messages still replace it."""
-    sending = Sending(lock_on_duplicate="replace")
-    sending.send(task_id="a")
-    headers = sending.sent[0]["headers"]
-    mark = headers["dislock"]["unique"][2]
-    sending.reservations.of(LOCK).state = ""  # its task began
-    assert sending.send(task_id="a", headers=headers, **again).duplicate is False
-    wanted, _, _, _, is_again = sending.asked("reserve")[1]
-    assert (wanted.mark, wanted.number, is_again) == (mark, 1, True)
-    assert sending.sent[1]["headers"] == headers
-    assert sending.counted == ["sent"]
+def test_what_is_sent_again_is_never_dropped(app, lock_server, broker, again):
+    """Nor does it replace what is newer, or wait for it; it keeps its mark and number.
 
-
-@AGAIN
-def test_what_is_sent_again_comes_when_it_is_to_come(again):
-    """The end of its burst makes no retry, and no task that is put off, come at once."""
-    sending = Sending(lock_on_duplicate="replace", lock_replace_for=30)
-    sending.reservations.answers = [Reserved(100.0, "ab", 2)]
-    headers = noted(unique=[LOCK, "start", "ab", 2])
-    sending.send(task_id="a", headers=headers, countdown=60, **again)
-    assert sending.sent[0]["countdown"] == 60
-
-
-@AGAIN
-def test_what_is_sent_again_is_never_dropped(again):
-    """Nor does it replace what is newer; it goes on under the number that it has."""
-    sending = Sending(lock_on_duplicate="replace")
-    headers = noted(unique=[LOCK, "start", "ab", 3])
-    sending.reservations.answers = [Taken("newer", is_sent=False)]
-    assert sending.send(task_id="a", headers=headers, **again).id == "a"
-    assert len(sending.reservations.asked) == 1
-    assert sending.sent[0]["headers"] == headers
-    assert sending.clock.now == 1000
+    The end of its burst makes no retry come at once.
+    """
+    task = unique(app, lock_on_duplicate="replace", lock_replace_for=30)
+    task.apply_async(task_id="a", countdown=20)
+    mine = broker.last.headers
+    lock_server.advance(29)
+    task.apply_async(task_id="newer", countdown=20)
+    assert broker.last.delay < 2
+    headers = {"dislock": mine["dislock"]}
+    assert task.apply_async(task_id="a", headers=headers, countdown=60, **again).id == "a"
+    assert broker.last.notes["unique"] == mine["dislock"]["unique"]
+    assert broker.last.delay > 50
+    assert reservation(task).id == "newer"
 
 
 @pytest.mark.parametrize(
-    "header",
-    [
-        None,
-        "forged",
-        ["dislock:{edit:2}", "start", "ab", 3],
-        [LOCK, "start", "ab", "3x"],
-    ],
+    "header", [None, "forged", ["dislock:{other}", "start", "ab", 3], [LOCK, "start", "ab", "3x"]]
 )
-def test_what_is_sent_again_without_a_number_of_this_key_has_none(sending, header):
+def test_what_is_sent_again_without_a_number_of_this_key_has_none(task, broker, header):
     """It had no reservation, is of another key now, or somebody has made the header up."""
-    sending.send(task_id="a", headers=noted(unique=header), retries=1)
-    wanted = sending.asked("reserve")[0][0]
-    assert (wanted.mark, wanted.number) == ("-", 0)
+    task.apply_async(task_id="a", headers=noted(unique=header), retries=1)
+    assert broker.last.notes["unique"] == [LOCK, "start", reservation(task).mark, 0]
 
 
 # For how long
+
+
+def in_nine_minutes():
+    return datetime.now(timezone.utc) + timedelta(minutes=9)
 
 
 @pytest.mark.parametrize(
     ("declared", "sent", "kept"),
     [
         ({"lock_unique_for": 0.25}, {}, 0.25),  # shorter than the time to publish
-        ({"lock_unique_for": 9.0}, {}, 9.0),
         ({}, {"countdown": 100}, 3700.0),
         ({}, {"expires": 60}, 60.0),
         ({"lock_unique_until": "end"}, {"expires": 9000}, 3600.0),
-        ({"lock_unique_until": "end"}, {"expires": -5}, 0.001),
+        ({"lock_unique_until": "end"}, {"expires": -5}, 0.0),
+        ({}, {"expires": in_nine_minutes}, 540.0),
         ({"lock_unique_until": "expiry"}, {"expires": 60}, 3600.0),
-        (
-            {},
-            {"eta": datetime.max.replace(tzinfo=timezone.utc)},
-            LONGEST,
-        ),  # the script can write it
-        ({}, {"eta": "tomorrow"}, 3600.0),  # the worker refuses the message
+        ({}, {"eta": datetime.max.replace(tzinfo=timezone.utc)}, 365 * 86400.0),
+        ({}, {"eta": lambda: in_nine_minutes().isoformat()}, 4140.0),
     ],
 )
-def test_for_how_long_a_message_keeps_its_key(declared, sent, kept):
-    """From when its task is due, and no longer than the message; "expiry" as long as it says."""
-    sending = Sending(**declared)
-    sending.send(**sent)
-    assert sending.asked("confirm")[0][0].ttl == kept
+def test_for_how_long_a_message_keeps_its_key(app, lock_server, broker, declared, sent, kept):
+    """From when its task is due, and no longer than the message; "expiry" as long as it says.
+
+    The lock server's clock is years behind the sender's here: an absolute time is the sender's.
+    """
+    task = unique(app, **declared)
+    task.apply_async(**{name: one() if callable(one) else one for name, one in sent.items()})
+    left = reservation(task)
+    remaining = left.remaining if left else 0.0
+    assert remaining >= kept if kept > 10_000 else remaining == pytest.approx(kept, abs=60)
+    lock_server.advance(remaining + 0.01 if remaining < 10_000 else 0)
+    assert (reservation(task) is None) is (kept < 10_000)
 
 
 @pytest.mark.parametrize(
-    ("options", "burst", "countdown"),
+    ("options", "burst", "delay"),
     [
         ({"countdown": 20}, 5, 20),
         ({"countdown": 20}, 15, 15),
         ({"countdown": 20}, 40, 0),
-        ({}, 40, None),
+        ({}, 5, 0),
     ],
 )
-def test_a_burst_has_an_end(options, burst, countdown):
+def test_a_burst_has_an_end(app, lock_server, broker, options, burst, delay):
     """From lock_replace_for after its first message on, the newest is due."""
-    assert postponed(options, 30, burst).get("countdown") == countdown
-    assert postponed(options, None, burst) == options
+    task = unique(app, lock_on_duplicate="replace", lock_replace_for=30)
+    task.apply_async(countdown=20)
+    lock_server.advance(burst)
+    task.apply_async(**options)
+    assert broker.last.delay == pytest.approx(delay, abs=1.5)
 
 
 @pytest.mark.parametrize("name", ["link", "link_error", "chain", "chord", "group_id"])
-def test_what_belongs_to_more_is_seen(name):
-    """Empty values do not count, except for the chain: its last step has none behind it."""
-    assert belongs_to_more({name: "x"})
-    assert not belongs_to_more({name: None})
-    assert belongs_to_more({name: []}) is (name == "chain")
+def test_what_belongs_to_more_is_seen(task, lock_server, broker, name):
+    """It is sent and reserves nothing; an empty value counts for the last step of a chain alone."""
+    more = {"group_id": "x"}.get(name, [] if name == "chain" else task.si())
+    assert task.apply_async(**{name: more}).duplicate is False
+    assert lock_server.requests == 0
+    task.apply_async(**{name: None})
+    assert reservation(task) is not None
+    assert task.apply_async(**{name: more}).duplicate is False
+    assert len(broker.sent) == 3
+
+
+@pytest.mark.parametrize("left", [0.002, 0.001, 0.0005, 0.0])
+def test_the_last_moment_of_another_reservation(app, lock_server, publishing, broker, left):
+    """A task whose key another message has begins, and its lock is not granted by half."""
+    task = unique(app, lambda: "ran", lock_on_duplicate="replace", lock_unique_until="end")
+    task.apply_async(task_id="a")
+    publishing(lambda: (setattr(lock_server, "away", True), {}["it dies"]))
+    with pytest.raises(KeyError):
+        task.apply_async(task_id="b")
+    lock_server.away = False
+    lock_server.advance(10 - left)
+    assert deliver(task, "a", headers=broker.last.headers).retval == "ran"
+    assert lock_server.locks() == []
+    assert all(ttl > 0 for ttl in lock_server.ttls().values())
+
+
+def test_of_many_editions_the_newest_runs_and_the_record_stays_small(app, lock_server, broker):
+    """None but the newest runs, in whatever order they come; the state is one small record."""
+    ran = []
+    task = unique(app, lambda self: ran.append(self.request.id), lock_on_duplicate="replace")
+    ids = [task.delay().id for _ in range(EDITIONS)]
+    messages = broker.sent * 2  # each comes twice
+    random.Random(1).shuffle(messages)
+    for one in messages:
+        deliver(task, one.id, headers=one.headers)
+    assert set(ran) == {ids[-1]}
+    assert {str(app.AsyncResult(one).result)[-36:] for one in ids[:-1]} == {ids[-1]}
+    assert [*lock_server.ttls()] == [f"{LOCK}:unique"]
+    assert len(lock_server.contents()[f"{LOCK}:unique"]) < 250
+
+
+# The lock server's clock jumps, as in a failover to a server whose clock is another
+
+HOUR = 3600
+of_a_wrong_clock = pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["ahead", "behind"])
+
+
+def test_a_reservation_outlives_no_clock_that_is_set_back(app, lock_server, broker):
+    """It lasts for as much longer as the clock was set back, and not for ever."""
+    task = unique(app, lock_unique_for=100)
+    task.delay()
+    lock_server.stall(-HOUR)
+    assert task.delay().duplicate is True
+    assert 100 < lock_server.ttls()[f"{LOCK}:unique"] / 1000 <= 100 + HOUR
+    lock_server.stall(HOUR + 101)
+    assert task.delay().duplicate is False
+
+
+@pytest.mark.parametrize("until", ["start", "end"])
+@of_a_wrong_clock
+def test_a_task_ends_its_reservation_whatever_the_clock_says(
+    app, lock_server, broker, until, ahead
+):
+    """Ids are compared, and no times: a clock that jumps keeps nobody's key."""
+    task = unique(app, looks, lock_unique_until=until)
+    task.apply_async(task_id="1", countdown=HOUR)
+    lock_server.stall(ahead)
+    seen = deliver(task, "1", headers=broker.last.headers).retval
+    assert seen is None if until == "start" else seen.id == "1"
+    assert reservation(task) is None
+
+
+def test_a_clock_that_goes_forward_ends_a_reservation(app, lock_server, broker):
+    """A second message is sent, and the first ends nothing of its reservation."""
+    task = unique(app, lock_unique_for=100)
+    for task_id in "ab":
+        task.apply_async(task_id=task_id)
+        lock_server.stall(HOUR if task_id == "a" else 0)
+    deliver(task, "a", headers=broker.sent[0].headers)
+    assert reservation(task).id == "b"
+
+
+def test_a_clock_that_goes_forward_by_hours_forgets_a_replacement(app, lock_server, broker):
+    """What was replaced runs as well, and leaves the key to the newer message."""
+    task = unique(app, lambda: "ran", lock_on_duplicate="replace", lock_unique_for=100)
+    for task_id in "abc":
+        lock_server.stall(3 * HOUR if task_id == "c" else 0)
+        task.apply_async(task_id=task_id)
+    assert deliver(task, "a", headers=broker.sent[0].headers).retval == "ran"
+    assert reservation(task).id == "c"
+
+
+@pytest.mark.parametrize(
+    ("jumps", "delays"), [((20, -HOUR, 30), (40, 50, 30)), ((HOUR,), (0,))], ids=["back", "forward"]
+)
+def test_a_burst_is_never_older_than_the_clock(app, lock_server, broker, jumps, delays):
+    """Else a debounce would be postponed for an hour beyond lock_replace_for.
+
+    When the clock goes forward, the newest message is not postponed any more.
+    """
+    task = unique(app, lock_on_duplicate="replace", lock_replace_for=60, lock_unique_for=2 * HOUR)
+    task.apply_async(countdown=50)
+    for jump, delay in zip(jumps, delays, strict=True):
+        lock_server.stall(jump)
+        task.apply_async(countdown=50)
+        assert broker.last.delay == pytest.approx(delay, abs=2)
+
+
+@pytest.mark.parametrize("when", ["before it is confirmed", "after it is confirmed"])
+@of_a_wrong_clock
+def test_what_was_replaced_does_not_run(app, lock_server, broker, publishing, when, ahead):
+    """Whatever the clock says, if the server still has what it was told."""
+    task = unique(app, never, lock_on_duplicate="replace", lock_unique_for=2 * HOUR)
+    task.apply_async(task_id="a")
+    older = broker.last.headers
+    if when == "before it is confirmed":
+        publishing(lambda: lock_server.stall(ahead))
+    task.delay()
+    lock_server.stall(ahead if when == "after it is confirmed" else 0)
+    deliver(task, "a", headers=older)
+    assert app.AsyncResult("a").state == "REVOKED"
 
 
 # Eager tasks
 
 
+@pytest.fixture(params=["apply", "task_always_eager"])
+def call(app, request):
+    """Call a task eagerly, in each of the two ways."""
+
+    def call(task, **options):
+        app.conf.task_always_eager = request.param == "task_always_eager"
+        try:
+            return (task.apply if request.param == "apply" else task.apply_async)(**options)
+        finally:
+            app.conf.task_always_eager = False
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("until", "inner", "after"),
+    [("start", False, False), ("end", True, False), ("expiry", True, True)],
+)
+def test_an_eager_task_runs_under_its_reservation(app, call, until, inner, after):
+    """With "end" as long as it runs; a duplicate has the result of the first, if it ran here."""
+    found = []
+
+    def body():
+        if not found:
+            found.append(None)
+            found[0] = call(task)
+        return len(found)
+
+    task = unique(app, body, lock_unique_until=until, lock_limit=None)
+    first = call(task)
+    assert (first.get(), first.duplicate, found[0].duplicate) == (1, False, inner)
+    assert (found[0].id == first.id) is inner
+    second = call(task)
+    assert (second.get(), second.duplicate, second.id == first.id) == (1, after, after)
+    assert (reservation(task) is None) is (until != "expiry")
+
+
 @pytest.mark.parametrize("until", ["start", "end", "expiry"])
-def test_an_eager_task_runs_under_its_reservation(until):
-    """It is confirmed before the task runs, for there is nothing that could be lost on the way."""
-    sending = Sending(lock_unique_until=until)
-    result = sending.run(until)
-    assert (result.get(), result.duplicate, sending.state) == (7, False, "waiting")
+def test_an_eager_retry_is_no_duplicate(app, call, until):
+    """It runs within the first, under its id.  A task that raises frees its key."""
+    ran = []
+
+    def body(self):
+        ran.append(self.request.retries)
+        if len(ran) < 3:
+            raise self.retry(countdown=0)
+        if len(ran) > 3:
+            raise ZeroDivisionError
+
+    task = unique(app, body, lock_unique_until=until)
+    call(task).get()
+    assert ran == [0, 1, 2]
+    assert (reservation(task) is None) is (until != "expiry")
+    if until != "expiry":
+        with pytest.raises(ZeroDivisionError):
+            call(task, throw=True)
+        assert reservation(task) is None
 
 
-def test_an_eager_duplicate_has_the_result_of_the_first():
-    """It ran here, and is stored nowhere."""
-    sending = Sending(lock_unique_until="expiry")
-    first = sending.run("expiry")
-    second = sending.run("expiry")
-    assert (second.id, second.get()) == (first.id, 7)
-    assert (first.duplicate, second.duplicate) == (False, True)
-    assert len(sending.sent) == 1
-
-
-def test_an_eager_task_that_raises_frees_its_key():
-    """As a worker's does: the error is the caller's."""
-    sending = Sending(lock_unique_until="end")
-
-    def fails(**_):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        sending.run("end", fails)
-    assert sending.reservations.of(LOCK) is None
+def test_a_message_that_an_eager_call_replaces_ends_when_it_comes(app, broker, call):
+    """The call is the newest: it runs."""
+    task = unique(app, lambda: "ran", lock_on_duplicate="replace")
+    task.apply_async(task_id="older")
+    assert call(task).get() == "ran"
+    deliver(task, "older", headers=broker.last.headers)
+    assert app.AsyncResult("older").state == "REVOKED"
 
 
 # Revoked by the process that has sent it
 
 
-def test_a_task_that_runs_keeps_its_key_when_it_is_revoked():
-    """A revoke does not stop it, unless it terminates it: its worker sees that."""
-    sending = Sending(lock_unique_until="end")
-    sending.send(task_id="a")
-    sending.reservations.of(LOCK).state = "running"
-    sending.sender.revoked(["a"])
-    assert sending.send().duplicate is True
+@pytest.mark.parametrize("sent_by", ["this process", "another"])
+@pytest.mark.parametrize("state", ["waiting", "running"])
+def test_a_message_that_is_revoked_frees_its_key_unless_it_runs(
+    app, broker, monkeypatch, sent_by, state
+):
+    """A revoke does not stop a task, unless it terminates it: its worker sees that.
+
+    A message of another process is known here if its result was returned as a duplicate.
+    """
+    task = unique(app, lambda: task.delay().revoke(), lock_unique_until="end")
+    told = []
+    monkeypatch.setattr(app.control, "broadcast", lambda *_, **__: told.append(reservation(task)))
+    sender = app
+    if sent_by == "another":
+        sender = new_app("other")
+        unique(sender, lock_unique_until="end")
+    result = sender.tasks["shop.t"].apply_async(task_id="a")
+    if state == "running":
+        deliver(task, headers=broker.last.headers, id="a")
+    else:
+        (task.delay() if sent_by == "another" else result).revoke()
+    assert [one and one.id for one in told] == [None if state == "waiting" else "a"]
 
 
-def test_what_a_duplicate_names_can_be_revoked(sending):
-    """The message was sent by another process; its result was returned here."""
-    there = FakeRecord("ab", "waiting", "first", ends=2000.0)
-    sending.reservations.records[LOCK] = there
-    result = sending.send()
-    sending.sender.revoked([result.id])
-    assert sending.reservations.of(LOCK) is None
-
-
-def test_a_revoke_does_not_fail_with_the_lock_server(sending, caplog):
+def test_a_revoke_does_not_fail_with_the_lock_server(app, lock_server, broker, monkeypatch, caplog):
     """Its key stays reserved until that expires; nor does it wait for every message."""
-    for number in range(3):
-        sending.send(number, task_id=str(number))
-    sending.reservations.away = True
-    sending.sender.revoked(["0", "1", "2"])
-    assert len(sending.asked("end_waiting")) == 1
+    monkeypatch.setattr(app.control, "broadcast", lambda *_, **__: None)
+    task = unique(app, lock_key="edit:<doc>")
+    ids = [task.delay(number).id for number in range(3)]
+    lock_server.away, before = True, lock_server.requests
+    app.control.revoke(ids)
+    assert lock_server.requests == before + 1
     [message] = caplog.messages
     assert message.startswith("A key may stay reserved until its reservation expires: ")
 
 
-def test_a_process_remembers_a_bounded_number_of_messages(sending):
-    """The oldest are forgotten."""
-    for number in range(SENT_MOST + 5):
-        sending.send(number, task_id=str(number))
-    sending.sender.revoked(map(str, range(SENT_MOST + 5)))
-    assert len(sending.asked("end_waiting")) == SENT_MOST
-    assert sending.asked("end_waiting")[0][0].id == "5"
-
-
-# Messages that end, or begin, where no guard sees them
-
-
-class Request(SimpleNamespace):
-    id, task = "a", "edit"
-
-
-MINE = Reservation(LOCK, "a", "end", 0.0, "ab", 3)
-HEADERS = noted(unique=[LOCK, "end", "ab", 3])
-
-
-@pytest.fixture
-def there(app, world):
-    """Reservations on the lock server of an app, with one of them."""
-    there = world.store.reservations
-    there.records[LOCK] = FakeRecord("ab", "waiting", "a", number=3, newest=3, ends=1e9)
-    return there
+# Apps
 
 
 @pytest.mark.parametrize(
-    ("call", "asked"),
+    ("conf", "options", "reserves"),
     [
-        ("begin_unlocked", ("begin", MINE._replace(ttl=3600.0), True)),
-        ("end", ("end", MINE)),
-        ("end_waiting", ("end_waiting", MINE)),
+        ({"task_always_eager": True}, {}, True),
+        ({"dislock_enabled": False}, {}, False),
+        ({}, {"lock_unique_until": None}, False),
+        ({}, {"retries": 1, "task_id": "other"}, True),
     ],
+    ids=["eager", "off", "not unique", "retried"],
 )
-def test_the_lock_server_is_told_of_a_message(app, there, call, asked):
-    """What becomes of it, if it brings a reservation that may be ours."""
-    tell(app, call, Request(**HEADERS))
-    for header in (None, "forged", {}, {"v": 1}, {"v": 1, "unique": "forged"}):
-        tell(app, call, Request(dislock=header))
-    tell(app, call, Request(headers=HEADERS))  # a header of that name
-    assert there.asked == [asked]
+def test_every_result_says_whether_it_is_a_duplicate(app, broker, conf, options, reserves):
+    """Else the caller's code breaks on the day on which the lock server is away."""
+    app.conf.update(conf)
+    declared = {name: options.pop(name) for name in list(options) if name.startswith("lock_")}
+    task = unique(app, **declared)
+    assert task.apply_async(**options).duplicate is False
+    assert task.apply_async(**options).duplicate is False
+    if not conf:
+        assert (reservation(task) is not None) is reserves
+
+
+@pytest.mark.usefixtures("lock_server")
+def test_a_shared_task_has_keys_of_each_app(broker):
+    """One function, a task of its own in each app, and each app its own keys."""
+
+    @shared_task(name="of-all", base=SingletonTask, lock_key="k", lock_unique_until="start")
+    def edit(): ...
+
+    for prefix in ("one", "two"):
+        app = new_app(prefix)
+        app.conf.dislock_prefix = prefix
+        assert [app.tasks["of-all"].delay().duplicate for _ in range(2)] == [False, True]
+    assert [one.notes["unique"][0] for one in broker.sent] == ["one:{k}", "two:{k}"]
+
+
+@pytest.mark.parametrize(
+    ("conf", "options"),
+    [
+        ({"task_annotations": {"shop.t": {"lock_unique_until": "start"}}}, {}),
+        ({"dislock_unique_until": "start"}, {}),
+        ({"dislock_enabled": True}, {"base": Task, "lock_unique_until": "start"}),
+        ({}, {"lock_unique_until": "end"}),
+    ],
+    ids=["annotation", "setting", "a plain task that is guarded", "bound"],
+)
+def test_every_way_to_declare_it(app, broker, conf, options):
+    """An annotation, a setting, any base class; the bound task is no argument of the call."""
+    app.conf.update(conf)
+    task = declare(app, by_doc, lock_key="edit:<doc>", **options)
+    assert [task.delay(1).duplicate for _ in range(2)] == [False, True]
+    assert len(broker.sent) == 1

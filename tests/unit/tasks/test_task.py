@@ -12,14 +12,15 @@ from celery import Task
 from celery.exceptions import Ignore
 from celery.signals import task_postrun, task_prerun
 
-from celery_dislock import SettingsError, SingletonTask, current_lease, ensure_held, hooks
-from celery_dislock.hooks import install
-from celery_dislock.tasks.task import declared_options, follow_contexts
+from celery_dislock import SettingsError, SingletonTask, current_lease, ensure_held
+from celery_dislock.tasks.task import follow_contexts
+from tests.declaring import declare
+from tests.driven import held
 from tests.unit.deliveries import deliver
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "guarded"),
+    ("name", "key", "locks"),
     [
         ("shop.t", "k", True),
         ("shop.t", False, False),
@@ -27,38 +28,16 @@ from tests.unit.deliveries import deliver
         ("celery.t", "k", True),
     ],
 )
-def test_celerys_own_tasks_and_those_that_say_false_are_left_alone(app, name, key, guarded):
+def test_celerys_own_tasks_and_those_that_say_false_are_left_alone(
+    app, lock_server, name, key, locks
+):
     """Celery's tasks inherit the app's base class, and nobody means them unless a key says so."""
-
-    def body(): ...
-
-    app.task(body, name=name, base=Task, lock_key=key)
-    kind = type(app.tasks[name])
-    install(kind, app)
-    assert ("dislock_guard" in vars(kind)) is guarded
+    app.conf.dislock_enabled = True
+    deliver(declare(app, name=name, base=Task, lock_key=key))
+    assert bool(lock_server.requests) is locks
 
 
-def test_only_what_a_user_declared_is_an_option(app):
-    """Methods of a class body and what Celery gives every task are not; the nearest class wins."""
-
-    class Base(SingletonTask):
-        abstract = True
-        lock_limit = 2
-        lock_key = "base"
-
-        def lock_name(self): ...
-
-    @app.task(name="t", base=Base, lock_key="own")
-    def task(): ...
-
-    found = declared_options(type(app.tasks["t"]))
-    assert {name: value for name, value in found.items() if name.startswith("lock_")} == {
-        "lock_limit": 2,
-        "lock_key": "own",
-    }
-
-
-def test_the_options_of_a_class_count_for_more_than_those_of_its_base():
+def test_the_options_of_a_class_count_for_more_than_those_of_its_base(app):
     """A base class says what most of its tasks do; one of them may do the opposite."""
 
     class Renewed(SingletonTask):
@@ -74,48 +53,27 @@ def test_the_options_of_a_class_count_for_more_than_those_of_its_base():
     class RenewedAgain(Fixed):
         lock_watchdog_timeout = 90
 
-    assert declared_options(Fixed) == {"lock_expire": 600, "lock_on_conflict": "skip"}
-    again = {"lock_watchdog_timeout": 90, "lock_on_conflict": "skip"}
-    assert declared_options(RenewedAgain) == again
+    for base, seconds in ((Renewed, 60), (Fixed, 600), (RenewedAgain, 90)):
+        task = declare(app, lambda self: self.lease.remaining, base=base, name=base.__name__)
+        assert deliver(task).retval == pytest.approx(seconds, abs=1)
+        with held(app):
+            deliver(task, base.__name__)
+        state = "FAILURE" if base is Renewed else "REVOKED"
+        assert app.AsyncResult(base.__name__).state == state
 
 
-def test_what_ends_a_task_unrun_leaves_no_traceback(app, world, monkeypatch):
+def test_what_ends_a_task_unrun_leaves_no_traceback(app):
     """A pool process would copy each frame and send them all; the body's own are kept."""
 
-    @app.task(name="t", base=SingletonTask, lock_key="k", throws=(Ignore,))
-    def task():
+    def body():
         raise Ignore
 
-    world.lease(owner="other")
-    kind = app.tasks["t"]
-    kind.push_request(id="1", called_directly=False, is_eager=True, hostname="w1", retries=0)
-    try:
-        with pytest.raises(Ignore) as caught:
-            kind()
-        refused = caught.value.__traceback__
-        world.store.leases.clear()
-        del kind.request.dislock_delivery
-        with pytest.raises(Ignore) as caught:
-            kind()
-    finally:
-        kind.pop_request()
-
-    def depth(traceback):
-        return 0 if traceback is None else 1 + depth(traceback.tb_next)
-
-    assert depth(refused) < depth(caught.value.__traceback__)
-
-
-def unique(app, **options):
-    options = {"lock_key": "k", "lock_unique_until": "end", **options}
-    ran = []
-
-    @app.task(name="t", base=SingletonTask, **options)
-    def task():
-        ran.append(1)
-
-    task.ran = ran
-    return task
+    task = declare(app, body)
+    own = deliver(task).retval.traceback
+    with held(app):
+        refused = deliver(task, "2").retval.traceback
+    assert "in body" in own
+    assert refused.count("File") < own.count("File") - 2
 
 
 class TestPatched:
@@ -124,51 +82,23 @@ class TestPatched:
     @pytest.mark.parametrize("used_before", [False, True])
     def test_apply(self, app, used_before):
         """It is asked for its result once, and runs nothing."""
-        task = unique(app)
+        ran = []
+        task = declare(app, lambda: ran.append(1), lock_unique_until="end")
         if used_before:
-            assert task.dislock_guard
+            assert task.lock_for()
         with mock.patch.object(Task, "apply") as patched:
             result = task.apply()
-        assert (result, patched.call_count, task.ran) == (patched.return_value, 1, [])
+        assert (result, patched.call_count, ran) == (patched.return_value, 1, [])
         task.apply()
-        assert (patched.call_count, task.ran) == (1, [1])
+        assert (patched.call_count, ran) == (1, [1])
 
-    def test_on_replace(self, app, world):
+    def test_on_replace(self, app):
         """As a test does that is not to send what replaces a task."""
-
-        @app.task(name="t", base=SingletonTask, lock_key="k", bind=True)
-        def task(self):
-            return self.replace(self.si())
-
-        assert task.dislock_guard
+        task = declare(app, lambda self: self.replace(self.si()))
+        assert task.lock_for()
         with mock.patch.object(Task, "on_replace", return_value=7) as patched:
             assert task.apply().get() == 7
         assert patched.called
-
-
-@pytest.mark.parametrize("at", ["make_guard", "_guarded", "custom_call", "_override"])
-def test_two_threads_that_install_a_guard_wrap_once(app, world, monkeypatch, at):
-    """Each may be in the middle of it when the other begins: one lock, and one reservation."""
-
-    @app.task(name="t", lock_key="k", lock_unique_until="end")
-    def task():
-        return "ran"
-
-    kind, began = type(app.tasks["t"]), []
-    go_on = getattr(hooks, at)
-
-    def another_thread(*args):
-        if not began:
-            began.append(1)
-            install(kind, app)
-        return go_on(*args)
-
-    monkeypatch.setattr(hooks, at, another_thread)
-    install(kind, app)
-    assert began
-    assert task.apply().get() == "ran"
-    assert len(world.store.asked("acquire")) == 1
-    assert [call[0] for call in world.store.reservations.asked].count("reserve") == 1
 
 
 @pytest.mark.parametrize(
@@ -182,13 +112,9 @@ def test_two_threads_that_install_a_guard_wrap_once(app, world, monkeypatch, at)
 )
 def test_an_option_by_a_name_that_others_use_is_answered_with_ours(app, name, words):
     """Celery would take it for an attribute, and the task would lock by all its arguments."""
+    declare(app, lock_key=None, **{name: "export"})
     with pytest.raises(SettingsError, match=words) as caught:
-
-        @app.task(name="t", base=SingletonTask, **{name: "export"})
-        def task(): ...
-
         app.finalize()
-
     assert caught.value.option == name
 
 
@@ -199,11 +125,8 @@ def test_an_attribute_of_a_class_may_have_any_name(app):
         timeout = 5
         key = "own"
 
-    @app.task(name="t", base=Fetch, timeout=10)
-    def task(): ...
-
-    assert (app.tasks["t"].timeout, app.tasks["t"].key) == (10, "own")
-    assert app.tasks["t"].dislock_guard is not None
+    task = declare(app, base=Fetch, timeout=10)
+    assert (task.timeout, task.key, task.lock_for().key) == (10, "own", "k")
 
 
 async def coroutine(self=None, *_): ...
@@ -238,47 +161,33 @@ def test_a_body_that_nobody_awaits_fails_and_takes_no_lock(app, broker, heard, w
 def test_an_eager_body_is_awaited_under_its_lock(app):
     """As a worker with a pool that awaits does it."""
 
-    @app.task(bind=True, base=SingletonTask, lock_key="k")
-    async def task(self):
+    async def body(self):
         await asyncio.sleep(0)
-        held = self.lease.held, current_lease() is self.lease, self.request.id
         ensure_held()
-        return held
+        return self.lease.held, current_lease() is self.lease, self.request.id
 
-    result = task.apply()
+    result = declare(app, body).apply()
     assert result.get() == (True, True, result.id)
 
 
 def test_what_a_plain_body_returns_must_not_have_to_be_awaited(app):
     """It would run when the lock is free again."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        return coroutine()
-
+    task = declare(app, lambda: coroutine())  # noqa: PLW0108 -- a plain function
     with pytest.raises(SettingsError, match=r"t.*: run='coroutine': .*without its lock"):
         task.apply().get()
 
 
 def test_a_body_that_the_tracer_runs_elsewhere_takes_its_lock(app, monkeypatch):
     """celery-aio-pool's tracer has the request on the stack of its own thread."""
-    held = []
+    leases = []
     monkeypatch.setattr(task_prerun, "receivers", [*task_prerun.receivers])
     monkeypatch.setattr(task_postrun, "receivers", [*task_postrun.receivers])
     follow_contexts()
 
-    @app.task(base=Task)
-    def eager(): ...
-
-    @app.task(bind=True, base=SingletonTask, lock_key="k")
-    def task(self):
-        eager.apply()
-        held.append(self.lease.held)
-
-    @app.task(base=Task)
-    def other():
-        task()
-
+    plain = {"base": Task, "lock_key": None}
+    eager = declare(app, name="eager", **plain)
+    task = declare(app, lambda self: (eager.apply(), leases.append(self.lease.held)))
+    other = declare(app, lambda: task(), name="other", **plain)  # noqa: PLW0108 -- not a task
     kind = type(app.tasks[task.name])
     inner = kind.__call__
 
@@ -291,7 +200,7 @@ def test_a_body_that_the_tracer_runs_elsewhere_takes_its_lock(app, monkeypatch):
     deliver(task)
     task()
     deliver(other)
-    assert held == [True, False, False]
+    assert leases == [True, False, False]
 
 
 def by_function(corp_id):
@@ -345,33 +254,24 @@ def test_a_method_that_does_not_take_what_the_task_takes_is_refused(app, takes):
 
 def test_a_function_that_is_given_to_the_decorator_is_no_method(app):
     """Nobody gives it the task, also if the task is bound."""
-
-    @app.task(name="t", bind=True, base=SingletonTask, lock_key=by_method)
-    def task(self, corp_id): ...
-
+    declare(app, body, lock_key=by_method)
     with pytest.raises(SettingsError, match=r"this one takes \(self, corp_id\)$"):
-        task.name  # noqa: B018 -- it is made now
+        app.finalize()
 
 
 @pytest.mark.parametrize("option", ["lock_key", "lock_on_conflict"])
 def test_a_callable_that_nobody_awaits_is_refused(app, option):
     """Its coroutine would be no key, and no strategy."""
+    declare(app, **{option: coroutine})
     with pytest.raises(SettingsError, match="is not awaited"):
-
-        @app.task(name="t", base=SingletonTask, **{option: coroutine})
-        def task(): ...
-
         app.finalize()
 
 
 def test_the_method_lock_for_is_no_option_but_a_value_of_that_name_is_refused(app):
     """Somebody means lock_at_least_for, and would lose the method; a method of one's own stays."""
-
-    @app.task(base=SingletonTask, lock_key="k", lock_for=5)
-    def export(): ...
-
+    declare(app, name="wrong", lock_for=5)
     with pytest.raises(SettingsError, match="lock_for=5: no such option"):
-        export.name  # noqa: B018 -- it is made now
+        app.finalize()
 
     class Own(SingletonTask):
         abstract = True
@@ -379,7 +279,4 @@ def test_the_method_lock_for_is_no_option_but_a_value_of_that_name_is_refused(ap
         def lock_for(self, *args, **kwargs):
             return "mine"
 
-    @app.task(base=Own, lock_key="k")
-    def other(): ...
-
-    assert other.lock_for() == "mine"
+    assert declare(app, base=Own).lock_for() == "mine"

@@ -1,10 +1,12 @@
-"""What the tests of a worker's steps share."""
+"""A worker and its timer."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+from celery.concurrency.prefork import TaskPool
+from celery.worker import state
 
 
 @pytest.fixture
@@ -19,3 +21,24 @@ def timer():
         return entry
 
     return SimpleNamespace(call_after=call_after, due=due)
+
+
+@pytest.fixture
+def worker(app, lock_server, monkeypatch):
+    """A prefork worker whose timer goes by the driven clock, and the requests that it has."""
+
+    def call_after(seconds, call, args):
+        entry = SimpleNamespace(is_due=True)
+
+        def run():
+            if entry.is_due:
+                call(*args)
+
+        entry.cancel = lambda: setattr(entry, "is_due", False)
+        lock_server.after(seconds, run)
+        return entry
+
+    for name in ("reserved_requests", "active_requests", "revoked"):
+        monkeypatch.setattr(state, name, set())
+    timer = SimpleNamespace(call_after=call_after)
+    return SimpleNamespace(app=app, timer=timer, pool_cls=TaskPool, hostname="w1", state=state)

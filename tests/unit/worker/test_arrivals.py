@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 import redis
+from celery import Task
 from celery.exceptions import InvalidTaskError, NotRegistered
 from kombu.message import Message
 
-from celery_dislock import SingletonTask
-from celery_dislock.parking.process import runtime_of
 from celery_dislock.worker.arrivals import ArrivalStep
-from tests.unit.deliveries import noted
-from tests.unit.fakes import FakeLines, FakeRecord
-from tests.unit.parking.test_park import Postman
+from tests.declaring import declare, never
+from tests.driven import held, new_app, reservation
+from tests.unit.deliveries import deliver, noted
 
-LOCK = "dislock:{k}"
-TURN = noted(ticket=[LOCK, "2:0:0"])
 BODY = [[], {}, {}]
+WAYS = ["on_decode_error", "on_unknown_message", "on_invalid_task", "on_unknown_task"]
 
 
 class Consumer:
@@ -35,10 +32,7 @@ class Consumer:
     connection_errors = ()
 
     def __init__(self, app):
-        self.app = app
-        self.strategies = {}
-        self.dropped = []
-        self.made = []
+        self.app, self.strategies, self.dropped, self.made = app, {}, [], []
 
     def update_strategies(self):
         for name in self.app.tasks:
@@ -60,27 +54,34 @@ class Consumer:
 
 
 @pytest.fixture
-def lines(app, world):
-    process = runtime_of(app).process
-    process._publisher = Postman()
-    process.lines = FakeLines(world.store)
-    process.lines.parked[LOCK, "2:0:0"] = b"message"
-    return process.lines
-
-
-@pytest.fixture
 def consumer(app):
-    @app.task(name="locks", base=SingletonTask, lock_key="k", shared=False)
-    def locks(): ...
-
-    @app.task(name="plain", shared=False)
-    def plain(): ...
-
+    declare(app, never, name="locks", lock_on_conflict="queue")
+    declare(app, name="plain", base=Task, lock_key=None)
     app.finalize()
     consumer = Consumer(app)
     ArrivalStep(consumer)
     consumer.update_strategies()
     return consumer
+
+
+@pytest.fixture
+def turn_of(broker):
+    """Park a task, and return the header of its turn; its worker's code is older."""
+
+    def turn_of(name):
+        older = new_app("older")
+        task = declare(older, never, name=name, lock_on_conflict="queue")
+        with held(older):
+            deliver(task, "2")
+        return {"dislock": broker.last.notes}
+
+    return turn_of
+
+
+@pytest.fixture
+def turn(consumer, turn_of):
+    """The header of the message of a turn."""
+    return turn_of("locks")
 
 
 class Came(Message):
@@ -92,20 +93,20 @@ class Came(Message):
         self.ended = "acknowledged"
 
 
-def message(task="locks", body=BODY, headers=TURN, **properties):
-    about = {"id": "2", "task": task, "retries": 0, **headers}
+def message(headers, task="locks", body=BODY, **properties):
     return Came(
         body=body if isinstance(body, str) else json.dumps(body),
         content_type="application/json",
         content_encoding="utf-8",
-        headers=about,
+        headers=headers and {"id": "2", "task": task, "retries": 0, **headers},
         properties={"correlation_id": "2", **properties},
         delivery_info={},
         accept={"application/json"},
     )
 
 
-def drop(consumer, name, message, error):
+def drop(consumer, name, message):
+    error = InvalidTaskError("damaged")
     arguments = {
         "on_decode_error": (message, error),
         "on_unknown_message": (None, message),
@@ -115,61 +116,55 @@ def drop(consumer, name, message, error):
     getattr(consumer, name)(*arguments[name])
 
 
-WAYS = ["on_decode_error", "on_unknown_message", "on_invalid_task", "on_unknown_task"]
+def arrive(consumer, message, body=None):
+    consumer.strategies[message.headers["task"]](message, body, None, None, [])
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_dropped_leaves_its_line(app, world, lines, consumer, caplog, way):
+def test_what_is_dropped_leaves_its_line(app, lock_server, consumer, turn, caplog, way):
     """Celery drops it as ever; its task is set aside, and its result is FAILURE."""
-    drop(consumer, way, message(), InvalidTaskError("damaged"))
-    assert consumer.dropped == [way]
-    assert world.store.asked("withdraw") == [(LOCK, "2:0:0", "")]
+    for _ in range(2):  # the second is a copy: it is not in line
+        drop(consumer, way, message(turn))
+    assert consumer.dropped == [way] * 2
+    assert lock_server.locks() == []
+    assert app.tasks["locks"].lock_for().state()[0].aside == 1
     assert app.backend.get_state("2") == "FAILURE"
     assert way != "on_invalid_task" or "damaged" in str(app.backend.get_result("2"))
     assert "no task of that name" not in str(app.backend.get_result("2"))  # Celery's own is kept
-    drop(consumer, way, message(), InvalidTaskError("damaged"))  # a copy: it is not in line
     [record] = caplog.records
     assert record.levelno == logging.ERROR
     assert record.message.startswith(
-        f"Parked task locks[2:0:0] for lock 'k' cannot be run, and is set aside in {LOCK}:aside: "
+        "Parked task locks[2:0:0] for lock 'k' cannot be run, and is set aside in dislock:{k}:aside"
     )
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        noted(ticket=[LOCK, "2:1:0"]),
-        noted(ticket="garbage"),
-        {**noted(ticket=[LOCK, "1:0:0"]), "headers": "garbage", "timelimit": 5},
-        None,
-    ],
-)
-def test_what_was_not_parked_is_dropped_and_no_more(world, lines, consumer, way, headers):
+@pytest.mark.parametrize("note", ["2:1:0", "1:0:0", "garbage", "none", "no headers"])
+def test_what_was_not_parked_is_dropped_and_no_more(lock_server, consumer, turn, way, note):
     """A header that names another task's ticket, or none, takes nobody out of line."""
-    came = message(headers=headers or {})
-    if headers is None:
-        came.headers = None
-    drop(consumer, way, came, InvalidTaskError("damaged"))
+    headers = noted(ticket=["dislock:{k}", note] if ":" in note else note)
+    headers = {"none": {}, "no headers": None}.get(note, headers)
+    drop(consumer, way, message(headers))
     assert consumer.dropped == [way]
-    assert world.store.calls == []
+    assert lock_server.locks() == ["k"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_dropped_frees_its_key(world, consumer, way):
+def test_what_is_dropped_frees_its_key(app, consumer, broker, monkeypatch, way):
     """Before its result can be seen: a message that no worker can run has ended."""
-    there = world.store.reservations
-    there.records[LOCK] = FakeRecord("ab", "waiting", "2", number=3, ends=2000.0)
-    header = noted(unique=[LOCK, "end", "ab", 3])
-    freed = []
-    consumer.dropped = SimpleNamespace(append=lambda _way: freed.append(there.of(LOCK) is None))
-    drop(consumer, way, message(headers=header), KeyError("locks"))
-    assert freed == [True]
+    task = declare(app, lock_unique_until="end", lock_key="sent")
+    task.apply_async(task_id="2")
+    seen = []
+    monkeypatch.setattr(
+        app.backend, "store_result", lambda *_, **__: seen.append(reservation(task))
+    )
+    drop(consumer, way, message({"dislock": broker.last.notes}))
+    assert set(seen) <= {None}
+    assert reservation(task) is None
 
 
 def test_servers_that_are_away_do_not_disturb_the_consumer(
-    app, world, lines, consumer, caplog, monkeypatch
+    app, lock_server, consumer, turn, caplog, monkeypatch
 ):
     """The log says what is missing, without the password that redis-py writes into its errors."""
 
@@ -177,85 +172,71 @@ def test_servers_that_are_away_do_not_disturb_the_consumer(
         raise redis.ConnectionError("Connection(username='me', password='hunter2') failed")
 
     monkeypatch.setattr(app.backend, "mark_as_failure", away)
-    world.store.away = True
-    drop(consumer, "on_invalid_task", message("plain"), InvalidTaskError("damaged"))
-    assert "Task plain[2] cannot be run, and its result does not say so: " in caplog.text
-    assert "Parked task plain[2:0:0] for lock 'k' cannot be run, and stays in line" in caplog.text
+    lock_server.away = True
+    drop(consumer, "on_invalid_task", message(turn, "plain"))
+    arrive(consumer, message(turn, "plain"))  # it takes no lock, so it needs no server
+    assert consumer.made == ["plain"]
+    for told in (
+        "Task plain[2] cannot be run, and its result does not say so: ",
+        "Parked task plain[2:0:0] for lock 'k' cannot be run, and stays in line",
+        "Task plain[2] runs without a lock, and stays in line",
+    ):
+        assert told in caplog.text
     assert "hunter2" not in caplog.text
 
 
-def arrive(consumer, message, body=None):
-    consumer.strategies[message.headers["task"]](message, body, None, None, [])
-
-
-def test_a_task_that_locks_goes_on_to_its_guard(world, lines, consumer):
-    """Parked or not: nobody is asked here."""
-    for headers in (TURN, {}):
-        arrive(consumer, message(headers=headers))
+def test_a_task_that_locks_goes_on_to_its_guard(lock_server, consumer, turn):
+    """Parked or not: nobody is asked here.  Strategies are made anew with each connection."""
+    asked = lock_server.requests
+    consumer.update_strategies()
+    for headers in (turn, {}):
+        arrive(consumer, message(headers or noted()))
     assert consumer.made == ["locks"] * 2
-    assert world.store.calls == []
+    assert lock_server.requests == asked
 
 
 @pytest.mark.parametrize(
     "body",
     [None, 5, "text", [], [1], [[], {}], [5, {}, {}], [[], 5, {}], [[], {}, 5], {"a": 1, "b": 2}],
 )
-def test_a_body_of_no_tasks_shape_makes_no_task(lines, consumer, body):
+def test_a_body_of_no_tasks_shape_makes_no_task(consumer, turn, body):
     """Celery's worker would end with it, be started again, be given it again, and so on."""
     with pytest.raises(InvalidTaskError, match="damaged"):
-        arrive(consumer, message(body=json.dumps(body)))
+        arrive(consumer, message(turn, body=json.dumps(body)))
     assert consumer.made == []
 
 
 @pytest.mark.parametrize("body", [BODY, [["a"], {}, None], {"args": [], "task": "locks"}])
-def test_a_body_of_a_tasks_shape_goes_on(lines, consumer, body):
+def test_a_body_of_a_tasks_shape_goes_on(consumer, turn, body):
     """Those of both of Celery's protocols."""
-    arrive(consumer, message(body=body))
+    arrive(consumer, message(turn, body=body))
     assert consumer.made == ["locks"]
 
 
-def test_a_task_that_takes_no_lock_leaves_its_line_and_runs(world, lines, consumer, caplog):
-    """Once: another copy of it is acknowledged unrun."""
+@pytest.mark.parametrize("locks_are_off", [False, True])
+def test_a_task_that_takes_no_lock_leaves_its_line_and_runs(
+    app, lock_server, consumer, turn_of, caplog, locks_are_off
+):
+    """Once: another copy of it is acknowledged unrun.  With --no-dislock no task takes one."""
     caplog.set_level("INFO", "celery_dislock")
-    first, second = (message("plain", delivery_tag=tag) for tag in ("one", "two"))
+    app.conf.dislock_enabled = False if locks_are_off else None
+    name = "locks" if locks_are_off else "plain"
+    turn = turn_of(name)
+    first, second = (message(turn, name, delivery_tag=tag) for tag in ("one", "two"))
     for came in (first, second):
         arrive(consumer, came)
-    assert consumer.made == ["plain"]
+    assert consumer.made == [name]
     assert (first.ended, second.ended) == ("", "acknowledged")
-    assert "Task plain[2] runs without a lock: it was parked for lock dislock:{k}" in caplog.text
-    assert "Task plain[2] acknowledged unrun: another copy" in caplog.text
+    assert f"Task {name}[2] runs without a lock: it was parked for lock" in caplog.text
+    assert f"Task {name}[2] acknowledged unrun: another copy" in caplog.text
+    assert lock_server.locks() == []
 
 
-def test_a_delivery_that_comes_again_runs(lines, consumer):
+def test_a_delivery_that_comes_again_runs(lock_server, consumer, turn):
     """Its worker has died: by its name, or where the broker says that it comes again."""
-    lines.parked.clear()  # a failover has lost its record: nothing says that it is done
+    lock_server.lose()  # a failover has lost its record: nothing says that it is done
     for tag in ("one", "one", 7):
-        again = message("plain", delivery_tag=tag)
+        again = message(turn, "plain", delivery_tag=tag)
         again.delivery_info["redelivered"] = tag == 7
         arrive(consumer, again)
     assert consumer.made == ["plain"] * 3
-
-
-def test_without_locks_every_task_takes_none(app, world, lines, consumer):
-    """--no-dislock: what was parked leaves its line, and runs."""
-    app.conf.dislock_enabled = False
-    arrive(consumer, message("locks"))
-    assert consumer.made == ["locks"]
-    assert lines.parked == {}
-
-
-def test_a_task_that_takes_no_lock_runs_while_the_lock_server_is_away(
-    world, lines, consumer, caplog
-):
-    """It takes no lock, so it needs no server; that it may run again is said."""
-    world.store.away = True
-    arrive(consumer, message("plain"))
-    assert consumer.made == ["plain"]
-    assert "Task plain[2] runs without a lock, and stays in line" in caplog.text
-
-
-def test_strategies_are_looked_at_each_time_they_are_made(lines, consumer):
-    """A consumer that connects again makes them anew, and each is asked once."""
-    consumer.update_strategies()
-    arrive(consumer, message())
-    assert consumer.made == ["locks"]

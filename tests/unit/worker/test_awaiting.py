@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from celery.concurrency.solo import TaskPool
 
@@ -48,7 +46,7 @@ def test_any_other_pool_is_refused(app, pool):
 
 def test_a_pool_that_awaits_needs_greenlet(app, monkeypatch):
     """The worker says so when it starts."""
-    monkeypatch.setitem(sys.modules, "greenlet", None)
+    monkeypatch.setattr("celery_dislock.servers.bridge.greenlet", None)
     with pytest.raises(SettingsError, match=r"pip install 'celery-dislock\[asyncio\]'"):
         check_bodies(app, Awaiting)
 

@@ -14,12 +14,11 @@ from celery_dislock.hooks import guard_tasks
 from celery_dislock.servers.store import Store
 from celery_dislock.worker.startup import about_server, about_tasks
 from celery_dislock.worker.steps import LockStep
-from tests.unit.fakes import without_strangers
 
 
 @pytest.fixture
 def app(plain_app):
-    return without_strangers(plain_app)
+    return plain_app
 
 
 def declare(app, name, **options):
@@ -81,7 +80,7 @@ def test_options_that_do_not_work_as_intended(app, options, conf, words):
 )
 def test_options_that_work(options, conf):
     """The defaults fit, as do a time limit, an early acknowledgement and another broker."""
-    app = without_strangers(Celery("shop", broker="redis://", set_as_current=False))
+    app = Celery("shop", broker="redis://", set_as_current=False)
     app.conf.update({"dislock_url": "redis://", **conf})
     declare(app, "shop.export", base=SingletonTask, **options)
     assert warnings(app) == []

@@ -13,7 +13,6 @@ from celery_dislock import Dislock, SingletonTask, StoreError
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.store import Store
 from celery_dislock.worker.steps import LockStep, SweepStep
-from tests.unit.fakes import without_strangers
 
 
 @pytest.fixture
@@ -46,7 +45,6 @@ def test_the_worker_says_where_its_locks_are(app, worker, caplog):
 
 def test_a_bad_setting_stops_a_worker_that_locks_nothing(app, worker):
     """A --dislock-url that no task uses is checked all the same; --no-dislock checks nothing."""
-    without_strangers(app)
     with pytest.raises(SystemExit, match="dislock_url='http://x': give the lock server's URL"):
         LockStep(worker, dislock_url=("http://x",))
     LockStep(worker, dislock=False)
@@ -54,7 +52,6 @@ def test_a_bad_setting_stops_a_worker_that_locks_nothing(app, worker):
 
 def test_no_dislock_says_so_loudly(app, worker, caplog):
     """An operator sees in the log that nothing locks."""
-    without_strangers(app)
     step = LockStep(worker, dislock=False)
     assert step.include_if(None)  # or Celery would not start it
     step.start(None)
@@ -131,7 +128,6 @@ def sweeps(monkeypatch):
 def test_a_worker_without_a_task_that_locks_does_not_sweep(app, worker):
     """One with tasks that do not park does: others may have left a line."""
     declare(app, "plain")
-    without_strangers(app)
     assert SweepStep(worker).include_if(worker) is False
     declare(app, "skips", base=SingletonTask, lock_key="k")
     assert SweepStep(worker).include_if(worker) is True
@@ -142,7 +138,7 @@ def test_a_worker_without_a_task_that_locks_does_not_sweep(app, worker):
 )
 def test_where_nothing_is_parked_nobody_sweeps(app, worker, conf):
     """Without locks, and with several lock servers, whatever a callable may say."""
-    without_strangers(app).conf.update(conf)
+    app.conf.update(conf)
     declare(app, "t", base=SingletonTask, lock_key="k", lock_on_conflict=lambda *_: None)
     assert SweepStep(worker).include_if(worker) is False
 
@@ -151,7 +147,7 @@ def test_where_nothing_is_parked_nobody_sweeps(app, worker, conf):
 def step(app, worker, sweeps):
     """A step that has started."""
     options = {"lock_on_conflict": "queue", "lock_watchdog_timeout": 6.0}
-    declare(without_strangers(app), "parks", base=SingletonTask, lock_key="k", **options)
+    declare(app, "parks", base=SingletonTask, lock_key="k", **options)
     step = SweepStep(worker)
     step.include_if(worker)
     step.start(worker)

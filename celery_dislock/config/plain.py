@@ -1,0 +1,105 @@
+"""The options of a lock in plain Python, each declared once.
+
+They are those of ``dislock.lock()``, ``dislock.async_lock()`` and ``celery dislock run``.  Most are
+options of a task under a shorter name; those apply to what they are not given for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+
+from celery_dislock.config.options import TaskOptions, seconds, yes_or_no
+from celery_dislock.config.settings import refuse_unknown, task_options
+from celery_dislock.exceptions import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from datetime import timedelta
+
+
+class PlainOptions(TypedDict, total=False):
+    """The options by their names; :meth:`celery_dislock.Dislock.lock` describes them."""
+
+    mode: Literal["exclusive", "shared"] | None
+    limit: int | None
+    watchdog_timeout: float | timedelta | None
+    max_renew_times: int | None
+    expire: float | timedelta | None
+    on_lost: Literal["warn", "raise"] | None
+    timeout: float | timedelta | None
+    fair: bool
+
+
+class Plain(NamedTuple):
+    """
+    The checked options of one lock.
+
+    Attributes:
+        options: Those that a task has, too.
+        timeout: Maximum seconds that a block waits; None: no limit.
+        fair: False: pass those who wait in line.
+        stated: Names of the task options that were given.
+    """
+
+    options: TaskOptions
+    timeout: float | None
+    fair: bool
+    stated: Collection[str]
+
+
+OF_TASKS = {field.name for field in fields(TaskOptions)}
+CHECKS = {"timeout": seconds(at_least=0), "fair": yes_or_no}  # of what no task has
+
+# Names by which others call an option, and what to give.
+MEANT = {
+    "wait_timeout": "give timeout",
+    "blocking_timeout": "give timeout",
+    "blocking": "give timeout=0, or call try_acquire()",
+    "ttl": "leave it out, as locks end by themselves, or give expire for a fixed expiry",
+    "lease_time": "leave it out, as leases are renewed, or give expire for a fixed expiry",
+    "auto_renewal": "leave it out, as leases are renewed, or give expire for a fixed expiry",
+    "sleep": "leave it out: a release wakes the next in line, and nobody polls",
+}
+
+
+def of_task(name: str) -> str:
+    """Return the name that an option of a lock in plain Python has as an option of a task."""
+    return name if name in OF_TASKS else f"lock_{name}"
+
+
+def plain_options(
+    owner: str, given: Mapping[str, Any], conf: Mapping[str, Any], on_lost: str = "warn"
+) -> Plain:
+    """
+    Check the options of a lock in plain Python, and resolve them against the app's settings.
+
+    Args:
+        owner: The lock, for messages.
+        given: The options by their names; None: not given.
+        conf: The app's configuration.
+        on_lost: What ``on_lost`` is if it is not given: the app's setting applies to tasks only.
+
+    Raises:
+        SettingsError: An option is unknown, or cannot be used.
+    """
+    refuse_unknown(owner, given, list(PlainOptions.__annotations__), MEANT)
+    stated = {name: value for name, value in given.items() if value is not None}
+    own: dict[str, Any] = {"timeout": None, "fair": True}
+    for name, check in CHECKS.items():
+        if name in stated:
+            try:
+                own[name] = check(stated.pop(name))
+            except ValueError as exc:
+                raise SettingsError(owner, name, given[name], str(exc)) from exc
+    declared = {of_task(name): value for name, value in stated.items()}
+    try:
+        options = task_options(owner, declared, conf)
+    except SettingsError as exc:
+        option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")
+        raise SettingsError(exc.owner, option, exc.value, exc.remedy) from exc
+    if stated.get("on_lost") == "terminate":
+        remedy = "use 'warn' or 'raise'; 'terminate' is for tasks"
+        raise SettingsError(owner, "on_lost", "terminate", remedy)
+    options = replace(options, lock_on_lost=stated.get("on_lost", on_lost))
+    return Plain(options, stated=declared.keys(), **own)

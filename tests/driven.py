@@ -1,0 +1,279 @@
+"""An app with a lock server and a broker in this process, under a clock that the test drives.
+
+The scripts are the package's, on bare Lua; see :mod:`tests.integration.lua_server`.  So is all of
+the client, from the task to the request to the server.  Nothing waits and no thread is started:
+whoever sleeps, or waits in line, lets time pass.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from functools import partial
+from itertools import count
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from celery import Celery
+from celery.backends import cache
+from greenlet import getcurrent, greenlet
+from kombu import Producer
+from kombu.exceptions import OperationalError
+from lupa.lua51 import LuaError
+from redis.exceptions import ResponseError
+
+from celery_dislock.exceptions import StoreError, UnreachableError
+from celery_dislock.locks.runtime import Process
+from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.messages.headers import notes_in
+from celery_dislock.servers.connections import store_error
+from celery_dislock.tasks.actions import Actions
+from celery_dislock.tasks.sending import Sender
+from tests.declaring import declare
+from tests.integration.lua_server import LuaServer
+from tests.unit.deliveries import arrived, deliver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import pytest
+
+    from celery_dislock.scripts import Script
+
+MICROSECOND = 1e-6  # what the clock counts in
+AT_LEAST = 0.001  # seconds by which time moves, if a watchdog has something to do
+_numbers = count(1)
+
+
+class LockServer(LuaServer):
+    """
+    The lock server of a test.
+
+    Attributes:
+        away: Answer nobody.
+        mute: Do what is asked, and let no reply arrive.
+        requests: How many there were, answered or not.
+        frozen: Ids of processes whose watchdogs stand still.
+    """
+
+    name = "redis://driven"
+
+    def __init__(self) -> None:
+        self.away = self.mute = False
+        self.requests = 0
+        self.frozen: set[int] = set()
+        self._strikes: dict[int, tuple[BaseException, bool]] = {}
+        self._watchdogs: list[tuple[int, Watchdog]] = []
+        self._timers: list[tuple[float, Callable[[], Any]]] = []
+        super().__init__()
+
+    def clock(self) -> float:
+        """Return the time of all clocks, in seconds."""
+        return int(self._lua[b"now"]()) / 1_000_000
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; the watchdogs do what is due, and what :meth:`after` was given."""
+        until = self.clock() + seconds
+        while True:
+            while self._timers and self._timers[0][0] <= self.clock():
+                self._timers.pop(0)[1]()
+            awake = [one for pid, one in self._watchdogs if pid not in self.frozen]
+            due = [wait for one in awake if (wait := one.tick()) is not None]
+            due += [when - self.clock() for when, _ in self._timers[:1]]
+            left = until - self.clock()
+            if left < MICROSECOND:
+                return
+            super().advance(min([left, *(max(wait, AT_LEAST) for wait in due)]))
+
+    def after(self, seconds: float, call: Callable[[], Any]) -> None:
+        """Call this when so much time has passed."""
+        self._timers.append((self.clock() + seconds, call))
+        self._timers.sort(key=itemgetter(0))
+
+    def stall(self, seconds: float) -> None:
+        """Let time pass while this process stands still."""
+        super().advance(seconds)
+
+    def strike(self, error: BaseException, *, after: bool = False, skip: int = 0) -> None:
+        """Raise an error at the next request but *skip*: before or after it is carried out."""
+        self._strikes[self.requests + 1 + skip] = error, after
+
+    def run(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
+        """Run a script."""
+        return self._ask(partial(super().run, script, keys, *arguments), keys)
+
+    def send(self, *command: Any) -> Any:
+        """Run a command."""
+        return self._ask(partial(super().send, *command))
+
+    def pop(self, key: str, seconds: float) -> Any:
+        """Wait for an element of a list."""
+        popped = self.send("LPOP", key)
+        if popped is None:
+            self.advance(seconds)
+            popped = self.send("LPOP", key)
+        return popped
+
+    def _ask(self, request: Callable[[], Any], keys: Sequence[str] = ()) -> Any:
+        self.requests += 1
+        if self.away:
+            raise UnreachableError(self.name, "away")
+        error, after = self._strikes.pop(self.requests, (None, False))
+        if error is not None and not after:
+            raise error
+        try:
+            reply = request()
+        except LuaError as exc:
+            raise store_error(self.name, ResponseError(str(exc)), keys) from None
+        if error is not None:
+            raise error
+        if self.mute:
+            raise StoreError(self.name, "no reply")
+        return reply
+
+    def drive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Be the lock server of all URLs, and have the time of all clocks."""
+
+        def watchdog(store: Any, **options: Any) -> Watchdog:
+            made = Watchdog(store, **{**options, "clock": self.clock, "threaded": False})
+            self._watchdogs.append((os.getpid(), made))
+            return made
+
+        sender = partial(Sender, clock=self.clock, pause=self.advance)
+        monkeypatch.setattr(Process, "watchdog_type", staticmethod(watchdog))
+        monkeypatch.setattr("celery_dislock.servers.store.server_for", lambda *_, **__: self)
+        actions = partial(Actions, clock=self.clock, pause=self.advance)
+        monkeypatch.setattr("celery_dislock.tasks.sending.Sender", sender)
+        monkeypatch.setattr("celery_dislock.tasks.handle.Actions", actions)
+        monkeypatch.setattr(time, "time", self.clock)
+        monkeypatch.setattr(time, "monotonic", self.clock)
+        monkeypatch.setattr(time, "sleep", self.advance)
+
+    def locks(self) -> list[str]:
+        """Return the keys of the locks that somebody has."""
+        return sorted(name.partition(":{")[2][:-1] for name in self.contents() if name[-1] == "}")
+
+
+def reservation(task: Any, *args: Any) -> Any:
+    """Return the reservation of the task's key, or of its keys; None if they are free."""
+    return next((one.reservation for one in task.lock_for(*args).state() if one.reservation), None)
+
+
+class Sent:
+    """
+    A message that was published.
+
+    Attributes:
+        headers: Its headers.
+        body: Its body.
+        options: What else its producer was given.
+        locks: The keys of the locks that somebody had at that time.
+    """
+
+    def __init__(self, body: Any, headers: Any, locks: list[str], options: dict[str, Any]) -> None:
+        self.headers, self.body, self.locks, self.options = headers, body, locks, options
+        self.id, self.notes = headers.get("id"), notes_in(headers)
+
+    @property
+    def delay(self) -> float:
+        """Seconds until it is due."""
+        eta = self.headers.get("eta")
+        if eta is None:
+            return 0.0
+        return (datetime.fromisoformat(eta) - datetime.now(timezone.utc)).total_seconds()
+
+
+class Broker:
+    """
+    What is published in this process.
+
+    Attributes:
+        times_away: How often it takes no message yet.
+        sent: The messages, in order.
+    """
+
+    def __init__(self, lock_server: LockServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times_away = 0
+        self.sent: list[Sent] = []
+        self._locks = lock_server.locks
+        monkeypatch.setattr(
+            Producer, "publish", lambda _, *args, **options: self.take(*args, **options)
+        )
+
+    def take(self, body: Any, *, headers: Any, **options: Any) -> None:
+        """Take a message."""
+        if self.times_away:
+            self.times_away -= 1
+            raise OperationalError
+        self.sent.append(Sent(body, headers, self._locks(), options))
+
+    @property
+    def last(self) -> Sent:
+        """The last message."""
+        return self.sent[-1]
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of the messages."""
+        return [one.id for one in self.sent]
+
+
+class Child:
+    """
+    A pool process in which a task runs until :meth:`go_on`.
+
+    Attributes:
+        request: What the main process knows of it.
+    """
+
+    pid = os.getpid() + 1
+
+    def __init__(
+        self, app: Celery, headers: Any = None, task_id: str = "1", **options: Any
+    ) -> None:
+        task = declare(app, _wait, **options)
+        self._worker = greenlet(partial(deliver, task, task_id, headers=headers))
+        self.request = arrived(task, task_id, **(headers or {}))
+        self.request.worker_pid = self.pid
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Let the task go on, unless it has ended."""
+        with patch.object(os, "getpid", lambda: self.pid):
+            if not self._worker.dead:
+                self._worker.switch()
+
+
+def _wait() -> None:
+    getcurrent().parent.switch()
+
+
+def new_app(name: str = "shop") -> Celery:
+    """Make an app whose broker and results are in this process."""
+    app = Celery(name, broker="memory://here", backend="cache+memory://", set_as_current=False)
+    cache._DUMMY_CLIENT_CACHE.clear()  # else results outlive their app
+    app.conf.dislock_url = LockServer.name
+    return app
+
+
+@contextmanager
+def held(
+    app: Celery, key: Any = "k", task_id: Any = "1", body: Any = lambda: None, **options: Any
+) -> Iterator[Any]:
+    """Let a worker run a task that holds the lock while the block runs, and then *body*."""
+
+    def stays() -> Any:
+        getcurrent().parent.switch()
+        return body()
+
+    task = declare(app, stays, name=f"shop.holder{next(_numbers)}", lock_key=key, **options)
+    worker = greenlet(partial(deliver, task, task_id))
+    ended = worker.switch()
+    assert not worker.dead, ended
+    try:
+        yield task
+    finally:
+        worker.switch()

@@ -1,0 +1,417 @@
+"""Locks of asyncio tasks: losses and cancellations; time is the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+from celery_dislock import AsyncLock, LockLostError, StoreError, scripts
+from tests.holding import name_of
+
+counted = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="asyncio counts cancellations since Python 3.11"
+)
+
+
+@pytest.fixture
+def make(driven):
+    """Make a lock of the running asyncio task."""
+    return driven.dislock.async_lock
+
+
+def on_loop(test):
+    """Run a coroutine as the test; at its end, nobody has asked to cancel it."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        async def main():
+            await test(*args, **kwargs)
+            if sys.version_info >= (3, 11):
+                assert asyncio.current_task().cancelling() == 0
+            await asyncio.sleep(0)  # where a late cancellation is raised
+            await asyncio.sleep(0)
+
+        asyncio.run(main())
+
+    return run
+
+
+async def cancelled(coroutine):
+    """Run a coroutine as a task, which must end as cancelled."""
+    task = asyncio.create_task(coroutine)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+
+
+async def forever():
+    await asyncio.get_running_loop().create_future()
+
+
+@on_loop
+async def test_a_body_whose_lock_is_lost_is_cancelled(make, driven):
+    with pytest.raises(LockLostError) as caught:
+        async with make("k"):
+            driven.lose("k")
+            await forever()
+    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+
+
+@on_loop
+async def test_a_body_may_be_told_only(make, driven):
+    """With on_lost="warn" it runs to its end, and then learns of the loss."""
+    ran = []
+    with pytest.raises(LockLostError):
+        async with make("k", on_lost="warn"):
+            driven.lose("k")
+            await asyncio.sleep(0)
+            ran.append(True)
+    assert ran
+
+
+@on_loop
+async def test_a_body_that_outlives_the_cap_is_not_cancelled(make, driven):
+    """As in a thread, its lease says so, and the block ends with the loss."""
+    with pytest.raises(LockLostError, match="its cap"):
+        async with make("k", max_renew_times=2) as lease:
+            driven.advance(49)
+            assert lease.capped
+            assert lease.held
+            driven.advance(10)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not lease.held
+
+
+@on_loop
+async def test_a_lock_that_is_lost_as_its_body_ends_says_so_and_cancels_nothing(make, driven):
+    """The event loop does not go round between the loss and the end."""
+    with pytest.raises(LockLostError):
+        async with make("k"):
+            driven.lose("k")
+
+
+@on_loop
+async def test_a_lock_that_is_gone_when_it_is_released_says_so_and_cancels_nothing(make, driven):
+    with pytest.raises(LockLostError, match="gone when it was released"):
+        async with make("k"):
+            driven.client.delete(name_of("k"))
+
+
+@on_loop
+async def test_a_lock_that_is_lost_as_it_is_entered_runs_no_body(make, driven, receive):
+    receive("lock_acquired", lambda **_: driven.lose("k"))
+    with pytest.raises(LockLostError):
+        async with make("k"):
+            pytest.fail("the body runs")
+    driven.assert_free("k")
+
+
+@on_loop
+async def test_a_body_that_hides_the_cancellation_ends_with_the_loss(make, driven):
+    with pytest.raises(LockLostError) as caught:
+        async with make("k"):
+            driven.lose("k")
+            with suppress(asyncio.CancelledError):
+                await forever()
+    assert caught.value.__cause__ is None
+
+
+@on_loop
+async def test_an_error_of_the_body_stays_and_gets_a_note(make, driven):
+    with pytest.raises(LookupError) as caught:
+        async with make("k"):
+            driven.lose("k")
+            try:
+                await forever()
+            finally:
+                raise LookupError
+    assert "lost" in caught.value.__notes__[0]
+
+
+async def spin():
+    while True:  # noqa: ASYNC110 -- it is always about to go on
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("waits", [forever, spin])
+@pytest.mark.parametrize("first", ["loss", "cancel"])
+@on_loop
+async def test_a_body_that_is_also_cancelled_from_outside_is_cancelled(make, driven, first, waits):
+    async def body():
+        async with make("k"):
+            soon = asyncio.get_running_loop().call_soon
+            if first == "cancel":
+                soon(soon, task.cancel)
+            soon(driven.lose, "k")  # which has the event loop cancel the task in its next round
+            if first == "loss":
+                soon(soon, task.cancel)
+            await waits()
+
+    task = asyncio.create_task(body())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert getattr(task, "cancelling", lambda: 1)() == 1
+
+
+@pytest.mark.parametrize("ends", ["hidden", "error", "cancelled"])
+@on_loop
+async def test_a_cancellation_during_the_release_of_a_lost_lock_is_not_hidden(make, driven, ends):
+    async def body():
+        async with make("k"):
+            driven.lose("k")
+            try:
+                await forever()
+            except asyncio.CancelledError:
+                asyncio.get_running_loop().call_soon(task.cancel)
+                if ends == "cancelled":
+                    raise
+                if ends == "error":
+                    raise LookupError from None
+
+    task = asyncio.create_task(body())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@counted
+@on_loop
+async def test_a_timeout_around_the_block_and_one_in_it_keep_to_their_own(make, driven):
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(None) as timeout, make("k"):
+            timeout.reschedule(0)
+            await forever()
+    with pytest.raises(LockLostError):
+        async with asyncio.timeout(None), make("k"), asyncio.timeout(None):
+            driven.lose("k")
+            await forever()
+    # At the same moment the outer one wins, as with two timeouts.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(None) as timeout, make("k"):
+            driven.lose("k")
+            timeout.reschedule(0)
+            await forever()
+    with pytest.raises(LockLostError):
+        async with make("k"):
+            async with asyncio.timeout(None) as timeout:
+                driven.lose("k")
+                timeout.reschedule(0)
+                await forever()
+
+
+@on_loop
+async def test_a_task_group_in_the_block_is_cancelled_with_it(make, driven):
+    if sys.version_info < (3, 11):
+        pytest.skip("task groups came with Python 3.11")
+    children = []
+    with pytest.raises(LockLostError):
+        async with make("k"), asyncio.TaskGroup() as group:
+            children.append(group.create_task(forever()))
+            driven.lose("k")
+    assert children[0].cancelled()
+
+
+@counted
+@on_loop
+async def test_of_two_blocks_that_lose_their_locks_the_outer_one_says_so(make, driven):
+    with pytest.raises(LockLostError) as caught:
+        async with make("outer"), make("inner"):
+            driven.lose(["inner", "outer"])
+            await forever()
+    assert caught.value.key == "outer"
+
+
+@on_loop
+async def test_an_inner_block_that_loses_its_lock_leaves_the_outer_one_alone(make, driven):
+    async with make("outer") as outer:
+        with pytest.raises(LockLostError) as caught:
+            async with make("inner"):
+                driven.lose("inner")
+                await forever()
+        assert caught.value.key == "inner"
+        assert outer.held
+    driven.assert_free(["outer", "inner"])
+
+
+@on_loop
+async def test_nested_blocks_of_one_lock_lose_it_together(make, driven):
+    lock, ends = make("k"), []
+    with pytest.raises(LockLostError):
+        async with lock:
+            try:
+                async with lock:
+                    driven.lose("k")
+                    await forever()
+            except LockLostError:
+                ends.append("inner")
+                raise
+    assert ends == ["inner"]
+
+
+@pytest.mark.parametrize("entering", [True, False])
+@on_loop
+async def test_an_outer_lock_that_is_lost_while_an_inner_one_is_taken_or_released(
+    make, driven, entering
+):
+    """The inner one is given back, and the outer block tells its own loss."""
+    lose = functools.partial(asyncio.get_running_loop().call_soon, driven.lose, "outer")
+    with pytest.raises(LockLostError) as caught:
+        async with make("outer"):
+            if entering:
+                lose()
+            async with make("inner"):
+                if not entering:
+                    lose()
+    assert caught.value.key == "outer"
+    driven.advance(1.1)
+    driven.assert_free("inner")
+
+
+@on_loop
+async def test_a_lock_without_a_block_is_lost_without_a_cancellation(make, driven):
+    lock = make("k")
+    await lock.acquire()
+    driven.lose("k")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    with pytest.raises(LockLostError):
+        await lock.extend()
+    with pytest.raises(LockLostError):
+        await lock.release()
+    assert lock.lease is None
+
+
+@on_loop
+async def test_nothing_is_cancelled_after_a_block_that_leaves_its_lock_held(make, driven):
+    """The lock was taken before the block, or in it, and is lost after the block."""
+    lock = make("k")
+    for before in (True, False):
+        if before:
+            await lock.acquire()
+        async with lock:
+            if not before:
+                await lock.acquire()
+        driven.lose("k")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(LockLostError):
+            await lock.release()
+
+
+@on_loop
+async def test_a_block_in_a_lock_that_was_taken_before_is_cancelled(make, driven):
+    lock = make("k")
+    await lock.acquire()
+    for _ in range(2):
+        async with lock:
+            pass
+    with pytest.raises(LockLostError):
+        async with lock:
+            driven.lose("k")
+            await forever()
+    with pytest.raises(LockLostError):
+        await lock.release()
+
+
+@on_loop
+async def test_a_body_that_releases_its_lost_lock_takes_the_cancellation_back(make, driven):
+    """Else every timeout around it would count one cancellation too many."""
+    lock = make("k")
+    with pytest.raises(LockLostError):
+        async with lock:
+            driven.lose("k")
+            try:
+                await forever()
+            finally:
+                await lock.release()
+
+
+@on_loop
+async def test_a_release_that_is_cancelled_happens_and_is_told_once(make, driven, heard):
+    lock = make("k")
+
+    async def body():
+        await lock.acquire()
+        asyncio.get_running_loop().call_soon(task.cancel)
+        await lock.release()
+
+    task = asyncio.create_task(body())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    driven.advance(0)
+    driven.assert_free("k")
+    assert [name for name, _ in heard] == ["lock_acquired", "lock_released"]
+
+
+@on_loop
+async def test_a_release_that_fails_does_not_hide_the_cancellation(make, driven):
+    async def body():
+        async with make("k"):
+            driven.fault(scripts.RELEASE, "-ERR not now")
+            asyncio.current_task().cancel()
+            await forever()
+
+    await cancelled(body())
+    driven.proxy.forget_faults()
+    driven.advance(2)
+    driven.assert_free("k")
+
+
+@on_loop
+async def test_an_acquisition_that_is_cancelled_is_given_up_at_once(make, driven):
+    """The watchdog does not wait for its usual interval."""
+
+    async def body():
+        asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
+        await make("k").acquire()
+
+    await cancelled(body())
+    driven.advance(0)
+    driven.assert_free("k")
+
+
+CLOSED = """
+import asyncio, logging, os
+from tests.integration.driven import driving
+
+logging.disable()
+
+async def body(lock, entered):
+    async with lock:
+        entered.set()
+        await asyncio.Event().wait()
+
+with driving() as driven:
+    loop, entered = asyncio.new_event_loop(), asyncio.Event()
+    task = loop.create_task(body(driven.dislock.async_lock("k"), entered))
+    loop.run_until_complete(entered.wait())
+    loop.close()
+    driven.advance(35)
+    driven.assert_free("k")
+    print("free", flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_lease_of_an_event_loop_that_was_closed_is_renewed_no_more():
+    """Its task has not ended, and never will."""
+    command = [sys.executable, "-c", CLOSED]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("free\n", "")
+
+
+@on_loop
+async def test_an_error_of_the_lock_server_is_the_caller_s(make, driven):
+    with driven.outage(), pytest.raises(StoreError):
+        await make("k").acquire()
+
+
+def test_pyright_takes_it_for_an_asynchronous_context_manager():
+    """It tells what ``async def`` returns from other coroutines, as AsyncExitStack's types do."""
+    assert inspect.iscoroutinefunction(AsyncLock.__aenter__)

@@ -1,0 +1,412 @@
+"""Blocks of locks in plain Python: who has them, how they end, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, suppress
+
+import pytest
+import trio
+
+from celery_dislock import (
+    EventLoopError,
+    LockHeldError,
+    LockKeyError,
+    LockLostError,
+    NotOwnerError,
+    SettingsError,
+    StoreError,
+    scripts,
+)
+from celery_dislock.exceptions import LockTermsError
+
+LIMIT = 30.0  # seconds
+
+
+@pytest.fixture
+def lock(driven):
+    return driven.lock()
+
+
+@pytest.fixture
+def somebody(driven):
+    """Somebody else holds the lock."""
+    with driven.hold("k"):
+        driven.proxy.commands.clear()
+        yield
+
+
+class TestHolders:
+    def test_a_thread_is_named_as_it_is_called_now(self, driven, lock):
+        """Also if the thread held a lock under another name."""
+        thread = threading.current_thread()
+        before = thread.name
+        try:
+            for name in (before, "renamed", before):
+                thread.name = name
+                with lock as lease:
+                    [holder] = lock.holders()
+                    assert lease.holder["thread"] == name
+                    assert holder.who.startswith(f"thread {name} on ")
+        finally:
+            thread.name = before
+
+    def test_two_objects_of_one_key_count_together_without_a_round_trip(self, driven):
+        """What one took the other may take again, and the lock is free after the last release."""
+        first, second = driven.lock(), driven.lock()
+        assert first.acquire()
+        assert second.acquire()
+        assert driven.asked(scripts.ACQUIRE) == 1
+        first.release()
+        assert second.lease.held
+        second.release()
+        driven.assert_free("k")
+
+    def test_a_lock_of_one_of_several_keys_is_not_the_same_lock(self, driven):
+        """Who has several keys would wait for itself."""
+        with driven.lock(["k", "other"]), pytest.raises(LockHeldError, match="this very thread"):
+            driven.lock("k").acquire()
+
+    def test_a_lease_that_was_released_directly_is_not_found_again(self, driven, lock):
+        """The next acquisition is one of its own."""
+        with lock as lease:
+            lease.release()
+            assert lock.lease is None
+            with lock as other:
+                assert other.token > lease.token
+
+    def test_a_lease_that_was_lost_is_not_taken_again_from_memory(self, driven, lock):
+        """Taking it once more asks the lease, not the count."""
+        lock.acquire()
+        driven.lose("k")
+        with pytest.raises(LockLostError):
+            lock.acquire()
+        with pytest.raises(LockLostError):
+            lock.release()
+
+    def test_what_is_not_held_is_not_released(self, driven, lock, somebody):
+        """The error says who holds the lock, and that one keeps it."""
+        for method in (lock.release, lock.extend):
+            with pytest.raises(NotOwnerError, match="somebody else"):
+                method()
+        driven.assert_locked("k")
+
+    def test_extend_renews_or_tells(self, driven, lock):
+        """A lease that the server no longer knows is lost, whatever was believed of it."""
+        lock.acquire()
+        driven.stall(10)
+        lock.extend()
+        assert lock.lease.remaining > 29
+        driven.client.delete("dislock:{k}")
+        with pytest.raises(LockLostError):
+            lock.extend()
+
+    @pytest.mark.parametrize(
+        ("has", "asked", "differs"),
+        [
+            ({}, {}, None),
+            ({}, {"mode": "shared"}, None),
+            ({"mode": "shared"}, {}, "mode='shared'"),
+            ({"limit": 2}, {"mode": "shared"}, "mode='exclusive'"),
+            ({"limit": 2}, {"limit": 3}, "limit=2"),
+            ({"watchdog_timeout": 9.0}, {"watchdog_timeout": 8.0}, "watchdog_timeout=9.0"),
+            ({"expire": 9.0}, {"watchdog_timeout": 9.0}, "expire=9.0"),
+            ({}, {"on_lost": "raise"}, "on_lost='warn'"),
+            ({"on_lost": "raise"}, {}, None),
+        ],
+    )
+    def test_a_lock_is_taken_once_more_on_no_stronger_terms(self, driven, has, asked, differs):
+        """Shared under exclusive is no more than one has; all else would change the lease."""
+        with driven.lock(**has) as lease:
+            if differs is None:
+                with driven.lock(**asked) as again:
+                    assert again is lease
+                return
+            with pytest.raises(LockTermsError) as caught:
+                driven.lock(**asked).__enter__()
+            assert differs in str(caught.value)
+            assert lease.held
+
+
+def block(lock):
+    """Stay in a block until the generator is closed."""
+    with lock:
+        yield
+
+
+def stack(lock):
+    """Stay in a stack."""
+    with ExitStack() as stack:
+        stack.enter_context(lock)
+        yield
+
+
+@pytest.mark.parametrize("stay", [block, stack])
+class TestEnds:
+    def test_what_another_thread_closes_ends_where_it_was_begun(self, driven, lock, stay):
+        """As when the garbage collector, which runs in any thread, closes a generator."""
+        generator = stay(lock)
+        next(generator)
+        closing = threading.Thread(target=generator.close)
+        closing.start()
+        closing.join()
+        driven.assert_free("k")
+        assert lock.lease is None
+
+    def test_blocks_of_one_lock_end_in_any_order(self, driven, lock, stay):
+        """The lock is free after the last of them."""
+        generators = [stay(lock) for _ in range(3)]
+        for generator in generators:
+            next(generator)
+        for generator in generators:
+            driven.assert_locked("k")
+            generator.close()
+        driven.assert_free("k")
+
+    def test_a_loss_is_told_at_the_end(self, driven, lock, stay):
+        """Who has gone on in good faith."""
+        generator = stay(lock)
+        next(generator)
+        driven.lose("k")
+        with pytest.raises(LockLostError):
+            next(generator)
+
+    def test_an_exception_of_the_body_goes_on_with_a_note(self, driven, lock, stay):
+        """A loss does not hide what the body itself ended with."""
+        generator = stay(lock)
+        next(generator)
+        driven.lose("k")
+        with pytest.raises(KeyError) as caught:
+            generator.throw(KeyError())
+        assert "no longer has it" in caught.value.__notes__[0]
+
+    def test_a_lock_that_was_not_taken_leaves_nothing(self, driven, lock, stay):
+        """The next block takes it."""
+        with driven.outage(), suppress(StoreError):
+            next(stay(lock))
+        for _ in stay(lock):
+            driven.assert_locked("k")
+        driven.assert_free("k")
+
+
+def test_a_stack_releases_a_lock_that_it_did_not_take(driven, lock):
+    lock.acquire()
+    with ExitStack() as stack:
+        stack.push(lock)
+        driven.assert_locked("k")
+    driven.assert_free("k")
+
+
+class TestRefusals:
+    def test_a_block_that_waits_in_vain_is_not_entered(self, driven, somebody):
+        """After its timeout the error says who holds the lock."""
+        with pytest.raises(LockHeldError, match="somebody else"), driven.lock(timeout=0):
+            raise AssertionError
+
+    @pytest.mark.parametrize(
+        ("blocking", "timeout"),
+        [(True, -1), (True, float("inf")), (True, float("nan")), (False, 1)],
+    )
+    def test_a_timeout_that_means_nothing_is_refused(self, driven, lock, blocking, timeout):
+        """It is an error of the caller's, and asks nobody."""
+        with pytest.raises(SettingsError, match="timeout"):
+            lock.acquire(blocking, timeout)
+        assert driven.asked(scripts.ACQUIRE) == 0
+
+    @pytest.mark.parametrize("method", ["acquire", "try_acquire"])
+    def test_only_a_block_can_be_interrupted(self, driven, method):
+        """on_lost="raise" needs to know where what it stops has its end."""
+        with pytest.raises(SettingsError, match="use one"):
+            getattr(driven.lock(on_lost="raise"), method)()
+
+    @pytest.mark.parametrize("run", [asyncio.run, lambda coroutine: trio.run(lambda: coroutine)])
+    def test_a_blocking_lock_in_a_loop_is_refused(self, driven, lock, run):
+        """All coroutines of the loop would stand still, and count as one owner."""
+
+        async def take():
+            with pytest.raises(EventLoopError, match=r"dislock\.async_lock.*to_thread"):
+                lock.try_acquire()
+            with pytest.raises(EventLoopError, match=r"dislock\.async_lock.*to_thread"):
+                async with lock:
+                    pass
+
+        run(take())
+        assert driven.asked(scripts.ACQUIRE) == 0
+        with lock:  # after it
+            pass
+
+    @pytest.mark.parametrize(
+        "key", ["", "a{b", "a:<b>", "a:%(b)s", [], ["a", ""], ["a", "<b.c>"], b"k", None, 7]
+    )
+    def test_a_key_that_cannot_be_used(self, driven, key):
+        """The error is the same as for a task."""
+        with pytest.raises(LockKeyError):
+            driven.lock(key)
+
+    @pytest.mark.parametrize(
+        ("option", "value"), [("mode", "both"), ("timeout", -1), ("fair", "no")]
+    )
+    def test_an_error_names_the_option_as_it_was_given(self, driven, option, value):
+        """Without the prefix of the task's option."""
+        with pytest.raises(SettingsError, match=f" {option}={value!r}"):
+            driven.lock(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "keys"), [("k", ("k",)), (["b", "a", "b"], ("a", "b")), (("k",), ("k",))]
+)
+def test_keys_are_taken_in_one_order(driven, key, keys):
+    """Each once, and in the order of all others."""
+    assert driven.lock(key).keys == keys
+
+
+def test_options_that_are_none_are_not_given(driven):
+    """The setting holds for those."""
+    with driven.lock(watchdog_timeout=None, mode="shared") as lease:
+        assert lease.holder["timeout"] == 30.0
+        assert driven.lock().holders()[0].mode == "shared"
+
+
+def test_an_exception_between_grant_and_return_gives_the_lock_back(driven, lock):
+    """A signal handler may raise before the caller is known to hold it: nobody could release it."""
+
+    def strike(_number, _frame):
+        raise ZeroDivisionError
+
+    before = signal.signal(signal.SIGUSR1, strike)
+    try:
+        for _ in range(3):  # in the middle of the wait for the reply
+            driven.fault(scripts.ACQUIRE, lambda: signal.raise_signal(signal.SIGUSR1), times=1)
+            with pytest.raises(ZeroDivisionError):
+                lock.acquire()
+            driven.advance(1.1)
+            driven.assert_free("k")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class TestInterruption:
+    """A block with on_lost="raise" is stopped where it is."""
+
+    @pytest.fixture
+    def lock(self, driven):
+        return driven.lock(on_lost="raise")
+
+    def test_the_main_thread_is_interrupted_inside_a_blocking_call(self, driven, lock):
+        """A signal ends the wait, and its handler raises the error, which says what and why."""
+        losing = threading.Timer(0, driven.lose, ("k",))
+        with pytest.raises(LockLostError) as caught, lock:
+            losing.start()
+            signal.sigtimedwait([], 60)
+        losing.join()
+        assert caught.value.key == "k"
+        assert "no longer has it" in caught.value.reason
+
+    def test_another_thread_is_interrupted_between_bytecodes(self, driven, lock):
+        """It spins, and gets the error."""
+        caught = []
+        ready = threading.Event()
+
+        def body():
+            try:
+                with lock:
+                    ready.set()
+                    while True:
+                        pass
+            except LockLostError as exc:
+                caught.append(exc)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        assert ready.wait(LIMIT)
+        driven.lose("k")
+        thread.join(LIMIT)
+        assert [exc.key for exc in caught] == ["k"]
+
+    @pytest.mark.parametrize("thread", ["main", "other"])
+    def test_nothing_reaches_a_thread_once_the_block_has_ended(self, driven, lock, thread):
+        """A lock that was taken before the block is lost after it."""
+        plain, went_on = driven.lock(), []
+
+        def body():
+            plain.acquire()
+            with driven.lock():
+                pass
+            with suppress(LockTermsError), lock:
+                pass
+            driven.lose("k")
+            signal.sigtimedwait([], 0)
+            went_on.append(True)
+            with pytest.raises(LockLostError):
+                plain.release()
+
+        if thread == "main":
+            body()
+        else:
+            other = threading.Thread(target=body)
+            other.start()
+            other.join(LIMIT)
+        assert went_on
+
+    def test_an_inner_block_leaves_the_outer_one_armed(self, driven, lock):
+        """The end of one does not switch off the interruption of the other."""
+        with pytest.raises(LockLostError) as caught, lock:
+            with driven.lock("inner", on_lost="raise"):
+                pass
+            driven.lose("k")
+            signal.sigtimedwait([], 60)
+        assert caught.value.key == "k"
+
+    def test_blocks_that_end_out_of_order_leave_nothing_armed(self, driven, lock):
+        """Of two generators the outer may end first: its end is not forgotten by the inner's."""
+        outer, inner = block(lock), block(driven.lock("inner", on_lost="raise"))
+        next(outer)
+        next(inner)
+        outer.close()
+        driven.lose("k")
+        inner.close()
+        signal.raise_signal(signal.SIGURG)
+
+    def test_a_body_whose_lock_is_lost_before_it_begins_does_not_begin(self, driven, lock, receive):
+        """What was lost before stops it where a loss in the body would have."""
+        receive("lock_acquired", lambda **_: driven.lose("k"))
+        ran = []
+        for lock_, runs in ((lock, False), (driven.lock(), True)):
+            with pytest.raises(LockLostError), lock_:
+                ran.append(True)
+            assert bool(ran) is runs
+
+
+TRACED = """
+import logging, sys, threading
+logging.disable()
+from celery_dislock import LockLostError
+from tests.integration.driven import driving
+
+def body():
+    try:
+        with driven.lock(on_lost="raise"):
+            driven.lose("k")
+            while True: pass
+    except LockLostError:
+        pass
+
+with driving() as driven:
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+sys.settrace(lambda *_: None)
+(lambda: None)()
+print("traced")
+"""
+
+
+def test_a_process_can_be_traced_after_a_thread_was_interrupted():
+    """Python 3.11 traced one instruction for ever: it was told of an exception that was gone."""
+    command = [sys.executable, "-c", TRACED]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("traced\n", "")

@@ -1,0 +1,216 @@
+"""What five servers say together: a majority decides, and a minority changes nothing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing, nullcontext
+
+import pytest
+import redis
+
+from celery_dislock import Dislock, LockHeldError, LockLostError, SettingsError, StoreError
+from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.servers.memory import memory_server
+from celery_dislock.servers.store import Store
+from proof.proxy import Proxy, cut, swallow_reply
+from tests.holding import name_of, wait_for
+from tests.integration.driven import ALWAYS
+
+LOCK = name_of("k")
+PATIENCE = {"socket_timeout": 1.5}  # how long a server that is silent is waited for
+
+
+class Five:
+    """Five servers inside this process, each behind a proxy."""
+
+    def __init__(self, stack):
+        self.servers = [memory_server(f"majority {number}") for number in range(5)]
+        ports = [one.server_address[1] for one in self.servers]
+        self.proxies = [stack.enter_context(Proxy(port)) for port in ports]
+        self.clients = [
+            stack.enter_context(redis.Redis.from_url(one.url, decode_responses=True))
+            for one in self.servers
+        ]
+        for client in self.clients:
+            client.flushall()
+        self.urls = [proxy.url for proxy in self.proxies]
+        self.dislock = self.open(stack)
+
+    def open(self, stack):
+        """Open what takes locks on them."""
+        return stack.enter_context(Dislock.from_url(self.urls, transport_options=PATIENCE))
+
+    def take_on(self, number, owner, seconds=30.0):
+        """Take the lock on one server alone."""
+        with closing(Store(self.servers[number].url)) as store:
+            assert store.acquire([LOCK], owner, seconds, '{"task": "t"}')
+
+    def become(self, number, state):
+        """Let a server be free, taken by an owner, away, silent or damaged."""
+        if state in {"away", "silent"}:
+            what = {"away": cut, "silent": swallow_reply}[state]
+            self.proxies[number].fault(lambda _: True, what, times=ALWAYS)
+        elif state == "damaged":
+            self.clients[number].set(LOCK, "damaged")
+        elif state == "gone":
+            self.clients[number].delete(LOCK)
+        elif state != "free":
+            owner, _, seconds = state.partition(" ")
+            self.take_on(number, owner, float(seconds or 30))
+
+    def all_become(self, states):
+        for number, state in enumerate(states):
+            self.become(number, state)
+
+    def kept(self):
+        """Return on which servers the lock has a lease."""
+        return [number for number, client in enumerate(self.clients) if client.exists(LOCK)]
+
+
+@pytest.fixture
+def five():
+    with ExitStack() as stack:
+        yield Five(stack)
+
+
+@pytest.fixture
+def lock(five):
+    return five.dislock.lock("k")
+
+
+@pytest.mark.parametrize("rest", ["free", "b/1", "away", "silent", "damaged"])
+def test_three_of_five_are_enough(five, lock, rest):
+    """A majority grants the lock, whatever the others say; the token is the largest of them."""
+    five.all_become(["free", "free", rest, "free", rest])
+    with lock as lease:
+        tokens = [
+            int(client.hget(LOCK, lease.owner).split(" ")[2])
+            for number, client in enumerate(five.clients)
+            if number not in {2, 4}
+        ]
+        assert lease.token >= max(tokens)
+        with ExitStack() as stack:
+            assert not five.open(stack).lock("k").try_acquire()
+
+
+@pytest.mark.parametrize("rest", ["b/1", "away", "silent"])
+def test_two_of_five_are_too_few_and_given_back(five, lock, rest):
+    """Less than a majority is no lock: all servers are told to release it."""
+    five.all_become(["free", "free", rest, rest, rest])
+    if rest == "b/1":
+        conflict = lock.try_acquire()
+        assert conflict.holder == {"task": "t"}
+    else:
+        with pytest.raises(StoreError, match=r"only \d of 5 servers answered"):
+            lock.try_acquire()
+    assert set(five.kept()) <= {2, 3, 4}
+
+
+def test_it_remains_until_a_majority_can_be_had(five, lock):
+    """The time that is told is the one after which enough servers are free."""
+    five.all_become(["free", "away", "b/1 9", "b/1 3", "b/1 6"])
+    assert lock.try_acquire().remaining == pytest.approx(6.0, abs=1.0)
+
+
+def test_a_split_vote_is_tried_again_and_is_a_refusal_if_it_stays(five, lock):
+    """Two that ask at once, and block each other, are not both told that the lock is held."""
+    five.all_become(["b/1", "b/1", "c/1", "c/1", "away"])
+    assert not lock.try_acquire()
+    asked = five.proxies[0].count(lambda command: LOCK.encode() in command)
+    assert asked > 3
+    five.clients[0].delete(LOCK)
+    five.clients[1].delete(LOCK)
+    five.proxies[4].forget_faults()
+    with lock as lease:
+        assert lease
+
+
+@pytest.mark.parametrize(
+    ("states", "error"),
+    [
+        (["damaged", "damaged", "damaged", "free", "away"], DamagedLockError),
+        (["damaged", "damaged", "away", "away", "away"], StoreError),
+    ],
+)
+def test_a_majority_that_is_damaged_is_no_outage(five, lock, states, error):
+    """The error names the lock if it is damaged on most that answer."""
+    five.all_become(states)
+    with pytest.raises(StoreError) as caught:
+        lock.try_acquire()
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize(
+    ("gone", "away", "extends", "releases"),
+    [
+        (0, 0, "held", "released"),
+        (2, 0, "held", "released"),
+        (3, 0, "lost", "lost"),
+        (0, 2, "held", "released"),
+        (1, 2, "unknown", "released"),  # perhaps on those that are away
+        (2, 2, "unknown", "released"),
+        (3, 2, "lost", "lost"),
+        (0, 3, "unknown", "unknown"),
+    ],
+)
+def test_what_a_majority_says_of_a_lease(five, lock, caplog, gone, away, extends, releases):
+    """A majority decides; where it cannot be known what one says, that is a StoreError."""
+    lease = lock.try_acquire()
+    five.all_become(["gone"] * gone + ["away"] * away)
+    errors = {"lost": LockLostError, "unknown": StoreError}
+    with pytest.raises(errors[extends]) if extends in errors else nullcontext():
+        lock.extend()
+    lease.release()
+    unknown = "unknown" if "could not be released" in caplog.text else "released"
+    assert ("lost" if lease.lost else unknown) == releases
+
+
+def test_holders_are_those_that_a_majority_names(five, lock):
+    """An owner that a minority has left is no holder; the time is a majority's."""
+    five.all_become(["b/1", "b/1", "free", "free", "away"])
+    assert lock.holders() == []
+    for number, seconds in enumerate([3, 9, 1]):
+        five.clients[number].delete(LOCK)
+        five.take_on(number, "a/1", seconds)
+    [holder] = lock.holders()
+    assert holder.owner == "a/1"
+    assert holder.remaining == pytest.approx(1.0, abs=1.0)
+
+
+@pytest.mark.parametrize("options", [{"mode": "shared"}, {"limit": 2}])
+def test_what_is_not_exclusive_is_refused(five, options):
+    """No lock is taken that is less than asked."""
+    with pytest.raises(SettingsError, match="exclusive locks only"):
+        five.dislock.lock("k", **options).try_acquire()
+    assert five.kept() == []
+
+
+def test_servers_that_fail_are_left_alone_for_a_while_and_told_of_once(five, lock, caplog):
+    """And asked again after the others, and told of when they answer."""
+    caplog.set_level("INFO", "celery_dislock")
+    five.all_become(["away"])
+    for _ in range(5):
+        with lock:
+            pass
+    asked = five.proxies[0].count(lambda _: True)
+    with lock:
+        pass
+    assert five.proxies[0].count(lambda _: True) - asked <= 2
+    five.proxies[0].forget_faults()
+
+    def again():
+        with lock:
+            return 0 in five.kept()
+
+    wait_for(again, "the server that is back")
+    gone, back = [line for line in caplog.messages if "Lock server" in line]
+    assert f"Lock server {five.urls[0]} failed, the others go on without it: " in gone
+    assert back == f"Lock server {five.urls[0]} answers again."
+
+
+def test_a_waiter_asks_again_soon(five):
+    """Nobody is woken, so a wait is a short pause; the wait ends at its timeout."""
+    five.all_become(["b/1 1"] * 5)
+    with pytest.raises(LockHeldError), five.dislock.lock("k", timeout=0.05):
+        pass
+    with five.dislock.lock("k", timeout=30):
+        pass

@@ -1,0 +1,265 @@
+"""How leases end, also when the server does not answer; time is the test's."""
+
+from __future__ import annotations
+
+import pytest
+from celery import Celery
+
+from celery_dislock import Dislock, LockLostError, SingletonTask, StoreError, scripts
+from proof.proxy import Proxy, cut, lose_reply, runs
+from tests.holding import name_of, wait_for
+
+
+def names(heard):
+    return [name for name, _ in heard]
+
+
+def ended(driven):
+    """Return how many releases came, those of the watchdog as well."""
+    return driven.asked(scripts.RELEASE)
+
+
+def test_a_released_lease_is_held_no_more(driven, heard):
+    """Release ends trust at once, and says so once, however often it is called; one round trip."""
+    lease = driven.take()
+    driven.proxy.commands.clear()
+    lease.release()
+    lease.release()
+    assert not lease.held
+    assert lease.remaining == 0
+    assert len(driven.proxy.commands) == 1
+    assert names(heard) == ["lock_acquired", "lock_released"]
+    with pytest.raises(LockLostError, match="released"):
+        lease.ensure_held()
+    assert driven.client.keys("dislock:{k}*") == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_release_that_was_cut_short_is_a_release(driven, heard, when):
+    """Before it was sent or after: it was released, and not lost."""
+    lease = driven.take()
+    fault = cut if when == "before" else lose_reply
+    driven.fault(scripts.RELEASE, fault, times=1)
+    lease.release()
+    lease.release()
+    driven.advance(2)
+    driven.assert_free("k")
+    assert names(heard) == ["lock_acquired", "lock_released"]
+
+
+@pytest.mark.parametrize("late", [0, 40], ids=["at once", "late"])
+def test_a_lease_that_is_gone_at_its_release_was_lost(driven, heard, late):
+    """Trusted or not: where no reply of this release was lost, somebody else has ended it."""
+    lease = driven.take()
+    if late:
+        driven.stall(late)
+    else:
+        driven.client.delete(name_of("k"))
+    lease.release()
+    assert lease.lost
+    assert names(heard) == ["lock_acquired", "lock_lost"]
+
+
+def test_a_lease_that_expires_while_its_release_is_on_its_way_was_held(driven, heard):
+    """A hub that computes, or a connection that is made anew: the body has ended before."""
+    lease = driven.take()
+    driven.fault(scripts.RELEASE, lambda: driven.stall(40), times=1)
+    lease.release()
+    assert not lease.lost
+    assert names(heard) == ["lock_acquired", "lock_released"]
+
+
+def test_a_release_touches_no_other_owner(driven):
+    """A lost lease's release leaves the new holder alone."""
+    lease = driven.take()
+    driven.stall(40)
+    with driven.beside().lock("k") as new:
+        lease.release()
+        assert [one.token for one in driven.lock().holders()] == [new.token]
+
+
+def test_a_release_that_failed_is_sent_again(driven, heard, caplog):
+    """By the watchdog: whoever held the lock may hang since; the log says how long it may last."""
+    lease = driven.take()
+    with driven.outage():
+        lease.release()
+    driven.advance(2)
+    driven.assert_free("k")
+    assert "ends by itself within 30" in caplog.text
+    assert names(heard) == ["lock_acquired", "lock_released"]
+
+
+def test_the_watchdog_sends_it_though_nothing_else_keeps_it_awake(redis_server, redis_client):
+    """It sleeps for good where there is no lease to renew, and is woken."""
+    with Proxy(redis_server.port) as proxy, Dislock.from_url(proxy.url) as dislock:
+        proxy.fault(runs(scripts.RELEASE), "-ERR not now")
+        dislock.lock("k").try_acquire().release()
+        wait_for(lambda: not redis_client.exists(name_of("k")), "the release")
+
+
+def test_what_waits_is_sent_when_locks_are_closed(driven):
+    """A program that is interrupted closes its locks soon after."""
+    dislock = Dislock.from_url(driven.url)
+    driven.fault(scripts.RELEASE, "-ERR not now", times=1)
+    dislock.lock("k").try_acquire().release()
+    dislock.close()
+    driven.assert_free("k")
+
+
+def test_what_cannot_be_released_is_not_tried_for_ever(driven):
+    """After the time of a place in line all of it has run out by itself."""
+    driven.fault(scripts.RELEASE, "-ERR not now")
+    driven.take().release()
+    driven.advance(95)
+    tried = ended(driven)
+    driven.advance(100)
+    assert ended(driven) == tried > 50
+
+
+def test_a_long_lease_is_tried_to_be_released_until_it_has_ended(driven):
+    """The main process of a worker may renew it until then."""
+    lease = driven.take(watchdog_timeout=270)
+    driven.fault(scripts.RELEASE, "-ERR not now")
+    lease.release()
+    driven.advance(180)
+    driven.proxy.forget_faults()
+    driven.advance(2)
+    driven.assert_free("k")
+
+
+def test_what_the_server_refuses_to_release_is_tried_again(driven):
+    """An error of one node, or of a full server, is no answer; the others are done with."""
+    refused, gone = driven.take("refused"), driven.take("gone")
+    driven.fault(scripts.RELEASE, "-OOM no memory", about="{refused}")
+    driven.fault(scripts.RELEASE, "-OOM no memory", about="{gone}", times=1)
+    for lease in (refused, gone):
+        lease.release()
+    driven.advance(3)
+    driven.assert_free("gone")
+    driven.assert_locked("refused")
+    driven.proxy.forget_faults()
+    tried = driven.asked(scripts.RELEASE, "{gone}")
+    driven.advance(3)
+    driven.assert_free("refused")
+    assert driven.asked(scripts.RELEASE, "{gone}") == tried == 2
+    tried = ended(driven)
+    driven.advance(100)
+    assert ended(driven) == tried
+
+
+def test_a_lock_that_is_damaged_is_not_released_for_ever(driven):
+    """It stays damaged; its own tasks say so."""
+    lease = driven.take()
+    driven.client.delete(name_of("k"))
+    driven.client.set(name_of("k"), "damaged")
+    lease.release()
+    driven.advance(3)
+    tried = ended(driven)
+    driven.advance(100)
+    assert ended(driven) == tried
+    driven.client.delete(name_of("k"))
+
+
+@pytest.fixture
+def app(driven):
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.task_default_queue = "releases"  # other tests have this broker, too
+    Dislock(app)
+    driven.use(app)
+    return app
+
+
+@pytest.fixture
+def declare(app):
+    """Declare a task with the lock, whose body does this."""
+
+    def declare(body=lambda: None, **options):
+        @app.task(base=SingletonTask, lock_key="k", name="t", shared=False, **options)
+        def task():
+            body()
+
+        return task
+
+    return declare
+
+
+def test_an_end_after_a_minimum_is_sent_again_as_it_was(driven, declare):
+    """What was to last longer lasts as long, counted from its acquisition."""
+
+    def body():
+        driven.advance(20)
+        driven.fault(scripts.RELEASE, "-ERR not now", times=1)
+
+    task = declare(body, lock_at_least_for=60)
+    task.apply(throw=True)
+    driven.advance(2)
+    [left] = driven.lock().holders()
+    assert left.expiring
+    driven.advance(37.9)
+    driven.assert_locked("k")
+    driven.advance(0.2)
+    driven.assert_free("k")
+
+
+@pytest.mark.parametrize("strategy", ["skip", "wait"])
+def test_a_lease_that_is_left_ends_a_timeout_after_its_last_renewal(
+    driven, declare, heard, strategy
+):
+    """It is marked, and nobody renews it; also one that was handed over for some seconds only."""
+    task = declare(lock_on_conflict=strategy, release_on_success=False)
+    if strategy == "wait":
+        first = driven.take()
+        task.delay()
+        with driven.waiting(driven.run_parked):
+            first.release()
+    else:
+        task.apply(throw=True)
+    renewed = driven.asked(scripts.RENEW)
+    assert True in [told["expiring"] for name, told in heard if name == "lock_released"]
+    [left] = driven.lock().holders()
+    assert left.expiring
+    driven.advance(29.9)
+    driven.assert_locked("k")
+    driven.advance(0.2)
+    driven.assert_free("k")
+    assert driven.asked(scripts.RENEW) == renewed
+
+
+def test_the_ticket_of_a_task_that_is_done_is_ended_after_any_outage(driven, declare):
+    """Nothing else ends it for days, and a copy of the task would run."""
+    task = declare(lambda: driven.fault(scripts.RELEASE, "-ERR not now"), lock_on_conflict="queue")
+    with driven.hold("k"):
+        sent = task.delay()
+        assert driven.run_parked() == 1
+    assert driven.run_parked() == 1
+    assert sent.state == "SUCCESS"
+    driven.advance(100)
+    assert driven.client.exists("dislock:{k}:running")
+    driven.proxy.forget_faults()
+    driven.advance(2)
+    assert not driven.client.exists("dislock:{k}:running")
+    assert len(driven.client.keys("dislock:{k}:done:*")) == 1
+
+
+def test_an_acquisition_that_was_not_answered_is_given_up(driven):
+    """Though the server granted it: nobody knows of that lease."""
+    driven.fault(scripts.ACQUIRE, lose_reply)
+    with pytest.raises(StoreError):
+        driven.lock().acquire()
+    driven.advance(2)
+    driven.assert_free("k")
+
+
+def test_an_error_says_what_the_conflict_knows(driven):
+    """Key, holder, what is left, and for how long it has been held."""
+    with driven.hold("k"):
+        driven.advance(720)
+        with pytest.raises(Exception, match="is held by") as caught:
+            driven.lock(timeout=0).__enter__()
+    error = caught.value
+    assert error.key == "k"
+    assert str(error).startswith("lock 'k' is held by thread somebody else on ")
+    assert ", for 12 min so far, last renewed " in str(error)
+    assert 720 <= error.held_for < 722
+    assert 0 <= error.renewed < 11
+    assert 19 < error.remaining <= 30

@@ -1,0 +1,28 @@
+"""The page for Prometheus, asked as Prometheus does."""
+
+from __future__ import annotations
+
+from typing import Any
+from wsgiref.util import setup_testing_defaults
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.leaks import SECRET
+
+
+def scrape(page: Any) -> dict[Any, float]:
+    """Return the samples, by name and the values of its labels in the labels' order of names."""
+    environ: dict[str, Any] = {}
+    setup_testing_defaults(environ)
+    statuses: list[str] = []
+    body = b"".join(page(environ, lambda status, _headers: statuses.append(status))).decode()
+    assert statuses == ["200 OK"]
+    assert SECRET not in body
+    return {
+        (
+            sample.name.removeprefix("celery_dislock_"),
+            *(value for _, value in sorted(sample.labels.items())),
+        ): sample.value
+        for family in text_string_to_metric_families(body)
+        for sample in family.samples
+    }

@@ -1,0 +1,258 @@
+"""Locks that a test makes up: their records, as the scripts write them, on a server of bare Lua."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery
+from lupa.lua51 import LuaError
+
+from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.messages.message import Message
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.server import Member
+from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
+from tests.integration.lua_server import LuaServer
+
+if TYPE_CHECKING:
+    import pytest
+
+FAR = 9 * 10**13  # Redis TIME in ms, of 14 digits: long after each test
+KEPT_MS = 30 * 86_400_000  # of what beats have sent; see _names.lua
+STATES = {"being sent": "s", "waiting": "w", "running": "r", "ended": "d"}
+RESERVED = ReservationState("id-9", "waiting", 3.0, 20.0, "5eed", 7)
+
+
+def holder(number: int = 1, **changes: Any) -> Holder:
+    """Make a lease of shop.export; who it is in words follows from the rest."""
+    known = {
+        "owner": f"id-{number}@celery@w1:7/ab.{number}",
+        "token": number,
+        "mode": "exclusive",
+        "held": 60.0 + number,
+        "acquired_at": 1.8e9,
+        "remaining": 29.0,
+        "renewed": 1.0,
+        "expiring": False,
+        "turn": False,
+        "who": "",
+        "task": "shop.export",
+        "id": f"id-{number}",
+        "worker": "celery@w1",
+        "pid": 7,
+        "host": "w1",
+        "thread": None,
+    }
+    return Holder(**{**known, **changes})
+
+
+def place(number: int = 1, **changes: Any) -> Waiter:
+    """Make a place of a parked shop.pay."""
+    known = {
+        "place": number,
+        "waiting": 5.0,
+        "mode": "exclusive",
+        "parked": True,
+        "ticket": f"parked-{number}:0:0",
+        "turns": 0,
+        "who": "",
+        "task": "shop.pay",
+        "id": f"parked-{number}",
+        "args": "('4111-1111',) {}",
+        "exchange": "",
+        "routing_key": "celery",
+    }
+    return Waiter(**{**known, **changes})
+
+
+def lock(key: str = "k", **changes: Any) -> LockState:
+    """Make a lock that nobody holds."""
+    known: dict[str, Any] = dict.fromkeys(LockState._fields)
+    known |= dict.fromkeys(("holders", "line", "turns"), ())
+    known |= {"waiting": 0, "aside": 0, "limit_note": "", "limit_differs": 0}
+    return LockState(**{**known, "key": key, "name": f"dislock:{{{key}}}", **changes})
+
+
+class Staged(LuaServer):
+    """
+    A lock server with the locks that a test makes up.
+
+    Attributes:
+        error: Raised in place of each answer.
+        info: What it tells of itself.
+        home: Broker of the parked tasks.
+        scans: How often the names of all keys were read.
+        looks: Names of the locks that were looked at one by one.
+    """
+
+    name = "redis://locks.example.com:6379/0"
+    min_replicas = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+        self.info: dict[str, Any] = {"redis_version": "8.0.0", "role": "master"}
+        self.home = "here"
+        self.scans = 0
+        self.looks: list[str] = []
+        self._known: set[str] = set()
+
+    @property
+    def overview(self) -> Overview:
+        """What reads it."""
+        return Overview(self, "dislock")
+
+    # Errors, as a real one answers them.
+
+    def run(self, script: Any, keys: Any, *arguments: Any) -> Any:
+        """Run a script; a record that it cannot read is an error."""
+        self.looks += keys
+        return self._run_on(keys[0], script, *arguments)
+
+    def run_many(self, script: Any, calls: Any, *, within: float) -> list[Any]:
+        """Run a script many times."""
+        replies: list[Any] = []
+        for key, *arguments in calls:
+            try:
+                replies.append(self._run_on(str(key), script, *arguments))
+            except DamagedLockError as exc:
+                replies.append(exc)
+        return replies
+
+    def _run_on(self, key: str, script: Any, *arguments: Any) -> Any:
+        self._answer()
+        try:
+            return super().run(script, [key], *arguments)
+        except LuaError as exc:
+            raise DamagedLockError(self.name, "wrong type", key) from exc
+
+    def send(self, *command: Any) -> Any:
+        """Run a command."""
+        name = command[0].decode() if isinstance(command[0], bytes) else command[0]
+        self._answer()
+        if name == "SCAN":
+            self.scans += 1  # in one step
+            pattern = str(command[3])
+            return [b"0", [one.encode() for one in self.names() if fnmatchcase(one, pattern)]]
+        if name == "INFO":
+            return "\n".join(f"{field}:{value}" for field, value in self.info.items()).encode()
+        return super().send(name, *command[1:])
+
+    def _answer(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def members(self) -> list[Member]:
+        """Return itself."""
+        return [Member(self.name, self.send, None)]  # type: ignore[arg-type]
+
+    def senders(self) -> list[Any]:
+        """Return what sends it a command."""
+        return [self.send]
+
+    def watchers(self) -> list[tuple[str, str]]:
+        """Return none."""
+        return []
+
+    # Records.
+
+    def put(self, *states: LockState) -> None:
+        """Write the records of these locks, in place of what there is of them."""
+        for state in states:
+            if state.name in self._known:
+                self.take_away(state)
+            self._known.add(state.name)
+            for one in state.holders:
+                self._lease(state.name, one)
+            line = list(state.line)
+            line += [
+                place(nth, parked=False, task="t", id=str(nth), ticket="", waiting=0.0)
+                for nth in range(len(line) + 1, (state.waiting or 0) + 1)
+            ]
+            for nth, waiter in enumerate(line):
+                self._place(state.name, nth, waiter)
+            for waiter in state.turns:
+                super().send("ZADD", f"{state.name}:handed", self.now_ms + 20_000, waiter.ticket)
+                self._ticket(state.name, waiter)
+            for nth in range(state.aside):
+                super().send("HSET", f"{state.name}:aside", f"aside-{nth}:0:0", "?")
+            self._beside(state)
+
+    def take_away(self, state: LockState) -> None:
+        """Delete all records of a lock."""
+        ends = ("", "line", "places", "tickets", "handed", "aside", "unique", "limit", "beat")
+        super().send("DEL", *(f"{state.name}:{end}".rstrip(":") for end in ends))
+
+    def damage(self, key: str) -> None:
+        """Write something else over the leases of a lock."""
+        super().send("SET", f"dislock:{{{key}}}", "?")
+
+    def _since(self, seconds: float) -> int:
+        return self.now_ms - round(seconds * 1000)
+
+    def _lease(self, name: str, one: Holder) -> None:
+        about = {field: getattr(one, field) for field in ("task", "id", "worker", "pid", "host")}
+        about |= {"thread": one.thread, "parked": one.turn or None}
+        about["timeout"] = None if one.renewed is None else one.renewed + one.remaining
+        written = json.dumps({field: value for field, value in about.items() if value is not None})
+        ends, mode = self._since(-one.remaining), one.mode[0].replace("e", "x")
+        record = f"1 {ends} {one.token} {self._since(one.held)} {mode} {written}"
+        super().send("HSET", name, f"{'~' * one.expiring}{one.owner}", record)
+
+    def _place(self, name: str, nth: int, one: Waiter) -> None:
+        member = f"{one.ticket}#" if one.parked else f"waiter-{nth:09}"
+        joined = self._since(one.waiting) * 1000 + nth
+        super().send("ZADD", f"{name}:line", joined, member)
+        if one.parked:
+            self._ticket(name, one)
+            return
+        about = {"thread": one.thread} if one.thread else {"task": one.task, "id": one.id}
+        about |= {"worker": "web", "pid": 3}
+        record = f"1 {FAR} 30000 {one.mode[0].replace('e', 'x')} 1 {json.dumps(about)}"
+        super().send("HSET", f"{name}:places", member, record)
+
+    def _ticket(self, name: str, one: Waiter) -> None:
+        headers = {"task": one.task, "id": one.id, "argsrepr": one.args, "dislock": {"v": 1}}
+        to = str(one.exchange), str(one.routing_key)
+        message = Message(*to, headers, "application/json", "utf-8", {}, True, b"[[], {}, {}]")
+        joined, mode = self._since(one.waiting) * 1000, one.mode[0].replace("e", "x")
+        home = (one.broker or self.home).encode()
+        record = (
+            f"1 {joined} {one.turns} 60000 {mode} 1 ".encode() + home + b" " + message.to_bytes()
+        )
+        super().send("HSET", f"{name}:tickets", one.ticket, record)
+
+    def _beside(self, state: LockState) -> None:
+        if (kept := state.reservation) is not None:
+            since, ends = self._since(kept.since), self._since(-kept.remaining)
+            record = f"2 {STATES[kept.state]} {since} {since} {kept.id} {ends} nonce {kept.number}"
+            record += f" 1 {kept.mark} {kept.number} {kept.number} 0 {ends} -"
+            super().send("SET", f"{state.name}:unique", record)
+        if state.limit is not None:
+            since = self._since(state.limit_age or 0.0)
+            since = since if state.limit_since is None else round(state.limit_since * 1000)
+            record = f"1 {state.limit} {since} {state.limit_note}"
+            super().send("SET", f"{state.name}:limit", record)
+            if state.limit_remaining is not None:
+                ttl = round(state.limit_remaining * 1000)
+                super().send("PEXPIRE", f"{state.name}:limit", ttl)
+        if state.ticked is not None:
+            super().send("HSET", f"{state.name}:beat", "hourly", "1 1 1 -")
+            ttl = KEPT_MS - round(state.ticked * 1000)
+            super().send("PEXPIRE", f"{state.name}:beat", ttl)
+
+
+def reach(patch: pytest.MonkeyPatch, server: LuaServer) -> None:
+    """Let each lock server that a process makes from now on be this one."""
+    patch.setattr("celery_dislock.servers.store.server_for", lambda *_, **__: server)
+
+
+def make_app(server: Staged) -> Celery:
+    """Make an app whose locks are there while :func:`reach` holds; its broker is in memory."""
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.dislock_url = server.name
+    server.home = runtime_of(app).process.store.home
+    return app

@@ -1,0 +1,39 @@
+"""An app whose locks are on a server of bare Lua, which has what a test puts there."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock.parking.process import runtime_of
+from tests.commands import Dislock
+from tests.staged import Staged, make_app, reach
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = Staged()
+    reach(monkeypatch, server)
+    return server
+
+
+@pytest.fixture
+def app(server):
+    app = make_app(server)
+    yield app
+    runtime_of(app).close()
+
+
+@pytest.fixture
+def dislock(app):
+    return Dislock(app)
+
+
+@pytest.fixture
+def enlist(app):
+    """Let commands find the lines of these keys."""
+
+    def enlist(*keys):
+        for key in keys:
+            runtime_of(app).process.lines.enlist(f"dislock:{{{key}}}")
+
+    return enlist

@@ -1,0 +1,244 @@
+"""``ls``, ``show``, ``line`` and ``top``: who holds what, in words and as JSON."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from celery_dislock import SingletonTask
+from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import reserved_lock
+from celery_dislock.operating.cli import dislock as group
+from celery_dislock.operating.cli.table import width_of
+from tests.commands import AWAY, FOUND
+from tests.staged import RESERVED, holder, lock, place
+
+TEXTS = Path(__file__).parent / "texts"
+OF_BEAT = {"task": None, "id": None, "thread": "beat"}
+HELD = 750.0  # seconds
+
+
+def rows(answer):
+    """Return the keys of a table, in order."""
+    return [row.split()[0] for row in answer.stdout.splitlines()[1:]]
+
+
+@pytest.fixture
+def all_of_it(server):
+    """A lock of which everything is known that there is, and others."""
+    of_turn = {"task": None, "worker": None, "pid": None, "host": None, "renewed": None}
+    holders = [
+        holder(1, held=HELD),
+        holder(2, mode="shared", renewed=None),
+        holder(3, expiring=True, renewed=None),
+        holder(4, turn=True, **of_turn),
+        holder(5, thread="MainThread", task=None, id=None),
+        holder(6, renewed=25.0, remaining=5.0),
+    ]
+    limit = {"limit": 0, "limit_age": 7200.0, "limit_note": "by ann: deploy"}
+    server.put(
+        lock(
+            "all",
+            holders=holders,
+            waiting=3,
+            line=[place(1), place(2, parked=False, ticket="", task=None, thread="main")],
+            turns=[place(0, turns=2)],
+            aside=2,
+            reservation=RESERVED,
+            limit_remaining=60.0,
+            **limit,
+        ),
+        lock("kept", limit=3, reservation=RESERVED._replace(state="ended")),
+        lock(
+            "beat",
+            holders=[holder(**OF_BEAT)],
+            ticked=90.0,
+            waiting=1,
+            line=[place(parked=False, ticket="", **OF_BEAT)],
+        ),
+        lock("led by nobody", ticked=90.0),
+    )
+
+
+@pytest.mark.parametrize("words", ["show all", "show kept", "show beat", "ls", "line all"])
+def test_all_that_is_known_is_told(dislock, all_of_it, words):
+    """As it stands in a file beside this one: each kind of lease, line, limit and reservation."""
+    answer = dislock(*words.split())
+    assert answer.exit_code == 0
+    assert answer.stdout == (TEXTS / f"{words.replace(' ', '-')}.txt").read_text("utf-8")
+    assert answer.stderr == ""
+
+
+def test_what_nobody_leads_or_holds_is_told(dislock, all_of_it):
+    """A beat's lock as such; a key that nobody knows is a finding, also if it is misspelt."""
+    assert "  led by nobody\n  last tick 90 s ago\n" in dislock("show", "led by nobody").stdout
+    answer = dislock("show", "nothing")
+    assert (answer.exit_code, answer.stdout) == (FOUND, "lock nothing\n  held by nobody\n")
+
+
+def test_what_is_in_trouble_comes_first_and_says_so(dislock, server):
+    """The worst on top, then by key, with since when; as JSON by name, as `show` has it, too."""
+    server.put(
+        lock("a", holders=[holder()]),
+        lock("b", limit=0, limit_age=7200.0, waiting=2),
+        lock("c", aside=1),
+        lock("d", waiting=2, line=[place(parked=False, ticket="", waiting=9.0)]),
+        lock("e", holders=[holder(), holder(2, renewed=25.0, remaining=5.0)], aside=1),
+        lock("gone"),
+    )
+    server.damage("f")
+    answer = dislock("ls")
+    assert rows(answer) == list("fedcba")
+    troubles = [row[5:28].strip() for row in answer.stdout.splitlines()[1:]]
+    assert troubles == [
+        *(
+            "damaged",
+            "overdue 25 s, set aside",
+            "stuck 9.0 s",
+            "set aside",
+            "paused 2 h 00 min",
+            "-",
+        )
+    ]
+    told = dislock.json("ls")
+    assert [one.get("troubles") for one in told[1:3]] == [["overdue", "set aside"], ["stuck"]]
+    assert dislock.json("show", "e")["troubles"] == told[1]["troubles"]
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ([], ["a", "b"]),
+        (["a*"], ["a"]),
+        (["--held-for", f"{HELD:g}"], ["a"]),
+        (["--held-for", "1h"], []),
+        (["--task", "shop.mail"], ["b"]),
+        (["--task", "shop.*"], ["a", "b"]),
+        (["--worker", "celery@w2"], ["b"]),
+    ],
+)
+def test_locks_are_chosen(dislock, server, options, keys):
+    """By key, by how long they are held, by which task, and where."""
+    server.put(
+        lock("a", holders=[holder(held=HELD)]),
+        lock("b", holders=[holder(held=HELD - 1, task="shop.mail", worker="celery@w2")]),
+    )
+    answer = dislock("ls", *options)
+    assert rows(answer) == keys
+    assert answer.stderr == ("" if keys else "No lock matches.\n")
+
+
+def test_keys_that_are_reserved_together(dislock, server):
+    """A task with several keys reserves all of them under one name, which is shown, too."""
+
+    @dislock.app.task(base=SingletonTask, name="shop.move", lock_key=["a", "b"], shared=False)
+    def move(): ...
+
+    assert dislock("show", "--task", "shop.move").exit_code == FOUND
+    name = reserved_lock(["dislock:{a}", "dislock:{b}"])
+    server.put(lock("a and others", name=name, reservation=RESERVED))
+    answer = dislock("show", "--task", "shop.move")
+    assert answer.exit_code == 0
+    assert "lock a and others\n  held by nobody\n  reserved 3.0 s ago" in answer.stdout
+    told = dislock.json("show", "--task", "shop.move")
+    assert [one["key"] for one in told] == ["a", "b", "a and others"]
+
+
+def test_a_line_is_read_in_pages(dislock, server):
+    """Places are counted from 1 on the command line; nobody in line is a finding."""
+    line = [place(number, args="x" * 99) for number in (1, 2, 3)]
+    server.put(lock(waiting=9, line=[*line, place(4, parked=False, ticket="")]))
+    answer = dislock("line", "k", "--first", "3", "--most", "2")
+    assert rows(answer) == ["3", "4"]
+    assert answer.stderr == "9 in line; go on with --first 5\n"
+    assert dislock("line", "other").exit_code == FOUND
+    assert dislock.json("line", "other") == {"key": "other", "waiting": 0, "turns": [], "line": []}
+
+
+HOSTILE = "[red]x[/red]\x1b[31m\n"
+KEYS = ["k" * 160, "\u4e2d\u6587" * 25, "\U0001f512" * 30, HOSTILE * 9, "[b]\x1b[m\n", "export:7"]
+
+
+@pytest.mark.parametrize("asked", [["ls"], ["line", "export:7"], ["top"]])
+def test_a_row_is_a_line_of_80_columns_of_text(dislock, server, asked):
+    """Whatever is in the keys and names of strangers; rich gets no markup of theirs."""
+    task_id = "9b1d0c5e-77aa-4c3e-9d2b-0123456789ab"
+    who = {"id": task_id, "task": "[link=x]t[/link]", "worker": "celery@worker-1.example.com"}
+    parked = place(task=HOSTILE * 20, args="\u4e2d" * 90, routing_key=HOSTILE)
+    server.put(*(lock(key, holders=[holder(**who)], line=[parked], waiting=1) for key in KEYS))
+    printed = dislock(*asked).stdout
+    lines = printed.splitlines()
+    head = next(nth for nth, line in enumerate(lines) if line.startswith(("KEY ", "PLACE ")))
+    assert len(lines) - head - 1 == (1 if asked[0] == "line" else len(KEYS))
+    assert max(map(width_of, lines)) <= 80
+    assert all(line.isprintable() for line in lines)
+    assert task_id not in printed
+    if asked[0] != "line":
+        assert "[b]\\x1b[m\\n " in printed
+        assert "[link=x]t[/link]" in printed
+    assert task_id in dislock("show", "export:7").stdout
+    assert dislock.json("ls")[0]["holders"][0]["id"] == task_id
+
+
+def test_top_has_trouble_first_then_the_longest_lines_then_the_longest_held(dislock, server):
+    """What does not fit is left out; a narrow terminal has the key and the time."""
+    server.put(*(lock(f"k{n}", holders=[holder(held=float(n))]) for n in range(300)))
+    server.put(lock("line", holders=[holder()], waiting=3), lock("paused", limit=0))
+    server.put(lock("long:" + "7" * 70, holders=[holder(held=1000.0)]))
+    lines = dislock("top", env={"COLUMNS": "60"}).stdout.splitlines()
+    assert len(lines) == 40
+    assert [line.split()[0] for line in lines[4:9]] == [
+        "paused",
+        "line",
+        "long:7..77",
+        "k299",
+        "k298",
+    ]
+    assert "16 min" in lines[6]
+    assert max(map(len, lines)) <= 60
+
+
+def test_without_rich_the_error_names_the_extra(dislock, monkeypatch):
+    """It is no dependency of workers."""
+    for name in ("rich.console", "rich.live"):
+        monkeypatch.setitem(sys.modules, name, None)
+    answer = dislock("top")
+    assert answer.exit_code == FOUND
+    assert 'pip install "celery-dislock[cli]"' in answer.output
+
+
+def test_errors_have_their_exit_codes(dislock, server):
+    """A server that is away is no finding, and a damaged lock is one."""
+    server.damage("k")
+    answer = dislock("show", "k")
+    assert answer.exit_code == FOUND
+    assert "cannot be used: wrong type" in answer.stderr
+    for command in ("ls", "show k", "line k", "top", "free k", "pause k", "drop id"):
+        server.error = StoreError("redis://fake", "away")
+        answer = dislock(*command.split())
+        assert (answer.exit_code, answer.stderr) == (
+            AWAY,
+            "Error: lock server redis://fake: away\n",
+        )
+
+
+def test_an_encoding_without_a_key_s_characters_ends_no_command(dislock, server):
+    """They are written as Python writes them."""
+    server.put(lock("\u4e2d", holders=[holder()]))
+    answer = dislock("ls", charset="latin-1")
+    assert answer.exit_code == 0
+    assert "\\u4e2d" in answer.stdout
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_help_of_no_command_is_cut(dislock, width):
+    """Each command is described by a whole sentence, which is a line of 80 columns."""
+    words = " ".join(dislock("--help", terminal_width=width).stdout.split())
+    assert "..." not in words.partition("Commands:")[2]
+    for name, command in group.commands.items():
+        short = command.get_short_help_str()
+        assert short.endswith("."), name
+        assert f"{name} {' '.join(short.split())}" in words
+        assert len(short) <= 80 - len("  put-back  "), name

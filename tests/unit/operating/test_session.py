@@ -1,0 +1,118 @@
+"""Which lock a command is about, and which app's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from celery_dislock import Dislock, SettingsError, SingletonTask
+from celery_dislock.operating.locks import AppLocks
+from celery_dislock.parking.process import runtime_of
+from tests.commands import USAGE
+
+
+def test_an_app_without_a_lock_server_is_told_what_to_give(dislock):
+    """The error names the two ways."""
+    dislock.app.conf.dislock_url = None
+    runtime_of(dislock.app).close()
+    answer = dislock("drop", "t", "--yes")
+    assert answer.exit_code == USAGE
+    assert "Name the app" in answer.stderr
+    assert "--dislock-url" in answer.stderr
+
+
+def test_locks_inside_another_process_are_out_of_reach(dislock):
+    """An empty list would be a lie."""
+    dislock.app.conf.dislock_url = "memory://"
+    answer = dislock("ls")
+    assert answer.exit_code == USAGE
+    assert "inside the process that uses them" in answer.stderr
+
+
+def test_a_server_that_is_given_takes_the_place_of_the_apps(dislock):
+    """One, or several of which a majority decides."""
+    for urls in (["redis://a"], ["redis://a", "redis://b", "redis://c"]):
+        dislock(*(part for url in urls for part in ("--dislock-url", url)), "show", "k")
+        assert dislock.app.conf.dislock_url == (urls[0] if len(urls) == 1 else urls)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("show", "line", "free --yes", "pause", "resume", "put-back", "drop id --key"),
+        *("limit {} 3", "run {} -- true"),
+    ],
+)
+@pytest.mark.parametrize("key", ["export:<corp_id>", "export:%s", "export:{corp_id}"])
+def test_the_template_of_a_task_is_no_key(dislock, asked, key):
+    """It would be another lock, which nobody holds."""
+    words = [key if word == "{}" else word for word in asked.split()]
+    answer = dislock(*words, *([] if key in words else [key]))
+    assert answer.exit_code == USAGE
+    assert f"lock_key {key!r}: " in answer.stderr
+
+
+@pytest.fixture
+def tasks(dislock):
+    app = dislock.app
+
+    @app.task(base=SingletonTask, name="shop.export", lock_key="export:<corp>", shared=False)
+    def export(corp): ...
+
+    @app.task(name="shop.move", lock_key=["to:<b>", "from:<a>"], shared=False)
+    def move(a, b): ...
+
+    @app.task(base=SingletonTask, name="shop.open", lock_key=False, shared=False)
+    def opened(): ...
+
+
+@pytest.mark.parametrize(
+    ("args", "keys"),
+    [
+        (["export:7"], ["export:7"]),
+        (["--task", "shop.export", "--args", "[7]"], ["export:7"]),
+        (["--task", "shop.export", "--kwargs", '{"corp": 7}'], ["export:7"]),
+        (["--task", "shop.move", "--args", "[1, 2]"], ["from:1", "to:2"]),
+    ],
+)
+def test_a_key_or_a_task_names_locks(dislock, tasks, args, keys):
+    """The key as people write it; or what the task computes, in the order in which it locks."""
+    told = dislock.json("show", *args)
+    assert [one["key"] for one in (told if len(keys) > 1 else [told])] == keys
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "Give KEY, or --task"),
+        (["k", "--task", "shop.export"], "Give KEY, or --task"),
+        (["k", "--kwargs", "{}"], "are the arguments of --task"),
+        (["--task", "shop.expor"], "Did you mean 'shop.export'?"),
+        (["--task", "x"], "Does -A name the right app?"),
+        (["--task", "shop.open"], "takes no lock"),
+        (["--task", "shop.export"], "corp"),
+        (["--task", "shop.export", "--args", "{}"], "--args must be a list"),
+        (["--task", "shop.export", "--kwargs", "[]"], "--kwargs must be an object"),
+        (["--task", "shop.export", "--args", "["], "--args is no JSON"),
+        (["--task", "shop.export", "--args", "[" * 100_000], "--args is no JSON"),
+        (["{k}"], "which no key may"),
+        ([""], "the key is empty"),
+    ],
+)
+def test_what_names_no_lock_is_wrong_usage(dislock, tasks, server, args, words):
+    """The message says what is missing; nothing is asked of the server."""
+    answer = dislock("show", *args)
+    assert answer.exit_code == USAGE
+    assert words in answer.stderr
+    assert server.looks == []
+
+
+def test_it_takes_an_app_or_its_dislock(app):
+    """Actions need the app: a lock server alone cannot store a parked task's result."""
+    for given in (app, Dislock(app)):
+        assert AppLocks(given).actions.limit("dislock:{k}", None) is None
+    with pytest.raises(SettingsError, match="Celery app"):
+        _ = AppLocks(SimpleNamespace(runtime=runtime_of(app))).actions
+    with pytest.raises(SettingsError, match="Celery app"):
+        AppLocks("redis://")
