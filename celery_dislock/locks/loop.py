@@ -3,8 +3,8 @@
 A step takes one round trip at most.  The thread never dies: it logs and counts an unexpected
 exception, and goes on.
 
-It *beats* before and after everything that takes time.  So it notices that it did not run when it
-should have: the process was stopped, or a body held the GIL.
+It *beats* before each step, round trip and sleep, with the time that it may take.  So it notices
+that it did not run when it should have: the process was stopped, or a body held the GIL.
 
 Under gevent and eventlet, ``threading`` makes greenlets, and all of them stop while one computes
 without yielding.  The watchdog must go on then, so it is a thread of the operating system, made
@@ -168,7 +168,7 @@ class Loop:
 
     def ask(self, doing: str, within: float, request: Callable[[], Any], count: int = 1) -> Any:
         """
-        Make a round trip between two beats.
+        Make a round trip after a beat.
 
         Args:
             doing: What the request does, for the log.
@@ -187,8 +187,6 @@ class Loop:
         except SURVIVED as exc:
             self._survive(doing, exc)
             error = StoreError("?", repr(exc))
-        finally:
-            self.beat()
         return [error] * count
 
     def report(self, call: Callable[..., object], *args: object) -> None:

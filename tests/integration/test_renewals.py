@@ -9,6 +9,7 @@ import pytest
 from billiard import current_process
 
 from celery_dislock import LockLostError, StoreError, scripts
+from celery_dislock.servers.store import Store
 from proof.proxy import cut
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 from tests.integration.driven import driving
@@ -228,6 +229,49 @@ def test_when_a_lease_was_acquired_is_unix_time(driven):
         assert before <= lease.acquired_at <= driven.now
         driven.advance(20)
         assert 20 <= lease.held_for < 21
+
+
+@pytest.mark.parametrize("where", ["in a round trip", "elsewhere"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_an_unexpected_error_ends_no_lease(redis_url, monkeypatch, caplog, where, error):
+    """It is logged, and the step is done again."""
+    raised = []
+
+    def fails(*_args, **_within):
+        raised.append(error)
+        raise error
+
+    with Holding(redis_url) as holding:
+        lease = holding.take("k", 3.0)
+        with monkeypatch.context() as patch:
+            if where == "elsewhere":
+                patch.setattr(lease, "caller_ended", fails)
+            else:
+                patch.setattr(Store, "renew", fails)
+            wait_for(lambda: len(raised) > 1, "another try")
+        holding.wait_renewed(lease, 2)
+    assert "the watchdog goes on" in caplog.text
+    # What a round trip raises is an outage, which delays no other lease.
+    assert ("Cannot renew" in caplog.text) is (where == "in a round trip")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_next_lease_starts_the_thread_again(redis_url, receive):
+    """If what a receiver raises has ended the thread, all leases are renewed from then on."""
+    ended = []
+
+    def end(**_):
+        if not ended:
+            ended.append(threading.current_thread())
+            raise KeyboardInterrupt
+
+    receive("lock_renewed", end)
+    with Holding(redis_url) as holding:
+        first = holding.take("first", 3.0)
+        wait_for(lambda: ended and not ended[0].is_alive(), "the end of the thread")
+        second = holding.take("second", 60.0)
+        holding.wait_renewed(first, 2)
+        assert second.held
 
 
 class TestStalls:
