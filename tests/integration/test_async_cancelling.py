@@ -523,7 +523,7 @@ def test_a_loop_that_is_blocked_for_three_timeouts_keeps_its_locks(redis_url):
 
     async def main():
         async with Dislock.from_url(redis_url, watchdog_timeout=timeout) as dislock:
-            locks = [dislock.async_lock(f"k{number}") for number in range(1000)]
+            locks = [dislock.async_lock(f"k{number}") for number in range(300)]
             await locks[0].acquire()
             threads = threading.active_count()
             for lock in locks[1:]:

@@ -93,6 +93,18 @@ def test_a_lease_not_renewed_in_time_is_lost_at_its_deadline(driven, heard):
     assert names(heard) == ["lock_lost"]
 
 
+def test_a_lease_that_the_server_no_longer_has_is_told_of_once(driven, heard, caplog):
+    """At its next renewal, which is the last."""
+    with pytest.raises(LockLostError, match="no longer has it"), driven.lock() as lease:
+        driven.client.delete(name_of("k"))
+        driven.advance(11)
+        assert lease.lost
+        driven.advance(60)
+    assert driven.asked(scripts.RENEW) == 1
+    assert names(heard) == ["lock_lost"]
+    assert caplog.text.count("is lost: the server no longer has it") == 1
+
+
 @pytest.mark.parametrize("script", [scripts.ACQUIRE, scripts.RENEW], ids=["acquired", "renewed"])
 def test_a_slow_answer_shortens_trust(driven, script):
     """Trust counts from when the request was sent, however late the answer."""
