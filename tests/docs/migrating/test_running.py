@@ -1,4 +1,4 @@
-"""What docs/migrating.md says of running and of beats: the other library's way, and ours."""
+"""What docs/migrating.md says of running and of beats: with the other library, and with ours."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ def app(server):
     app = make_app(server)
     yield app
     runtime_of(app).close()
+    app.close()
 
 
 @pytest.fixture

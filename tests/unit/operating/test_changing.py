@@ -103,6 +103,7 @@ def test_any_other_answer_changes_nothing(dislock, server, enlist, caplog, comma
     [
         ("free k", {"holders": [holder()]}, {"holders": [holder(token=2)]}),
         ("free k", {"reservation": RESERVED}, {"reservation": RESERVED._replace(number=8)}),
+        ("free k", {"reservation": RESERVED}, {"reservation": RESERVED._replace(mark="other")}),
         ("drop parked-1", {"waiting": 1, "line": [place()]}, {}),
     ],
 )

@@ -426,6 +426,7 @@ def test_a_broker_is_not_waited_for_for_ever(app, monkeypatch):
     assert ask_workers(away, 1.0).error
     limits = {**given, "socket_connect_timeout": ANSWERS_WITHIN}
     assert away.conf.broker_transport_options == limits
+    away.close()
     monkeypatch.setattr(command, "ANSWERS_WITHIN", 0.0)
     goes_on = Event()
 
@@ -582,6 +583,8 @@ def test_the_messages_of_a_queue_are_counted_once():
     away = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
     assert Site(None, "dislock", away).messages_in(["celery"]) is None
     assert away.conf.broker_transport_options == {}
+    away.close()
+    app.close()
 
 
 def test_the_tasks_that_may_have_a_key(app):
