@@ -127,11 +127,16 @@ def rabbitmq_pair(
 def fleet(
     request: pytest.FixtureRequest, start_pair: Callable[..., AbstractContextManager[Fleet]]
 ) -> Iterator[Fleet]:
-    """Two workers of one pool with --dislock, for all tests of that pool; or of another broker."""
-    if request.param in {"prefork", "rabbitmq"}:
-        yield request.getfixturevalue(f"{request.param}_pair")
+    """Workers of one pool with --dislock, for all tests of that pool; or of another broker.
+
+    Two, but one of a pool of greenlets: it has many slots, and takes long to start.
+    """
+    pool = request.param
+    if pool in {"prefork", "rabbitmq"}:
+        yield request.getfixturevalue(f"{pool}_pair")
     else:
-        with start_pair(request.param, request.param) as pair:
+        modes = ["--dislock"] * (1 if pool in {"gevent", "eventlet"} else 2)
+        with start_pair(pool, pool, modes=modes) as pair:
             yield pair
 
 

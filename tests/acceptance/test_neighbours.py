@@ -29,23 +29,22 @@ QUIET = {
     "DD_TRACE_AGENT_URL": "http://127.0.0.1:9",
     "DD_TRACE_STARTUP_LOGS": "false",
 }
-POOLS = [("headers", pool) for pool in ("threads", "gevent", "eventlet", "solo")]
 
 
 @pytest.fixture(
     scope="module",
-    params=[*((name, "prefork") for name in NEIGHBOURS), *POOLS],
+    # In a thread, a message is not written down once more for another process.
+    params=[*((name, "prefork") for name in NEIGHBOURS), ("headers", "threads")],
     ids=" in ".join,
 )
 def beside(request, server, workers, tmp_path_factory):
     """A worker beside a neighbour, and an app that looks at its tasks."""
     neighbour, pool = request.param
-    for module in (NEIGHBOURS[neighbour][0], pool if pool.endswith("event") else "celery"):
-        _require(module)
+    _require(NEIGHBOURS[neighbour][0])
     broker = server.url.removesuffix("0") + "3"
     env = {"DELAYED_LOCKS": server.url, "DELAYED_URL": server.url, "DELAYED_BROKER": broker}
     env |= {"DELAYED_QUEUES": "redis", "NEIGHBOUR": neighbour, **QUIET}
-    options = ["--pool", pool, "--concurrency", "1" if pool == "solo" else "6", "--dislock"]
+    options = ["--pool", pool, "--concurrency", "3", "--dislock"]
     folder = tmp_path_factory.mktemp("neighbours")
     started = Worker(folder, neighbour, *options, app="tests.acceptance.neighbours_app", env=env)
     workers[started] = 0
@@ -98,8 +97,6 @@ def test_the_neighbour_is_there(beside):
 
 def test_parked_tasks_run_once_each(beside, key):
     """Their turns are claimed: none is parked again for its own."""
-    if beside.pool == "solo":
-        pytest.skip("one task at a time: nothing is parked")
     [holder], _ = send(beside, ("hold", [key]))
     wait_for("it is held", lambda: beside.client.exists(f"dislock:{{{key}}}"))
     results, _ = send(beside, *(("queue", [key, str(n)]) for n in range(MANY)))

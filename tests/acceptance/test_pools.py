@@ -1,4 +1,4 @@
-"""What holds under every pool, between two workers."""
+"""What holds under every pool, mostly between two workers."""
 
 from __future__ import annotations
 
