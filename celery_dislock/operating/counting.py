@@ -11,7 +11,7 @@ happened, it sleeps on.
 
 Sums that the server has not confirmed are sent again.  If only its reply was lost, they count
 twice.  They never count more often: after a failure a call without counts comes first, and the sums
-follow when it is answered.  Otherwise a server that hangs would find them many times in its sockets.
+follow when it is answered.  Or a server that hangs would find them many times in its sockets.
 What is left is sent at the end of the process.  If it is killed, the counts of its last seconds are
 lost.
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import uuid
 from contextlib import suppress
 
 import pytest
 from billiard.exceptions import WorkerLostError
 from celery import states
-from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
+from celery.exceptions import TaskRevokedError
 
 from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import CONCURRENCY, LIMIT, PREFORK, Scene, fleets, wait_for
-from tests.unit.deliveries import noted
 
 pytestmark = pytest.mark.acceptance
 
@@ -183,16 +181,6 @@ class TestDeaths:
 
 
 @PREFORK
-def test_a_time_limit_that_ends_a_wait_frees_its_key(fleet, scene):
-    """No body has begun that could end the reservation."""
-    scene.begin(fleet)
-    second = fleet.send(scenarios.unique_in_line, scene.key, soft_time_limit=1)
-    wait_for("its limit is over", second.ready)
-    assert isinstance(second.result, SoftTimeLimitExceeded)
-    assert_the_next_is_sent(fleet, scene, scenarios.unique_in_line)
-
-
-@PREFORK
 class TestReplacing:
     def test_twenty_editions_are_one_run(self, fleet, scene):
         """A debounce: the newest runs when its time has come, and the others end as REVOKED."""
@@ -227,76 +215,6 @@ class TestReplacing:
         scene.wait_until_unreserved()
         assert_nothing_waits(scene)
 
-    def test_one_that_is_parked_is_replaced(self, fleet, scene):
-        """At its turn it learns of the newer message, and gives its turn on."""
-        holder = scene.begin(fleet)
-        results = [fleet.send(scenarios.index, scene.key, 1)]
-        scene.wait_for_line(1)
-        results.append(fleet.send(scenarios.index, scene.key, 2))
-        scene.wait_for_line(2)
-        scene.open_gate()
-        holder.get(timeout=LIMIT)
-        assert results[1].get(timeout=LIMIT) == 2
-        with pytest.raises(TaskRevokedError, match=results[1].id):
-            results[0].get(timeout=LIMIT)
-        assert editions_run(scene) == [2]
-        assert_no_copy_would_run(scene, results[0].id)
-
-    @pytest.mark.parametrize(
-        "task", [scenarios.hold_or_queue, scenarios.hold_or_queue_late], ids=["early", "late"]
-    )
-    def test_one_that_was_parked_under_another_key_is_replaced(self, fleet, scene, task):
-        """Its reservation is older than its lock_key.  It has claimed its turn when it learns."""
-        old, task_id = f"dislock:{{old-{scene.key}}}", str(uuid.uuid4())
-        holder = scene.begin(fleet)
-        write_record(scene, old, "-", "-", mark="abc", confirmed=2, by="newer")
-        headers = noted(unique=[old, "start", "abc", 1])
-        parked = fleet.send(task, scene.key, task_id=task_id, headers=headers)
-        scene.wait_for_line(1)
-        scene.open_gate()
-        holder.get(timeout=LIMIT)
-        with pytest.raises(TaskRevokedError, match="newer"):
-            parked.get(timeout=LIMIT)
-        assert not scene.reported("begin", id=task_id)
-        assert_no_copy_would_run(scene, task_id)
-
-
-def assert_no_copy_would_run(scene, task_id):
-    """A task that was parked has left its line as done, and claims nothing."""
-    assert_nothing_waits(scene)
-    ticket = f"{task_id}:0:0"
-    # A string of its own; some ids, one in 16, are in a hash.
-    wait_for("its mark", lambda: list(scene.redis.scan_iter(f"{scene.lock}:done:*", count=1000)))
-    assert not scene.redis.hexists(f"{scene.lock}:running", ticket)
-
-
-class TestInLine:
-    """A line of one, in which the newest is: those that are displaced have ended."""
-
-    @PREFORK
-    @pytest.mark.parametrize("until", ["start", "end"])
-    def test_one_that_is_displaced_frees_its_key(self, fleet, scene, until):
-        """By a message that was sent without a reservation: it has a callback."""
-        task = getattr(scenarios, f"unique_newest_until_{until}")
-        holder = scene.begin(fleet)
-        first = fleet.send(task, scene.key)
-        scene.wait_for_line(1)
-        assert scene.reserved_for == first.id
-        then = fleet.signature(scenarios.step, f"{scene.key}-then")
-        second = fleet.send(task, scene.key, link=then)
-        with pytest.raises(TaskRevokedError):
-            first.get(timeout=LIMIT)
-        scene.wait_until_unreserved()
-        third = fleet.send(task, scene.key)
-        assert third.duplicate is False
-        with pytest.raises(TaskRevokedError):
-            second.get(timeout=LIMIT)
-        assert scene.reserved_for == third.id
-        scene.open_gate()
-        for sent in (holder, third):
-            assert sent.get(timeout=LIMIT)["held"] is True
-        scene.wait_until_unreserved()
-
 
 @pytest.fixture
 def _impatient(monkeypatch):
@@ -328,47 +246,3 @@ class TestWaitingForAnother:
         for one, _ in sent:
             one.wait_until_free()
             one.wait_until_unreserved()
-
-
-@PREFORK
-class TestStrangers:
-    def test_a_message_without_a_reservation_runs(self, fleet, scene):
-        """From a sender without the option, or after a failover that lost the reservation."""
-        first = fleet.send(scenarios.unique_to_the_end, scene.key)
-        scene.redis.delete(f"{scene.lock}:unique")
-        scene.wait_for_report("begin")
-        scene.open_gate()
-        assert first.get(timeout=LIMIT)["held"] is True
-        scene.wait_until_unreserved()
-
-    def test_a_message_whose_key_another_has_runs(self, fleet, scene):
-        """Its own end leaves the other's reservation alone."""
-        write_record(scene, scene.lock, "w", "another")
-        first = fleet.send(scenarios.hold, scene.key, headers=headers_of(scene))
-        scene.open_gate()
-        first.get(timeout=LIMIT)
-        assert scene.reserved_for == "another"
-        scene.redis.delete(f"{scene.lock}:unique")
-
-    def test_a_forged_header_reserves_nothing_elsewhere(self, fleet, scene):
-        """A message that names the key of others does not keep their messages from being sent."""
-        others = f"dislock:{{others-{scene.key}}}"
-        headers = noted(unique=[others, "end"])
-        sent = scene.begin(fleet, headers=headers)
-        assert not scene.redis.exists(f"{others}:unique")
-        scene.open_gate()
-        sent.get(timeout=LIMIT)
-
-
-def headers_of(scene):
-    """The header of a message that was reserved under this key."""
-    return noted(unique=[scene.lock, "end"])
-
-
-def write_record(scene, lock, state, task_id, *, mark="-", confirmed=0, by="-"):
-    """Write what another sender has reserved; see _unique.lua."""
-    until = scene.redis.time()[0] * 1000 + 60_000
-    number, newest = 0, confirmed
-    record = (2, state, 1, 1, task_id, until, "nonce", number, 1, mark, newest, confirmed, 0)
-    kept = until if confirmed else 0
-    scene.redis.set(f"{lock}:unique", " ".join(map(str, (*record, kept, by))), px=60_000)

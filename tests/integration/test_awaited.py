@@ -10,8 +10,9 @@ from celery import Celery
 from celery.app.task import Context
 from celery.signals import task_postrun, task_prerun
 
-from celery_dislock import Dislock, SingletonTask, current_lease
+from celery_dislock import Dislock, current_lease
 from celery_dislock.worker.awaiting import check_bodies
+from tests.declaring import declare
 
 
 class Awaiting:
@@ -26,11 +27,6 @@ def app(redis_url):
     app.conf.dislock_url = redis_url
     check_bodies(app, Awaiting)
     return app
-
-
-def declare(app, body, **options):
-    options = {"base": SingletonTask, "bind": True, "lock_key": "k:<key>", **options}
-    return app.task(body, name="t", shared=False, **options)
 
 
 async def trace(task, *args, **headers):
@@ -85,7 +81,7 @@ def test_bodies_on_one_loop_have_a_lease_each(app):
         inside.remove(key)
         return lease.token
 
-    task = declare(app, body, lock_on_conflict="wait")
+    task = declare(app, body, lock_key="k:<key>", lock_on_conflict="wait")
 
     async def main():
         tokens = await asyncio.gather(*(trace(task, key) for key in "ab" * 5))
@@ -108,7 +104,7 @@ def test_a_body_that_is_cancelled_leaves_no_lock(app, on_lost):
             finally:
                 ended.append(self.lease.held)
 
-    task = declare(app, body, lock_on_lost=on_lost)
+    task = declare(app, body, lock_key="k:<key>", lock_on_lost=on_lost)
 
     async def main():
         first = asyncio.create_task(trace(task, "a"))
@@ -132,7 +128,7 @@ def test_a_task_that_is_cancelled_while_it_waits_leaves_the_line(app):
         started.append(gate)
         await gate.wait()
 
-    task = declare(app, body, lock_on_conflict="wait", lock_wait_timeout=60)
+    task = declare(app, body, lock_key="k:<key>", lock_on_conflict="wait", lock_wait_timeout=60)
 
     async def main():
         gate, never = asyncio.Event(), asyncio.Event()

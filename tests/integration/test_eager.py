@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 from celery import Celery, chain, chord
 from celery.exceptions import Reject, TaskRevokedError
 
-from celery_dislock import Dislock, LockHeldError, SettingsError, SingletonTask, StoreError
+from celery_dislock import Dislock, LockHeldError, SettingsError, StoreError
 from celery_dislock.worker.steps import check_lock_server
+from tests.declaring import declare
 
 
 @pytest.fixture
@@ -22,14 +24,9 @@ def app(dislock_server):
 
 
 @pytest.fixture
-def declare(app):
+def declared(app):
     """Declare a task of the key "k"."""
-
-    def declare(body, **options):
-        options = {"base": SingletonTask, "lock_key": "k", "shared": False, **options}
-        return app.task(body, **options)
-
-    return declare
+    return partial(declare, app)
 
 
 def seven():
@@ -48,9 +45,9 @@ def seven():
         (lambda *_: None, "REVOKED", TaskRevokedError),
     ],
 )
-def test_a_conflict_ends_an_eager_task_at_once(dislock_server, declare, strategy, state, error):
+def test_a_conflict_ends_an_eager_task_at_once(dislock_server, declared, strategy, state, error):
     """Nothing waits, whatever it may in a worker."""
-    task = declare(seven, lock_on_conflict=strategy)
+    task = declared(seven, lock_on_conflict=strategy)
     with dislock_server.hold("k"):
         result = task.delay()
     assert result.state == state
@@ -64,16 +61,16 @@ def test_a_conflict_ends_an_eager_task_at_once(dislock_server, declare, strategy
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
-def test_what_ends_an_eager_task_is_stored_if_results_are(dislock_server, app, declare):
+def test_what_ends_an_eager_task_is_stored_if_results_are(dislock_server, app, declared):
     """Celery stores an eager task's result if it is told to, and so is that of a skipped one."""
     app.conf.task_store_eager_result = True
-    task = declare(seven)
+    task = declared(seven)
     with dislock_server.hold("k"):
         dislock_server.assert_skipped(app.AsyncResult(task.delay().id))
     assert app.AsyncResult(task.delay().id).get() == 7
 
 
-def test_a_message_is_a_duplicate_until_the_first_has_ended(dislock_server, declare):
+def test_a_message_is_a_duplicate_until_the_first_has_ended(dislock_server, declared):
     """In the body the first has not ended; after it, it has."""
     found = []
 
@@ -82,7 +79,7 @@ def test_a_message_is_a_duplicate_until_the_first_has_ended(dislock_server, decl
             found.append(task.delay())
         return 7
 
-    task = declare(body, lock_unique_until="end")
+    task = declared(body, lock_unique_until="end")
     first = task.delay()
     dislock_server.assert_duplicate(found[0])
     assert found[0].id == first.id
@@ -91,7 +88,7 @@ def test_a_message_is_a_duplicate_until_the_first_has_ended(dislock_server, decl
     assert again.get() == 7
 
 
-def test_a_retry_runs_under_the_lock_that_is_held(dislock_server, declare):
+def test_a_retry_runs_under_the_lock_that_is_held(dislock_server, declared):
     """Within the body that retries, as Celery does it; the lock is free after the last."""
     leases = []
 
@@ -102,22 +99,22 @@ def test_a_retry_runs_under_the_lock_that_is_held(dislock_server, declare):
             raise self.retry(countdown=0)
         return 7
 
-    task = declare(body, bind=True, lock_unique_until="end")
+    task = declared(body, lock_unique_until="end")
     assert task.delay().get() == 7
     assert leases == [True] * 3
     dislock_server.assert_free("k")
 
 
 @pytest.mark.parametrize("of", [chain, lambda *steps: chord(steps[:1], steps[1])])
-def test_a_skipped_part_ends_its_chain_or_chord(dislock_server, declare, of):
+def test_a_skipped_part_ends_its_chain_or_chord(dislock_server, declared, of):
     """What comes after it does not run."""
     ran = []
 
     def last(results):
         ran.append(1)
 
-    part = declare(seven)
-    after = declare(last, name="after", lock_key=False)
+    part = declared(seven)
+    after = declared(last, name="after", lock_key=False)
     with dislock_server.hold("k"), pytest.raises(TaskRevokedError):
         of(part.s(), after.s())()
     assert ran == []
@@ -125,9 +122,9 @@ def test_a_skipped_part_ends_its_chain_or_chord(dislock_server, declare, of):
     assert ran == [1]
 
 
-def test_a_lock_server_that_is_away_fails_the_task(dislock_server, declare):
+def test_a_lock_server_that_is_away_fails_the_task(dislock_server, declared):
     """There is no later for an eager task."""
-    task = declare(seven)
+    task = declared(seven)
     with dislock_server.outage():
         assert isinstance(task.delay().result, StoreError)
     assert task.delay().get() == 7
@@ -142,17 +139,17 @@ class TestOfMemory:
         app.conf.update(task_always_eager=True, dislock_url="memory://")
         return app
 
-    def test_eager_tasks_and_plain_python_share_it(self, app, declare):
+    def test_eager_tasks_and_plain_python_share_it(self, app, declared):
         """It is started by the first lock."""
         with Dislock(app) as dislock:
-            task = declare(seven, lock_on_conflict="raise")
+            task = declared(seven, lock_on_conflict="raise")
             with dislock.lock("k"), pytest.raises(LockHeldError):
                 task.delay().get()
             assert task.delay().get() == 7
 
-    def test_a_worker_refuses_it(self, app, declare):
+    def test_a_worker_refuses_it(self, app, declared):
         """And says why; without locks it starts."""
-        declare(seven)
+        declared(seven)
         with pytest.raises(SettingsError, match="inside this process"):
             check_lock_server(app)
         app.conf.dislock_enabled = False

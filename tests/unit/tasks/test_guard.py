@@ -26,6 +26,7 @@ from celery_dislock import (
     ensure_held,
     signals,
 )
+from celery_dislock.messages.headers import HEADER
 from tests.declaring import declare, never
 from tests.driven import held, reservation
 from tests.unit.deliveries import deliver
@@ -492,6 +493,34 @@ def test_an_older_message_under_the_same_id_is_only_acknowledged(app, broker):
         task.apply_async(task_id="1")
     assert deliver(task, headers=broker.sent[0].headers).info.state == "IGNORED"
     assert app.AsyncResult("1").state == "PENDING"
+
+
+def test_one_that_was_parked_under_another_key_is_replaced(app, lock_server, broker):
+    """Its reservation is older than its lock_key.  It learns at its turn; no copy of it runs."""
+    sender = unique(app, name="sent", lock_on_duplicate="replace")
+    for task_id in "12":
+        sender.apply_async(task_id=task_id)
+    header = {HEADER: broker.sent[0].headers[HEADER]}
+    task = declare(app, never, lock_key="new", lock_on_conflict="queue")
+    with held(app, "new", "holder"):
+        deliver(task, headers=header)
+    turn = broker.last.headers
+    for _ in range(2):
+        deliver(task, headers=turn)
+    assert str(app.AsyncResult("1").result).endswith("replaces it: task 2")
+    assert lock_server.locks() == []
+    assert task.lock_for().line() == []
+
+
+@pytest.mark.parametrize("whose", ["another's", "a forged one", "nobody's"])
+def test_a_message_leaves_the_reservations_of_others_alone(app, broker, whose):
+    """It runs: a sender may have no such option, or a failover has lost the reservation."""
+    task = unique(app, lambda: "ran")
+    task.apply_async(task_id="other")
+    note = {"another's": ["dislock:{k}", "end"], "a forged one": ["dislock:{x}", "end"]}.get(whose)
+    assert deliver(task, notes={"unique": note} if note else {}).retval == "ran"
+    assert reservation(task).id == "other"
+    assert reservation(declare(app, name="x", lock_key="x")) is None
 
 
 @pytest.mark.parametrize("stores", [True, False])

@@ -6,26 +6,19 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.concurrency.solo import TaskPool
 
-from celery_dislock import SingletonTask
 from celery_dislock.hooks import guard_tasks
 from celery_dislock.servers.store import Store
 from celery_dislock.worker.startup import about_server, about_tasks
 from celery_dislock.worker.steps import LockStep
+from tests.declaring import declare, does_nothing
 
 
 @pytest.fixture
 def app(plain_app):
     return plain_app
-
-
-def declare(app, name, **options):
-    @app.task(name=name, shared=False, **options)
-    def body(a="", b=""): ...
-
-    app.finalize()
 
 
 def warnings(app):
@@ -55,7 +48,7 @@ LATE = {"acks_late": True}
 def test_options_that_do_not_work_as_intended(app, options, conf, words):
     """A message is missed, is acknowledged before it is rejected, or is delivered again."""
     app.conf.update(conf)
-    declare(app, "shop.export", base=SingletonTask, **options)
+    declare(app, name="shop.export", **options)
     (warning,) = warnings(app)
     assert words in warning
     assert "shop.export" in warning
@@ -82,15 +75,15 @@ def test_options_that_work(options, conf):
     """The defaults fit, as do a time limit, an early acknowledgement and another broker."""
     app = Celery("shop", broker="redis://", set_as_current=False)
     app.conf.update({"dislock_url": "redis://", **conf})
-    declare(app, "shop.export", base=SingletonTask, **options)
+    declare(app, name="shop.export", **options)
     assert warnings(app) == []
 
 
 def test_a_key_alone_does_not_lock_without_the_flag(app):
     """A lock_key on another base class is silently nothing, so the worker says it."""
     for number in range(8):
-        declare(app, f"shop.task{number}", lock_key="k")
-    declare(app, "shop.a", base=SingletonTask, lock_key="k")
+        declare(app, name=f"shop.task{number}", base=Task)
+    declare(app, name="shop.a")
     (warning,) = about_tasks(app)
     assert "shop.task4 and 3 others" in warning
     assert "shop.a" not in warning
@@ -103,7 +96,7 @@ def test_a_key_alone_does_not_lock_without_the_flag(app):
 )
 def test_no_lock_wanted_no_warning(app, options):
     """Such tasks are as they are meant."""
-    declare(app, "shop.export", **options)
+    app.task(does_nothing, name="shop.export", **options)
     assert list(about_tasks(app)) == []
 
 
@@ -137,7 +130,7 @@ class TestServer:
 def test_a_worker_logs_them_once_it_has_started(app, monkeypatch, caplog):
     """The warnings are in the worker's log, not on a terminal that nobody reads."""
     monkeypatch.setattr(Store, "ping", lambda _: {"role": "slave"})
-    declare(app, "shop.export", lock_key="k", acks_late=True, time_limit=9999)
+    declare(app, name="shop.export", base=Task, acks_late=True, time_limit=9999)
     step = LockStep(SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here"), dislock=True)
     with caplog.at_level(logging.WARNING, "celery_dislock"):
         step.start(None)

@@ -6,25 +6,19 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.concurrency.solo import TaskPool
 
-from celery_dislock import Dislock, SingletonTask, StoreError
+from celery_dislock import Dislock, StoreError
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.store import Store
 from celery_dislock.worker.steps import LockStep, SweepStep
+from tests.declaring import declare
 
 
 @pytest.fixture
 def app(plain_app):
     return plain_app
-
-
-def declare(app, name, **options):
-    @app.task(name=name, shared=False, **options)
-    def body(): ...
-
-    app.finalize()
 
 
 @pytest.fixture
@@ -34,7 +28,7 @@ def worker(app, timer):
 
 def test_the_worker_says_where_its_locks_are(app, worker, caplog):
     """One line has all that two workers must share to share a lock: the server and the prefix."""
-    declare(app, "singleton", base=SingletonTask)
+    declare(app, name="singleton")
     app.conf.dislock_prefix = "staging"
     with caplog.at_level(logging.INFO, "celery_dislock"):
         LockStep(worker).start(None)
@@ -80,7 +74,7 @@ def test_a_worker_without_a_lock_server_refuses_to_start(app, worker, monkeypatc
     assert "--no-dislock" in caught.value.code
     other = Celery("shop", broker="amqp://localhost//", set_as_current=False)
     Dislock(other)
-    declare(other, "singleton", base=SingletonTask)
+    declare(other, name="singleton")
     with pytest.raises(SystemExit, match="dislock_url"):
         LockStep(SimpleNamespace(app=other, pool_cls=TaskPool, hostname="w1@here"))
 
@@ -94,7 +88,7 @@ def test_dead_children_are_looked_for_often(app):
             calls.append(call)
             return SimpleNamespace(cancel=lambda: calls.remove(call))
 
-    declare(app, "singleton", base=SingletonTask)
+    declare(app, name="singleton")
     step = LockStep(SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here"))
     worker = SimpleNamespace(pool=SimpleNamespace(maintain_pool="maintain"))
     step.register_with_event_loop(worker, Hub())
@@ -127,9 +121,9 @@ def sweeps(monkeypatch):
 
 def test_a_worker_without_a_task_that_locks_does_not_sweep(app, worker):
     """One with tasks that do not park does: others may have left a line."""
-    declare(app, "plain")
+    declare(app, name="plain", base=Task, lock_key=None)
     assert SweepStep(worker).include_if(worker) is False
-    declare(app, "skips", base=SingletonTask, lock_key="k")
+    declare(app, name="skips")
     assert SweepStep(worker).include_if(worker) is True
 
 
@@ -139,7 +133,7 @@ def test_a_worker_without_a_task_that_locks_does_not_sweep(app, worker):
 def test_where_nothing_is_parked_nobody_sweeps(app, worker, conf):
     """Without locks, and with several lock servers, whatever a callable may say."""
     app.conf.update(conf)
-    declare(app, "t", base=SingletonTask, lock_key="k", lock_on_conflict=lambda *_: None)
+    declare(app, lock_on_conflict=lambda *_: None)
     assert SweepStep(worker).include_if(worker) is False
 
 
@@ -147,7 +141,7 @@ def test_where_nothing_is_parked_nobody_sweeps(app, worker, conf):
 def step(app, worker, sweeps):
     """A step that has started."""
     options = {"lock_on_conflict": "queue", "lock_watchdog_timeout": 6.0}
-    declare(app, "parks", base=SingletonTask, lock_key="k", **options)
+    declare(app, name="parks", **options)
     step = SweepStep(worker)
     step.include_if(worker)
     step.start(worker)
