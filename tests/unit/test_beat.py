@@ -242,7 +242,7 @@ def test_a_place_in_line_ends_soon_after_its_beat():
     stopped = world.leader
     killed = next(one for one in world.beats if one is not stopped)
     fail_at(killed, "after")
-    world.run(beat.PLACE_MORE + 2 * STEP)
+    world.run(1.0 + 2 * STEP)
     assert not killed.alive
     stopped.stop()
     world.beats = [one for one in world.beats if one.alive]
