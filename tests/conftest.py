@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from celery import _state
 
 from celery_dislock.servers.memory import memory_server
 from tests.leaks import Watch, remember
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 # Which tests start first: those that wait longest, largest group first.
+NOT_OF_TESTS = {"celery.app.builtins", "celery_dislock.plugin"}  # modules that extend all apps
 TURN = {"acceptance": 0, "faults": 0, "docs": 0, "smoke": 0, "integration": 1, "unit": 2, "site": 3}
 
 # The browser tests need the extra "site", which `make site` installs.
@@ -50,6 +52,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what this machine cannot try."""
     if line := not_tried(terminalreporter.stats.get("skipped", [])):
         terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True)
+def shared_tasks_are_the_tests_own(monkeypatch):
+    """Celery gives a shared task of one module to the apps of all others."""
+    kept = {one for one in _state._on_app_finalizers if one.__module__ in NOT_OF_TESTS}
+    monkeypatch.setattr(_state, "_on_app_finalizers", kept)
 
 
 @pytest.fixture(scope="session")

@@ -5,21 +5,12 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
-from celery import Celery, _state
+from celery import Celery
 
 from celery_dislock import Dislock, signals
 from celery_dislock.servers.store import Store
 from celery_dislock.worker import steps
 from tests.driven import Broker, LockServer, new_app
-
-BUILTIN = "celery.app.builtins"
-
-
-@pytest.fixture(autouse=True)
-def shared_tasks_are_the_tests_own(monkeypatch):
-    """Celery gives a shared task of one module to the apps of all others."""
-    celerys = {one for one in _state._on_app_finalizers if one.__module__ == BUILTIN}
-    monkeypatch.setattr(_state, "_on_app_finalizers", celerys)
 
 
 @pytest.fixture
