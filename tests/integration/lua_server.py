@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 from lupa.lua51 import LuaRuntime
 
+from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.servers.reservations import Reservations
 from celery_dislock.servers.store import Store
 
@@ -461,8 +462,14 @@ class LuaServer:
         *,
         within: float,
     ) -> list[Any]:
-        """Run a script many times."""
-        return [self.run(script, [str(key)], *arguments) for key, *arguments in calls]
+        """Run a script many times; a damaged lock harms no other."""
+        replies = []
+        for key, *arguments in calls:
+            try:
+                replies.append(self.run(script, [str(key)], *arguments))
+            except DamagedLockError as exc:
+                replies.append(exc)
+        return replies
 
     def send(self, *command: str | bytes | int) -> Any:
         """Run one of the commands that scripts call."""
