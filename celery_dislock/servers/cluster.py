@@ -26,7 +26,7 @@ from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.servers.connecting import connection_maker
-from celery_dislock.servers.connections import AWAY, BLOCKING, SOCKET_TIMEOUT
+from celery_dislock.servers.connections import AWAY, BLOCKING, SOCKET_TIMEOUT, commands_of, one_of
 from celery_dislock.servers.node import RESEND_PAUSE, RESENDS, Node
 from celery_dislock.servers.pipeline import LEAST, ask_all
 from celery_dislock.servers.server import Member, Server
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Command, Driver
-    from celery_dislock.servers.pipeline import Call
+    from celery_dislock.servers.connections import Call, Command, Driver
 
     Address = tuple[str, int]
 
@@ -44,6 +43,8 @@ REDIRECTS = 5  # redirections that one command follows; Redis's own clients have
 WHOLE_PAUSE = 0.05  # seconds between two attempts while the keys of a slot are on two nodes
 WHOLE_LOOKS = 40  # attempts, two seconds in all; after that TRYAGAIN counts as a failure
 ASKED = 4  # nodes that can be asked for the slot map in the given time if none answers
+
+SLOTS = ((b"CLUSTER", b"SLOTS"),)
 
 UNSETTLED = (*AWAY, ClusterDownError, TryAgainError)
 
@@ -54,7 +55,7 @@ class Cluster(Server):
     """
     The nodes of a Redis Cluster.
 
-    Safe to use from many threads or greenlets, except :meth:`run_many`.
+    Safe to use from many threads or greenlets.
 
     Args:
         url: ``redis+cluster://[user:password@]host:port,host:port``, or ``rediss+cluster://``.  Any
@@ -183,7 +184,7 @@ class Cluster(Server):
 
     def asks(self, key: str) -> list[Command]:
         """Return what the nodes are asked for, too; see :meth:`Server.asks`."""
-        return [*super().asks(key), (b"ASKING",), (b"CLUSTER", b"SLOTS")]
+        return [*super().asks(key), (b"ASKING",), *SLOTS]
 
     def pop(self, key: str, seconds: float) -> bytes | None:
         """
@@ -216,8 +217,11 @@ class Cluster(Server):
                 batches.setdefault(address, []).append(number)
         # Nodes that failed the last time come last: connecting to one may use up all of the time.
         order = sorted(batches, key=self._failing.__contains__)
-        asked = {a: (self._node(a).batch, [calls[n] for n in batches[a]]) for a in order}
-        answers = ask_all(script, asked, within=max(until - monotonic(), LEAST))
+        asked = {
+            at: (self._node(at).wire, commands_of(script, [calls[n] for n in batches[at]]))
+            for at in order
+        }
+        answers = ask_all(asked, script, within=max(until - monotonic(), LEAST))
         self._failing = {at for at, answer in answers.items() if isinstance(answer, StoreError)}
         for at, answer in answers.items():
             each = repeat(answer) if at in self._failing else answer
@@ -315,7 +319,7 @@ class Cluster(Server):
         error: StoreError | None = None
         for address in order:
             try:
-                reply = self._node(address).ask("CLUSTER", "SLOTS", within=each)
+                reply = one_of(self._node(address).wire.ask(SLOTS, within=each))
             except StoreError as exc:
                 error = exc
                 # The node that failed moves to the end.
@@ -342,4 +346,4 @@ class Cluster(Server):
         self._known = list(dict.fromkeys([*masters, *replicas, *self._seeds]))
         for address in list(self._nodes):
             if address not in masters and (gone := self._nodes.pop(address, None)):
-                gone.retire()
+                gone.close()

@@ -56,14 +56,13 @@ class LoopConnection(asyncio.Protocol):
         self._redis: Any = KINDS[kind](**{**arguments, "retry": Retry(NoBackoff(), 0)})
         self.host, self.port = arguments.get("host"), arguments.get("port")
         self.socket_timeout: float | None = self._redis.socket_timeout
-        self._patience = self.socket_timeout  # for the next reply
+        self._patience = self.socket_timeout  # for each reply
         self._replies = hiredis.Reader(
             protocolError=redis.InvalidResponse,
             replyError=BaseParser.parse_error,
             notEnoughData=INCOMPLETE,
         )
         self._transport: Any = None
-        self._reply = INCOMPLETE  # that has arrived before it was wanted
         self._arrives: asyncio.Future[None] | None = None
         self._until = math.inf  # when it is given up to wait for a reply
         self._timer: asyncio.TimerHandle | None = None
@@ -84,7 +83,7 @@ class LoopConnection(asyncio.Protocol):
         return self  # which has the one method of sockets that is used
 
     def settimeout(self, seconds: float | None) -> None:
-        """Set the seconds to wait for the next reply."""
+        """Set the seconds to wait for each reply."""
         self._patience = seconds
 
     def connect(self) -> None:
@@ -124,29 +123,8 @@ class LoopConnection(asyncio.Protocol):
             raise self._lost
         self._transport.write(b"".join(command))
 
-    def can_read(self, timeout: float) -> bool:
-        """Wait for a reply, for so many seconds; return whether it, or an end, has come."""
-        self._patience = timeout
-        try:
-            self._reply = self._next()
-        except redis.TimeoutError:
-            return False
-        except redis.ConnectionError:  # which the next to read is told
-            return True
-        finally:
-            self._patience = self.socket_timeout
-        return True
-
-    def read_response(self, *, disable_decoding: bool = True) -> Any:  # noqa: ARG002
+    def read_response(self, **_options: bool) -> Any:
         """Return a reply, strings as bytes; raises redis-py's errors."""
-        reply, self._reply = self._reply, INCOMPLETE
-        if reply is INCOMPLETE:
-            reply = self._next()
-        if isinstance(reply, redis.RedisError):
-            raise reply
-        return reply
-
-    def _next(self) -> Any:
         while (reply := self._replies.gets()) is INCOMPLETE or isinstance(reply, PUSHED):
             if reply is not INCOMPLETE:
                 continue
@@ -161,6 +139,8 @@ class LoopConnection(asyncio.Protocol):
                 wait_for(arrives)
             finally:
                 self._arrives, self._until = None, math.inf
+        if isinstance(reply, redis.RedisError):
+            raise reply
         return reply
 
     def _watch(self, until: float) -> None:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import redis
-from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock import scripts
 from celery_dislock.config.urls import without_password
@@ -26,26 +25,22 @@ from celery_dislock.servers.connecting import connection_maker
 from celery_dislock.servers.connections import (
     AWAY,
     BLOCKING,
-    Answered,
+    NoReplyError,
     Wire,
     by_digest,
     by_text,
-    close,
-    connect_within,
-    locks_of,
+    commands_of,
+    one_of,
     send,
-    store_error,
-    with_text,
+    set_patience,
 )
-from celery_dislock.servers.pipeline import Batch
 from celery_dislock.servers.server import Member, Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Command, Connect, Driver
-    from celery_dislock.servers.pipeline import Call
+    from celery_dislock.servers.connections import Call, Command, Connect, Driver
 
 # Scripts whose work replicas may have to confirm.
 GRANT = {scripts.ACQUIRE, scripts.ACQUIRE_UNIQUE, scripts.PARK, scripts.PARK_UNIQUE}
@@ -70,7 +65,7 @@ class Watching(Protocol):
 class Node(Server):
     """One Redis process, and the connections to it.
 
-    Safe to use from many threads or greenlets, except :meth:`run_many`.
+    Safe to use from many threads or greenlets.
 
     Args:
         name: Name of the server in errors.
@@ -92,16 +87,13 @@ class Node(Server):
         watched_by: Watching | None = None,
     ) -> None:
         self.name = name
-        self._connect = connect
         self._pause = pause
         self._resends = resends
         self.min_replicas = min_replicas
         self._watched_by = watched_by
         self.kind = "sentinel" if watched_by else "single"
         confirm = watched_by.confirm if watched_by else None
-        self._wire = Wire(connect, confirm)
-        self._new_batch = partial(Batch, name, connect, confirm)
-        self.batch = self._new_batch()
+        self.wire = Wire(name, connect, confirm)
 
     def exchange(
         self,
@@ -122,17 +114,16 @@ class Node(Server):
         undo = None
         if script is scripts.ACQUIRE:
             undo = partial(by_text, scripts.RELEASE, keys, arguments[0], 0)
+        command = by_digest(script, keys, *arguments)
         try:
-            return self._exchange(
-                by_digest(script, keys, *arguments), script, asking=asking, undo=undo
-            )
+            return self._exchange(command, script, asking=asking, undo=undo)
         except DamagedLockError as exc:
             exc.reason = self._wrong_kind(keys) or exc.reason
             exc.args = (exc.server, exc.reason, exc.lock)
             raise
-        except _TooFewReplicas as exc:
+        except _TooFewReplicasError:
             self.exchange(scripts.RELEASE, keys, arguments[0], 0, asking=asking)
-            raise self._error(exc) from None
+            raise
 
     def send(self, *command: str | bytes | int) -> Any:
         """Send a command; see :meth:`Server.send`."""
@@ -144,7 +135,7 @@ class Node(Server):
 
     def members(self) -> list[Member]:
         """Return this server; see :meth:`Server.members`."""
-        return [Member(self.name, self.send, self._new_batch)]
+        return [Member(self.name, self.send, self.wire)]
 
     def _exchange(
         self,
@@ -159,29 +150,25 @@ class Node(Server):
         sent = self._resends == 0  # then the caller resends, and may have sent it before
         attempt = 0
         while True:
-            connection = None
             try:
-                connection = self._wire.connected()
-                resent, sent = sent and attempt > 0, True
-                self._wire.send(connection, command, asking=asking)
-                return self._wire.finish(connection, then, undo=undo), resent
-            except NoScriptError as exc:
-                if script is None:
-                    raise self._error(exc) from None
-                command, script = with_text(command, script), None
-            except _TooFewReplicas:
-                raise
-            except AWAY as exc:
-                self._wire.close_idle()  # they are older than the failure, too
-                # A connection attempt that timed out is not repeated: the next would, too.
-                too_slow = connection is None and isinstance(exc, redis.TimeoutError)
-                if attempt == self._resends or too_slow:
-                    error = self._error(exc)
-                    raise (error if sent else _unreachable(error)) from None
-                self._pause(attempt * RESEND_PAUSE)
-                attempt += 1
-            except RedisError as exc:
-                raise store_error(self.name, exc, locks_of(command)) from None
+                connection = self.wire.start((command,), asking=asking)
+                (reply,) = self.wire.finish(
+                    connection, (command,), script, asking=asking, then=then, undo=undo
+                )
+                break
+            except StoreError as exc:
+                error = exc
+            # A connection attempt that timed out is not repeated: the next would, too.
+            was_sent = isinstance(error, NoReplyError)
+            too_slow = not was_sent and isinstance(error.raw, redis.TimeoutError)
+            sent = sent or was_sent
+            if attempt == self._resends or too_slow or not isinstance(error.raw, AWAY):
+                raise error if sent else _unreachable(error)
+            self._pause(attempt * RESEND_PAUSE)
+            attempt += 1
+        if isinstance(reply, StoreError):
+            raise reply
+        return reply, sent and attempt > 0
 
     def _wrong_kind(self, locks: Sequence[str]) -> str:
         """Describe the key that has a wrong type; empty if none has, or no reply arrives."""
@@ -192,22 +179,21 @@ class Node(Server):
                     return f"{key!r} is a {found}, not a {kind}"
         return ""
 
-    def _await_replicas(self, connection: redis.Connection, reply: Any) -> None:
+    def _await_replicas(self, connection: redis.Connection, reply: Any) -> Any:
         """
-        Wait until enough replicas have the lease or the parked task.
+        Wait until enough replicas have the lease or the parked task; return an error if not.
 
         WAIT covers the writes of its own connection, so it is sent on that connection.
         """
-        if reply[0] not in {scripts.GRANTED, scripts.PARKED}:
-            return
+        if isinstance(reply, StoreError) or reply[0] not in {scripts.GRANTED, scripts.PARKED}:
+            return reply
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
         send(connection, b"WAIT", self.min_replicas, int(patience * 1000))
         have = connection.read_response()
-        if have < self.min_replicas:
-            raise _TooFewReplicas(
-                f"only {have} of {self.min_replicas} replicas had the lock in "
-                f"{patience:g} s; it was given back"
-            )
+        if have >= self.min_replicas:
+            return reply
+        told = f"only {have} of {self.min_replicas} replicas had the lock in {patience:g} s"
+        return _TooFewReplicasError(self.name, f"{told}; it was given back")
 
     def pop(self, key: str, seconds: float, *, asking: bool = False) -> bytes | None:
         """
@@ -229,68 +215,31 @@ class Node(Server):
         Raises:
             StoreError: No reply arrived, or the reply is an error.  An element may have been taken.
         """
-        waits = False
+        command = (b"BLPOP", key, seconds)
+        connection = self.wire.start((command,), asking=asking)
+        set_patience(connection, seconds)
         try:
-            connection = self._wire.start((b"BLPOP", key, seconds), asking=asking)
-            # As the socket's timeout: to look for a reply before reading it would cost 20 us.
-            _set_patience(connection, seconds)
-            waits = True
-            reply = self._wire.finish(connection, _reset_patience)
-        except (RedisError, OSError) as exc:
-            if waits and isinstance(exc, redis.TimeoutError):
+            reply = one_of(self.wire.finish(connection, (command,), then=_reset_patience))
+        except NoReplyError as exc:
+            if isinstance(exc.raw, redis.TimeoutError):
                 return None
-            raise self._error(exc) from None
+            raise
         return None if reply is None else reply[1]
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
-        """Run a script many times, on a separate connection; see :meth:`Server.run_many`."""
-        self.batch.send(script, calls, within=within)
-        return self.batch.read(script, calls, within=within)
-
-    def ask(self, *command: str, within: float | None) -> Any:
-        """
-        Send a command once, on a new connection that is closed afterwards.
-
-        Args:
-            command: The command.
-            within: Seconds to connect, and for the reply; None: the timeouts in the options.
-
-        Raises:
-            StoreError: No reply arrived, or the reply is an error.
-        """
-        connection: redis.Connection | None = None
-        try:
-            connection = connect_within(self._connect, within)
-            send(connection, *command)
-            return connection.read_response(disable_decoding=True)
-        except (RedisError, OSError) as exc:
-            raise self._error(exc) from None
-        finally:
-            close(connection)
+        """Run a script many times; see :meth:`Server.run_many`."""
+        return self.wire.ask(commands_of(script, calls), script, within=within)
 
     def close(self) -> None:
         """Close the connections, those in use after their use."""
-        self._wire.close()
-        self.batch.close()
+        self.wire.close()
         if self._watched_by:
             self._watched_by.close()
 
-    def retire(self) -> None:
-        """Close the connections, those in use after their use; that of the batches stays open."""
-        self._wire.close()
 
-    def _error(self, exc: Exception) -> StoreError:
-        return store_error(self.name, exc)
-
-
-def _set_patience(connection: redis.Connection, seconds: float | None) -> None:
-    """Set the seconds to wait for the next reply on a connected connection."""
-    sock: Any = connection._sock  # noqa: SLF001 -- redis-py has no other way before version 8
-    sock.settimeout(seconds)
-
-
-def _reset_patience(connection: redis.Connection, _reply: object) -> None:
-    _set_patience(connection, connection.socket_timeout)
+def _reset_patience(connection: redis.Connection, reply: Any) -> Any:
+    set_patience(connection, connection.socket_timeout)
+    return reply
 
 
 def _unreachable(error: StoreError) -> UnreachableError:
@@ -299,8 +248,8 @@ def _unreachable(error: StoreError) -> UnreachableError:
     return unreachable
 
 
-class _TooFewReplicas(Answered):  # becomes a StoreError after the lock was released
-    pass
+class _TooFewReplicasError(StoreError):
+    """The lease or the parked task is on the master, and on too few replicas."""
 
 
 def single(

@@ -13,27 +13,14 @@ does not decide, all servers are asked.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import redis
-from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.redaction import reason_of
 from celery_dislock.servers.connecting import connection_maker
-from celery_dislock.servers.connections import (
-    BLOCKING,
-    Silence,
-    Wire,
-    by_digest,
-    by_text,
-    locks_of,
-    store_error,
-)
-from celery_dislock.servers.pipeline import LEAST, Batch, ask_all, ask_each
+from celery_dislock.servers.connections import BLOCKING, Wire, one_of
+from celery_dislock.servers.pipeline import LEAST, ask_all
 from celery_dislock.servers.server import Member
 
 if TYPE_CHECKING:
@@ -41,7 +28,6 @@ if TYPE_CHECKING:
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connections import Command, Driver
-    from celery_dislock.servers.pipeline import Call
 
     # Returns whether these replies of a majority decide, whatever the other servers say.
     Decides = Callable[[Sequence[Any]], bool]
@@ -58,10 +44,6 @@ def by_majority(answered: Sequence[Any]) -> bool:  # noqa: ARG001 -- what they s
     return True
 
 
-class NoReplyError(StoreError):
-    """A command was sent and got no reply; the server may still run it at any later time."""
-
-
 class Peer:
     """
     One of the servers.
@@ -74,8 +56,7 @@ class Peer:
 
     Attributes:
         name: The URL without its password, for messages.
-        new_batch: Makes what sends pipelines to this server.
-        batch: The one that the watchdog uses.
+        wire: The connections to it.
     """
 
     def __init__(
@@ -87,9 +68,7 @@ class Peer:
     ) -> None:
         self.name = without_password(url)
         make = connection_maker(self.name, url, options, driver)
-        self._wire = Wire(lambda _within: make())
-        self.new_batch = partial(Batch, self.name, lambda _within: make())
-        self.batch = self.new_batch()
+        self.wire = Wire(self.name, lambda _within: make())
         self._clock = clock
         self._failures = 0
         self._retry_at = 0.0
@@ -134,83 +113,14 @@ class Peer:
             self._failures = 0
             logger.info("Lock server %s answers again.", self.name)
 
-    def start(self, first: Command, again: Command, within: float) -> redis.Connection:
-        """
-        Send a command; see :meth:`celery_dislock.servers.connections.Wire.start`.
-
-        Args:
-            first: The command.
-            again: What is sent if the connection has broken.
-            within: Seconds to connect.
-
-        Raises:
-            StoreError: The command could not be sent.
-        """
-        try:
-            try:
-                return self._wire.start(first, within=within)
-            except redis.ConnectionError:  # perhaps an idle connection that has ended
-                self._wire.close_idle()
-                return self._wire.start(again, within=within)
-        except (RedisError, OSError) as exc:
-            raise store_error(self.name, exc) from None
-
-    def finish(
-        self,
-        connection: redis.Connection,
-        again: Command,
-        undo: Callable[[], Command] | None,
-        within: float,
-    ) -> Any:
-        """
-        Read the reply.  Blocks for at most *within* seconds, twice that with a new connection.
-
-        Args:
-            connection: What :meth:`start` has returned.
-            again: Sent, once, if the server does not know the script, or the connection broke.
-            undo: See :meth:`celery_dislock.servers.connections.Wire.finish`.
-            within: Seconds until the reply begins to arrive.
-
-        Raises:
-            StoreError: The reply is an error.
-            NoReplyError: No reply arrived.
-        """
-        until = self._clock() + within
-        try:
-            try:
-                return self._wire.finish(connection, within=within, undo=undo)
-            except NoScriptError:
-                pass
-            except redis.ConnectionError:
-                self._wire.close_idle()
-            left = max(until - self._clock(), LEAST)
-            connection = self._wire.start(again, within=left)
-            return self._wire.finish(connection, within=left, undo=undo)
-        except redis.ResponseError as exc:
-            raise store_error(self.name, exc, locks_of(again)) from None
-        except Silence:
-            raise NoReplyError(self.name, "no reply in time") from None
-        except (RedisError, OSError) as exc:
-            raise NoReplyError(self.name, reason_of(exc)) from None
-
-    def ask(self, *command: str | bytes | int, within: float) -> Any:
-        """
-        Send a command to this server alone; see :meth:`start` and :meth:`finish`.
-
-        Raises:
-            StoreError: The server did not answer, or the reply is an error.
-        """
-        return self.finish(self.start(command, command, within), command, None, within)
-
-    def close(self) -> None:
-        """Close the connections, those in use after their use."""
-        self._wire.close()
-        self.batch.close()
+    def send(self, *command: str | bytes | int) -> Any:
+        """Send a command to this server alone; see :meth:`Server.send`."""
+        return one_of(self.wire.ask((command,), again=True))
 
 
 class Peers:
     """
-    All servers.  Safe to use from many threads or greenlets, except :meth:`ask_many`.
+    All servers.  Safe to use from many threads or greenlets.
 
     Args:
         peers: One or more servers, in the order in which all clients ask them.
@@ -227,20 +137,19 @@ class Peers:
 
     def ask(
         self,
-        script: Script,
-        keys: Sequence[str],
-        *arguments: str | bytes | int,
+        command: Command,
+        script: Script | None = None,
+        *,
         within: float,
         undo: Callable[[], Command] | None = None,
         decides: Decides = by_majority,
     ) -> list[Any]:
         """
-        Run a script on all servers.
+        Send a command to all servers; again, once, if a connection has broken.
 
         Args:
-            script: The script.
-            keys: The locks.
-            arguments: Arguments of the script.
+            command: The command.
+            script: What it runs by its digest; None: no script.
             within: Seconds for all replies together.
             undo: Returns a command to send to a server that does not answer in time.  It undoes
                 the script there, whenever the server runs both.
@@ -249,41 +158,39 @@ class Peers:
         Returns:
             The reply of each server or a StoreError, in the order of the servers.
         """
-        first, again = by_digest(script, keys, *arguments), by_text(script, keys, *arguments)
-        return self._ask(partial(self._run, first, again, undo), within, decides)
 
-    def send(self, *command: str | bytes | int, within: float) -> list[Any]:
-        """Send a command to all servers; returns the same as :meth:`ask`."""
-        return self._ask(partial(self._run, command, command, None), within)
+        def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
+            asked = {peer: (peer.wire, (command,)) for peer in peers}
+            found = ask_all(asked, script, within=within, again=True, undo=undo)
+            return {p: one if isinstance(one, StoreError) else one[0] for p, one in found.items()}
 
-    def members(self, within: float) -> list[Member]:
-        """Return the servers; see :meth:`celery_dislock.servers.server.Server.members`."""
-        return [
-            Member(peer.name, partial(peer.ask, within=within), peer.new_batch)
-            for peer in self._peers
-        ]
+        return self._ask(run, within, decides)
 
     def ask_many(
-        self, script: Script, calls: Sequence[Call], *, within: float, decides: Decides
+        self, commands: Sequence[Command], script: Script, *, within: float, decides: Decides
     ) -> list[Any]:
         """
-        Run a script many times on all servers, in one pipelined round trip to each.
+        Send commands that run a script to all servers, in one round trip to each.
 
-        For one thread only.  *decides* is asked about lists of replies.
+        *decides* is asked about lists of replies.
 
         Returns:
             The list of replies of each server or a StoreError, in the order of the servers.
         """
 
         def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
-            return ask_all(script, {peer: (peer.batch, calls) for peer in peers}, within=within)
+            return ask_all({p: (p.wire, commands) for p in peers}, script, within=within)
 
         return self._ask(run, within, decides)
+
+    def members(self) -> list[Member]:
+        """Return the servers; see :meth:`celery_dislock.servers.server.Server.members`."""
+        return [Member(peer.name, peer.send, peer.wire) for peer in self._peers]
 
     def close(self) -> None:
         """Close the connections that are not in use."""
         for peer in self._peers:
-            peer.close()
+            peer.wire.close()
 
     def _ask(
         self,
@@ -304,19 +211,3 @@ class Peers:
         for peer, reply in replies.items():
             peer.note(reply)
         return [replies[p] if p in replies else p.left_alone() for p in self._peers]
-
-    def _run(
-        self,
-        first: Command,
-        again: Command,
-        undo: Callable[[], Command] | None,
-        peers: Sequence[Peer],
-        within: float,
-    ) -> dict[Peer, Any]:
-        return ask_each(
-            peers,
-            lambda peer, left: peer.start(first, again, left),
-            lambda peer, connection, left: peer.finish(connection, again, undo, left),
-            within=within,
-            clock=self._clock,
-        )

@@ -21,8 +21,15 @@ from celery_dislock import scripts
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.servers.connections import BLOCKING, by_text, is_answer
-from celery_dislock.servers.peers import NoReplyError, Peer, Peers, by_majority
+from celery_dislock.servers.connections import (
+    BLOCKING,
+    NoReplyError,
+    by_digest,
+    by_text,
+    commands_of,
+    is_answer,
+)
+from celery_dislock.servers.peers import Peer, Peers, by_majority
 from celery_dislock.servers.server import Server
 from celery_dislock.servers.view import LIMIT_RECORD
 
@@ -30,9 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Driver
+    from celery_dislock.servers.connections import Call, Driver
     from celery_dislock.servers.peers import Decides
-    from celery_dislock.servers.pipeline import Call
     from celery_dislock.servers.server import Member
 
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
@@ -53,7 +59,7 @@ class Quorum(Server):
     """
     Three or more independent servers.
 
-    Safe to use from many threads or greenlets, except :meth:`run_many`.
+    Safe to use from many threads or greenlets.
 
     Args:
         urls: URLs of single servers.  All clients ask the servers in the same order, by address.
@@ -110,14 +116,17 @@ class Quorum(Server):
             return self._acquire(keys, *arguments), False
         arguments = self._as_sent(script, arguments)
         decides = self._agree if script in RENEWS else by_majority
-        replies = self._peers.ask(script, keys, *arguments, within=self._patience, decides=decides)
+        command = by_digest(script, keys, *arguments)
+        replies = self._peers.ask(command, script, within=self._patience, decides=decides)
         return self._decide(script, replies), False
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """Run a script many times on all servers; see :meth:`Server.run_many`."""
-        sent = [(key, *self._as_sent(script, arguments)) for key, *arguments in calls]
+        sent = commands_of(
+            script, [(key, *self._as_sent(script, arguments)) for key, *arguments in calls]
+        )
         decides = self._agree_on_each if script in RENEWS else by_majority
-        replies = self._peers.ask_many(script, sent, within=within, decides=decides)
+        replies = self._peers.ask_many(sent, script, within=within, decides=decides)
         self._require_majority(replies)
         decided: list[Any] = []
         for number in range(len(calls)):
@@ -135,7 +144,7 @@ class Quorum(Server):
         Raises:
             StoreError: No majority of the servers answered; a refusal if a majority is there.
         """
-        replies = self._peers.send(*command, within=self._patience)
+        replies = self._peers.ask(command, within=self._patience)
         refusals = [one for one in replies if isinstance(one, StoreError) and is_answer(one)]
         there = [one for one in replies if not isinstance(one, StoreError)] + refusals
         if len(there) < self._peers.majority:
@@ -146,7 +155,7 @@ class Quorum(Server):
 
     def members(self) -> list[Member]:
         """Return all servers; see :meth:`Server.members`."""
-        return self._peers.members(self._patience)
+        return self._peers.members()
 
     def pop(self, key: str, seconds: float) -> None:  # noqa: ARG002 -- nobody is woken here
         """Sleep for a short random time, at most *seconds*."""
@@ -190,9 +199,8 @@ class Quorum(Server):
         ttl = ttl_ms / 1000
         asked_at = self._clock()
         replies = self._peers.ask(
+            by_digest(scripts.ACQUIRE, keys, name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
             scripts.ACQUIRE,
-            keys,
-            *(name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
             within=min(self._patience, ttl * PATIENCE_RATIO),
             undo=lambda: by_text(scripts.RELEASE, keys, name, 0),
             decides=decides,
@@ -206,7 +214,8 @@ class Quorum(Server):
 
         released = []
         if granted or any(isinstance(reply, NoReplyError) for reply in replies):
-            released = self._peers.ask(scripts.RELEASE, keys, name, 0, within=self._patience)
+            release = by_digest(scripts.RELEASE, keys, name, 0)
+            released = self._peers.ask(release, scripts.RELEASE, within=self._patience)
         if any(isinstance(reply, NoReplyError) for reply in replies + released):
             self._names.change(owner)
         if len(granted) >= majority:

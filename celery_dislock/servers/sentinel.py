@@ -12,29 +12,25 @@ Sentinels are asked, and the answers of the highest epoch count: each failover h
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from redis.retry import Retry
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group, redis_options
-from celery_dislock.exceptions import SettingsError
-from celery_dislock.redaction import Ours, reason_of
+from celery_dislock.exceptions import ForbiddenError, SettingsError, StoreError
+from celery_dislock.redaction import Ours
 from celery_dislock.servers.connecting import connection_maker, unknown_option
 from celery_dislock.servers.connections import (
     BLOCKING,
     SOCKET_TIMEOUT,
     Outage,
-    close,
-    connect_within,
-    read,
-    send,
+    Wire,
+    is_answer,
 )
 from celery_dislock.servers.node import Node
 
@@ -79,8 +75,7 @@ class Sentinel:
     def __init__(self, address: Address, connect: Callable[[], Any]) -> None:
         self.address = address
         self.left_alone_until = 0.0
-        self._connect = connect
-        self._connection: redis.Connection | None = None
+        self.wire = Wire(_at(address), lambda _within: connect())
 
     def ask(self, master: str, within: float, others: int = 0) -> Said | None:
         """
@@ -95,32 +90,14 @@ class Sentinel:
             The answer; None if the Sentinel knows fewer than *others* other Sentinels.
 
         Raises:
-            redis.RedisError, OSError: The Sentinel did not answer, or does not know the master.
+            StoreError: The Sentinel did not answer, or does not know the master.
         """
-        kept, self._connection = self._connection, None
-        if kept is not None:
-            with contextlib.suppress(redis.ConnectionError, OSError):  # it broke: make a new one
-                return self._ask(kept, master, within, others)
-        connection = connect_within(lambda _: self._connect(), within)
-        return self._ask(connection, master, within, others)
-
-    def _ask(
-        self, connection: redis.Connection, master: str, within: float, others: int
-    ) -> Said | None:
-        try:
-            for command in ("MASTER", "GET-MASTER-ADDR-BY-NAME"):
-                send(connection, "SENTINEL", command, master)
-            state, named = read(connection, within), read(connection, within)
-        except BaseException:
-            close(connection)
-            raise
-        self._connection = connection
+        asked = [("SENTINEL", one, master) for one in ("MASTER", "GET-MASTER-ADDR-BY-NAME")]
+        state, named = self.wire.ask(asked, within=within, again=True)
+        for reply in (state, named):
+            if isinstance(reply, StoreError):
+                raise reply
         return said(state, named, others)
-
-    def close(self) -> None:
-        """Close the connection."""
-        connection, self._connection = self._connection, None
-        close(connection)
 
 
 class Sentinels:
@@ -207,14 +184,14 @@ class Sentinels:
         began = self._clock()
         try:
             answer = sentinel.ask(self._master, within, self._others)
-        except ResponseError as exc:
-            forbidden = isinstance(exc, NoPermissionError)
-            return NoMaster(reason_of(exc) if forbidden else "knows no such master")
-        except (RedisError, OSError) as exc:
+        except StoreError as exc:
+            if is_answer(exc):
+                forbidden = isinstance(exc, ForbiddenError)
+                return NoMaster(exc.reason if forbidden else "knows no such master")
             took = self._clock() - began
             sentinel.left_alone_until = began + took * LEFT_ALONE
-            kind = NoSentinel if isinstance(exc, redis.TimeoutError) else NoMaster
-            return kind(reason_of(exc))
+            kind = NoSentinel if isinstance(exc.raw, redis.TimeoutError) else NoMaster
+            return kind(exc.reason)
         return answer or NoMaster("sees too few other Sentinels")
 
     def _confirmed(self) -> Address | None:
@@ -226,7 +203,7 @@ class Sentinels:
         with self._mutex:
             self._named = None
             for sentinel in self._sentinels:
-                sentinel.close()
+                sentinel.wire.close()
 
     def _alone(self, within: float | None, ask: Callable[[], Address]) -> Address:
         """Ask while no other thread does.  A signal handler of the asking thread may ask, too."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 from redis.exceptions import AskError, ClusterDownError, NoScriptError, TryAgainError
@@ -197,8 +196,7 @@ class _Trial:
         """Return each command that it refuses, and its words; nothing if it does not answer."""
         for cached in (True, False):  # at first it may not have the scripts
             try:
-                with closing(self._member.new_batch()) as batch:
-                    replies = batch.ask([one for _, one in self._commands(cached=cached)])
+                replies = self._member.wire.ask([one for _, one in self._commands(cached=cached)])
             except StoreError:
                 break
             if not any(isinstance(reply, StoreError) for reply in replies):
