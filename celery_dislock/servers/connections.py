@@ -28,7 +28,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from celery_dislock.exceptions import DamagedLockError, ForbiddenError, StoreError
+from celery_dislock.exceptions import DamagedLockError, ForbiddenError, StoreError, UnreachableError
 from celery_dislock.redaction import Ours, reason_of
 
 if TYPE_CHECKING:
@@ -166,10 +166,6 @@ class Demoted(Ours, redis.ConnectionError):
     """The server answered that it is a replica."""
 
 
-class NoReplyError(StoreError):
-    """Commands were sent and got no reply; the server may still run them at any later time."""
-
-
 class Wire:
     """
     The connections to one Redis process.  Safe to use from many threads or greenlets.
@@ -221,8 +217,8 @@ class Wire:
             The connection, for :meth:`finish`.
 
         Raises:
-            StoreError: There is no connection, so nothing was sent.
-            NoReplyError: The connection has broken.
+            UnreachableError: There is no connection, so nothing was sent.
+            StoreError: The connection has broken.
         """
         try:
             connection = self._idle.pop()
@@ -234,7 +230,7 @@ class Wire:
             connection.disconnect()
             if not isinstance(exc, (RedisError, OSError)):
                 raise
-            error = self._failed(exc, NoReplyError)
+            error = self._failed(exc)
         else:
             return connection
         if again and isinstance(error.raw, redis.ConnectionError):
@@ -273,7 +269,7 @@ class Wire:
             The reply to each command, strings as bytes, or a StoreError if the reply is an error.
 
         Raises:
-            NoReplyError: The server did not answer.  Each command may have run or not.
+            StoreError: The server did not answer.  Each command may have run or not.
         """
         is_clean = False  # a reply may still come
         try:
@@ -289,7 +285,7 @@ class Wire:
                 _break_off(connection, exc, within, undo)
             if not isinstance(exc, (RedisError, OSError)):
                 raise
-            error = self._failed(exc, NoReplyError)
+            error = self._failed(exc)
         else:
             return replies
         finally:
@@ -319,7 +315,7 @@ class Wire:
                 connection.disconnect()
             if not isinstance(exc, (RedisError, OSError)):
                 raise
-            raise self._failed(exc) from None
+            raise self._failed(exc, UnreachableError) from None
         return connection
 
     def _read(
@@ -361,8 +357,9 @@ class Wire:
         return replies, is_clean
 
     def _failed(self, exc: BaseException, kind: type[StoreError] = StoreError) -> StoreError:
-        if isinstance(exc, AWAY):
-            self.close_idle()  # they are older than the failure, too
+        if not isinstance(exc, AWAY):
+            return store_error(self.name, exc)
+        self.close_idle()  # they are older than the failure, too
         return store_error(self.name, exc, kind=kind)
 
     def close(self) -> None:
@@ -445,6 +442,12 @@ def one_of(replies: Sequence[Any]) -> Any:
 def is_answer(error: StoreError) -> bool:
     """Tell whether the error is the server's reply.  If not, the server counts as away."""
     return isinstance(error.raw, ResponseError)
+
+
+def is_lost(reply: Any) -> bool:
+    """Tell whether a command was sent and not answered: the server may run it at any later time."""
+    unsent = isinstance(reply, UnreachableError)
+    return isinstance(reply, StoreError) and not unsent and not is_answer(reply)
 
 
 class Outage:

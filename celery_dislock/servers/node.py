@@ -25,7 +25,6 @@ from celery_dislock.servers.connecting import connection_maker
 from celery_dislock.servers.connections import (
     AWAY,
     BLOCKING,
-    NoReplyError,
     Wire,
     by_digest,
     by_text,
@@ -33,6 +32,7 @@ from celery_dislock.servers.connections import (
     one_of,
     send,
     set_patience,
+    store_error,
 )
 from celery_dislock.servers.server import Member, Server
 
@@ -159,11 +159,11 @@ class Node(Server):
             except StoreError as exc:
                 error = exc
             # A connection attempt that timed out is not repeated: the next would, too.
-            was_sent = isinstance(error, NoReplyError)
-            too_slow = not was_sent and isinstance(error.raw, redis.TimeoutError)
-            sent = sent or was_sent
+            unsent = isinstance(error, UnreachableError)
+            too_slow = unsent and isinstance(error.raw, redis.TimeoutError)
+            sent = sent or not unsent
             if attempt == self._resends or too_slow or not isinstance(error.raw, AWAY):
-                raise error if sent else _unreachable(error)
+                raise store_error(self.name, error.raw) if sent and error.raw else error
             self._pause(attempt * RESEND_PAUSE)
             attempt += 1
         if isinstance(reply, StoreError):
@@ -220,7 +220,7 @@ class Node(Server):
         set_patience(connection, seconds)
         try:
             reply = one_of(self.wire.finish(connection, (command,), then=_reset_patience))
-        except NoReplyError as exc:
+        except StoreError as exc:
             if isinstance(exc.raw, redis.TimeoutError):
                 return None
             raise
@@ -240,12 +240,6 @@ class Node(Server):
 def _reset_patience(connection: redis.Connection, reply: Any) -> Any:
     set_patience(connection, connection.socket_timeout)
     return reply
-
-
-def _unreachable(error: StoreError) -> UnreachableError:
-    unreachable = UnreachableError(error.server, error.reason)
-    unreachable.raw = error.raw
-    return unreachable
 
 
 class _TooFewReplicasError(StoreError):

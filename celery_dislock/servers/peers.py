@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import without_password
-from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.servers.connecting import connection_maker
 from celery_dislock.servers.connections import BLOCKING, Wire, one_of
 from celery_dislock.servers.pipeline import LEAST, ask_all
@@ -95,7 +95,7 @@ class Peer:
 
     def left_alone(self) -> StoreError:
         """Return the error that takes the place of a reply if the server was not asked."""
-        return StoreError(self.name, self._error.reason)
+        return UnreachableError(self.name, self._error.reason)
 
     def note(self, reply: Any) -> None:
         """Record whether the server answered, and log a change."""

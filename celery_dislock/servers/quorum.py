@@ -23,11 +23,11 @@ from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.servers.connections import (
     BLOCKING,
-    NoReplyError,
     by_digest,
     by_text,
     commands_of,
     is_answer,
+    is_lost,
 )
 from celery_dislock.servers.peers import Peer, Peers, by_majority
 from celery_dislock.servers.server import Server
@@ -213,10 +213,10 @@ class Quorum(Server):
             return [scripts.GRANTED, *newest], True
 
         released = []
-        if granted or any(isinstance(reply, NoReplyError) for reply in replies):
+        if granted or any(map(is_lost, replies)):
             release = by_digest(scripts.RELEASE, keys, name, 0)
             released = self._peers.ask(release, scripts.RELEASE, within=self._patience)
-        if any(isinstance(reply, NoReplyError) for reply in replies + released):
+        if any(map(is_lost, replies + released)):
             self._names.change(owner)
         if len(granted) >= majority:
             raise StoreError(self.name, "granted, but too late")
