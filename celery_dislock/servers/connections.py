@@ -72,7 +72,7 @@ AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
 
 def by_digest(script: Script, keys: Sequence[str], *arguments: str | bytes | float) -> Command:
     """Return the command that runs a script if the server has cached it."""
-    return (b"EVALSHA", script.sha, str(len(keys)), *keys, *arguments)
+    return (b"EVALSHA", script.sha, len(keys), *keys, *arguments)
 
 
 def commands_of(script: Script, calls: Sequence[Call]) -> list[Command]:
@@ -96,10 +96,8 @@ def packed(command: Command) -> bytes:
 
     hiredis 3.5 can crash the process if a signal handler raises while hiredis packs an int.
     """
-    if not NUMBERS.isdisjoint(map(type, command)):  # mostly they were written as text before
-        command = tuple([str(part) if type(part) in NUMBERS else part for part in command])
-    parts: Any = command
-    sent: bytes = hiredis.pack_command(parts)
+    parts: Any = [str(part) if part.__class__ in NUMBERS else part for part in command]
+    sent: bytes = hiredis.pack_command(tuple(parts))
     return sent
 
 

@@ -167,12 +167,11 @@ class Quorum(Server):
 
     def _acquire(self, keys: Sequence[str], owner: Any, ttl_ms: Any, *terms: Any) -> list[Any]:
         holder, mode, limit, place_ms, _fair = terms
-        ttl_ms = int(ttl_ms)
         if (mode, limit) != ("x", 1):
             asked = f"mode {mode!r}, limit {limit}"
             raise SettingsError("lock", "dislock_url", asked, ONLY_EXCLUSIVE)
         pause = ATTEMPT_PAUSE
-        if int(place_ms):  # a waiter asks again anyway
+        if place_ms:  # a waiter asks again anyway
             return self._attempt(keys, owner, ttl_ms, holder, self._agree_on_holder)[0]
         for _ in range(ATTEMPTS - 1):
             answer, settled = self._attempt(keys, owner, ttl_ms, holder)
@@ -238,7 +237,7 @@ class Quorum(Server):
             return ()
         owner, *rest = arguments
         if script in RENEWS:
-            rest[0] = int(rest[0]) + drift(int(rest[0]))
+            rest[0] += drift(rest[0])
         if script is scripts.FREE:  # each server has a token of its own, and the newest was shown
             rest.append(1)
         return (self._names.of(owner), *rest)

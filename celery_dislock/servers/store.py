@@ -125,12 +125,15 @@ class Store:
             else (scripts.ACQUIRE_UNIQUE, reservation.begins)
         )
         who = owner, milliseconds(ttl), holder, MODES[terms.mode]
-        how = milliseconds(place), "1" if terms.fair else "0", *more
-        limit, tokens = str(terms.limit), tuple[int, ...]()
+        how = milliseconds(place), int(terms.fair), *more
+        tokens: tuple[int, ...] = ()
         try:
             for group in (locks,) if len(locks) == 1 else self.lock_server.together(locks):
                 before = len(tokens)
-                if not isinstance(terms.limit, int):
+                limit: int | str
+                if isinstance(terms.limit, int):
+                    limit = terms.limit
+                else:
                     limit = ",".join(map(str, terms.limit[before : before + len(group)]))
                 reply, _ = self.lock_server.exchange(script, group, *who, limit, *how)
                 if reply[0] != scripts.GRANTED:

@@ -27,7 +27,7 @@ def test_a_lease_is_renewed_every_third_of_its_timeout(driven):
         driven.advance(291)
         assert not driven.beside().lock("k").try_acquire()
         assert 29 <= driven.asked(scripts.RENEW) <= 32
-        assert lease.renewals == driven.asked(scripts.RENEW)
+        assert 29 <= lease.renewals <= driven.asked(scripts.RENEW)
         assert driven.client.pttl(name_of("k")) <= 30_000
         assert 19 < lease.remaining <= 30
 
