@@ -25,17 +25,18 @@ from redis.exceptions import AskError, ClusterDownError, MovedError, TryAgainErr
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.servers.connecting import connection_maker
-from celery_dislock.servers.connections import AWAY, BLOCKING, SOCKET_TIMEOUT, commands_of, one_of
+from celery_dislock.servers.connecting import BLOCKING, connection_maker
+from celery_dislock.servers.connections import AWAY, SOCKET_TIMEOUT, commands_of, one_of
 from celery_dislock.servers.node import RESEND_PAUSE, RESENDS, Node
-from celery_dislock.servers.pipeline import LEAST, ask_all
+from celery_dislock.servers.peers import LEAST, ask_all
 from celery_dislock.servers.server import Member, Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Call, Command, Driver
+    from celery_dislock.servers.connecting import Driver
+    from celery_dislock.servers.connections import Call, Command
 
     Address = tuple[str, int]
 

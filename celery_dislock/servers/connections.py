@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
-import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import hiredis
 import redis
@@ -32,7 +30,7 @@ from celery_dislock.exceptions import DamagedLockError, ForbiddenError, StoreErr
 from celery_dislock.redaction import Ours, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from celery_dislock.scripts import Script
 
@@ -104,60 +102,6 @@ def packed(command: Command) -> bytes:
 def send(connection: redis.Connection, *command: str | bytes | float) -> None:
     """Send a command on a connection, which connects first if it is not connected."""
     connection.send_packed_command((packed(command),), check_health=False)
-
-
-class _Packer:
-    """Pack what redis-py sends by itself, as :func:`packed` does; it may have several words."""
-
-    def __init__(self, packer: Any) -> None:
-        self._pack = packer.pack
-
-    def pack(self, *command: Any) -> Any:
-        return self._pack(*[str(part) if part.__class__ in NUMBERS else part for part in command])
-
-
-def blocking_connection(
-    kind: type[redis.Connection], arguments: Mapping[str, Any]
-) -> redis.Connection:
-    """Make one of redis-py's connections, which blocks."""
-    connection = kind(**arguments)
-    connection._command_packer = _Packer(connection._command_packer)  # noqa: SLF001
-    return connection
-
-
-class Mutex(Protocol):
-    """A mutex, as :mod:`threading` has them."""
-
-    def acquire(self, *, timeout: float = ...) -> bool:
-        """Take it; return False if it was not free within these seconds."""
-
-    def release(self) -> None:
-        """Give it back."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, kind: Any, exc: Any, trace: Any, /) -> Any: ...  # noqa: PYI036 -- its types differ
-
-
-class Driver(NamedTuple):
-    """
-    A way to wait.
-
-    Attributes:
-        pause: Called with the seconds to wait between two attempts.
-        connection: Makes a connection, which need not be connected yet, given a class of redis-py's
-            and its keyword arguments.  It has the methods of that class that are used here.
-        mutex: Makes a mutex; who has it may wait.
-    """
-
-    pause: Callable[[float], None] = time.sleep
-    connection: Callable[[type[redis.Connection], Mapping[str, Any]], redis.Connection] = (
-        blocking_connection
-    )
-    mutex: Callable[[], Mutex] = threading.RLock
-
-
-BLOCKING = Driver()
 
 
 class Demoted(Ours, redis.ConnectionError):
@@ -406,9 +350,9 @@ def _meant(exc: ResponseError) -> ResponseError:
     Return what the server means by an error, of which redis-py does not know the type.
 
     Raises:
-        Demoted: It is a replica.
+        Demoted: It is a replica.  Before Redis 7, READONLY is not at the start of a script's error.
     """
-    if demoted(exc):
+    if isinstance(exc, redis.ReadOnlyError) or "READONLY" in str(exc):
         raise Demoted("it is a replica, and no longer the master") from exc
     code, _, told = str(exc).partition(" ")
     if ON_ANOTHER_NODE in str(exc):
@@ -416,17 +360,6 @@ def _meant(exc: ResponseError) -> ResponseError:
     if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5
         return CLUSTER_ERRORS[code](told)
     return exc
-
-
-def demoted(exc: BaseException) -> bool:
-    """
-    Tell whether the server answered that it is a replica.
-
-    Before Redis 7, the code READONLY is not at the start of a script's error.
-    """
-    return isinstance(exc, redis.ReadOnlyError) or (
-        isinstance(exc, ResponseError) and "READONLY" in str(exc)
-    )
 
 
 def one_of(replies: Sequence[Any]) -> Any:

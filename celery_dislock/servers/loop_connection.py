@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.bridge import current_call, sleep, wait_for
-from celery_dislock.servers.connections import Driver
+from celery_dislock.servers.connecting import Driver
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

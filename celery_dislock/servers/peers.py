@@ -12,22 +12,25 @@ does not decide, all servers are asked.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
-from celery_dislock.servers.connecting import connection_maker
-from celery_dislock.servers.connections import BLOCKING, Wire, one_of
-from celery_dislock.servers.pipeline import LEAST, ask_all
+from celery_dislock.servers.connecting import BLOCKING, connection_maker
+from celery_dislock.servers.connections import Wire, one_of
 from celery_dislock.servers.server import Member
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import redis
+
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Command, Driver
+    from celery_dislock.servers.connecting import Driver
+    from celery_dislock.servers.connections import Command
 
     # Returns whether these replies of a majority decide, whatever the other servers say.
     Decides = Callable[[Sequence[Any]], bool]
@@ -36,7 +39,65 @@ RETRY_AFTER = 0.5  # seconds until a server that failed is asked again; doubled 
 GRACE = 0.05  # seconds that it then gets, after the others have answered; doubled each time
 DOUBLED = 4  # most times that both are doubled
 
+LEAST = 0.05  # seconds for a request that is sent although the time is used up
+
+Key = TypeVar("Key")
+
 logger = logging.getLogger("celery_dislock")
+
+
+def ask_all(
+    asked: Mapping[Key, tuple[Wire, Sequence[Command]]],
+    script: Script | None = None,
+    *,
+    within: float,
+    again: bool = False,
+    undo: Callable[[], Command] | None = None,
+) -> dict[Key, Any]:
+    """
+    Ask several servers at once.
+
+    All are sent to, in this order, before the first reply is read.  So one that is away does not
+    delay the others.  But connecting to a server that is away may use up half of the time that is
+    left: such servers should come last.
+
+    Args:
+        asked: The connections and the commands of each server, under what identifies it.
+        script: See :meth:`celery_dislock.servers.connections.Wire.finish`, as for the others.
+        within: Seconds for all servers together.
+        again: See there.
+        undo: See there.
+
+    Returns:
+        The replies of each server, or a StoreError if it did not answer.
+    """
+    until = monotonic() + within
+    sent: dict[Key, redis.Connection] = {}
+    replies: dict[Key, Any] = {}
+
+    def read(server: Key, left: float) -> list[Any]:
+        wire, commands = asked[server]
+        return wire.finish(sent.pop(server), commands, script, within=left, again=again, undo=undo)
+
+    try:
+        for server, (wire, commands) in asked.items():
+            try:
+                # Half of the time left, so that a server that is away leaves some for the others.
+                left = max((until - monotonic()) / 2, LEAST)
+                sent[server] = wire.start(commands, within=left, again=again)
+            except StoreError as exc:
+                replies[server] = exc
+        for server in list(sent):
+            try:
+                replies[server] = read(server, until - monotonic())
+            except StoreError as exc:
+                replies[server] = exc
+    except BaseException:  # an interruption; nobody else would read what the others reply
+        for server in list(sent):
+            with contextlib.suppress(BaseException):
+                read(server, 0.0)
+        raise
+    return replies
 
 
 def by_majority(answered: Sequence[Any]) -> bool:  # noqa: ARG001 -- what they say is no matter

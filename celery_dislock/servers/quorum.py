@@ -21,14 +21,8 @@ from celery_dislock import scripts
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.servers.connections import (
-    BLOCKING,
-    by_digest,
-    by_text,
-    commands_of,
-    is_answer,
-    is_lost,
-)
+from celery_dislock.servers.connecting import BLOCKING
+from celery_dislock.servers.connections import by_digest, by_text, commands_of, is_answer, is_lost
 from celery_dislock.servers.peers import Peer, Peers, by_majority
 from celery_dislock.servers.server import Server
 from celery_dislock.servers.view import LIMIT_RECORD
@@ -37,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Call, Driver
+    from celery_dislock.servers.connecting import Driver
+    from celery_dislock.servers.connections import Call
     from celery_dislock.servers.peers import Decides
     from celery_dislock.servers.server import Member
 

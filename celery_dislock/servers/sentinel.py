@@ -24,20 +24,14 @@ from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group, redis_options
 from celery_dislock.exceptions import ForbiddenError, SettingsError, StoreError
 from celery_dislock.redaction import Ours
-from celery_dislock.servers.connecting import connection_maker, unknown_option
-from celery_dislock.servers.connections import (
-    BLOCKING,
-    SOCKET_TIMEOUT,
-    Outage,
-    Wire,
-    is_answer,
-)
+from celery_dislock.servers.connecting import BLOCKING, connection_maker, unknown_option
+from celery_dislock.servers.connections import SOCKET_TIMEOUT, Outage, Wire, is_answer
 from celery_dislock.servers.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from celery_dislock.servers.connections import Driver
+    from celery_dislock.servers.connecting import Driver
 
     Address = tuple[str, int]
 

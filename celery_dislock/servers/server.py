@@ -141,11 +141,8 @@ def keys_pattern(prefix: str, pattern: str) -> str:
         prefix: Any text, matched literally.
         pattern: Pattern of the locks' keys, as SCAN takes it.
     """
-    return f"{_escaped(prefix)}:{{{pattern}}}*"
-
-
-def _escaped(prefix: str) -> str:
-    return re.sub(r"[\\*?\[\]]", r"\\\g<0>", prefix)
+    escaped = re.sub(r"[\\*?\[\]]", r"\\\g<0>", prefix)
+    return f"{escaped}:{{{pattern}}}*"
 
 
 def scan(send: Callable[..., Any], pattern: str) -> Iterator[list[str]]:
