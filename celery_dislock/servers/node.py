@@ -1,4 +1,4 @@
-"""One Redis process, as the lock server or as one node of it; and the server of any URL.
+"""One Redis process, as the lock server or as one node of it.
 
 Scripts are safe to send twice.  If a reply is lost, the command is sent again on a fresh
 connection, up to RESENDS times, before the server counts as away.  It is not sent again if the
@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import redis
 
 from celery_dislock import scripts
-from celery_dislock.config.urls import CLUSTER, MEMORY, SENTINEL, without_password
-from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError, UnreachableError
+from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.scripts.names import KINDS
-from celery_dislock.servers.connecting import BLOCKING, connection_maker
 from celery_dislock.servers.connections import (
     AWAY,
     Wire,
@@ -36,10 +34,9 @@ from celery_dislock.servers.connections import (
 from celery_dislock.servers.server import Member, Server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connecting import Driver
     from celery_dislock.servers.connections import Call, Command, Connect
 
 # Scripts whose work replicas may have to confirm.
@@ -244,51 +241,3 @@ def _reset_patience(connection: redis.Connection, reply: Any) -> Any:
 
 class _TooFewReplicasError(StoreError):
     """The lease or the parked task is on the master, and on too few replicas."""
-
-
-def server_for(
-    url: str | Sequence[str],
-    options: Mapping[str, Any] | None = None,
-    *,
-    driver: Driver = BLOCKING,
-) -> Server:
-    """
-    Return the lock server of a URL.  Does not connect yet.
-
-    Args:
-        url: redis://, rediss:// or unix://, Celery's redis+socket://, kombu's sentinel://,
-            redis+cluster:// or rediss+cluster://; or a list of three or more URLs of independent
-            single servers; or memory://.
-        options: Keyword arguments of redis-py's Connection, in addition to those of the URL.  Also
-            ``ssl`` for TLS if the URL does not ask for it; for sentinel:// kombu's
-            ``master_name``, ``sentinel_kwargs`` and ``min_other_sentinels``; and ``min_replicas``,
-            see :class:`celery_dislock.servers.node.Node`.
-        driver: How it waits.
-
-    Raises:
-        SettingsError: The URL or an option cannot be used.
-    """
-    options = dict(options or {})
-    replicas = options.pop("min_replicas", 0)
-    # Imported when asked for: most processes have a single server, and a web process starts fast.
-    if not isinstance(url, str):
-        from celery_dislock.servers.quorum import Quorum  # noqa: PLC0415
-
-        return Quorum(url, options, driver=driver)
-    if url.startswith(SENTINEL):
-        from celery_dislock.servers.sentinel import watched  # noqa: PLC0415
-
-        return watched(url, options, driver=driver, min_replicas=replicas)
-    if url.startswith(CLUSTER):
-        from celery_dislock.servers.cluster import Cluster  # noqa: PLC0415
-
-        return Cluster(url, options, driver=driver, min_replicas=replicas)
-    if url == MEMORY:
-        try:
-            from celery_dislock.servers.memory import memory_server  # noqa: PLC0415 -- an extra
-        except ImportError as exc:
-            raise SettingsError("app.conf", "dislock_url", MEMORY, str(exc)) from exc
-        url = memory_server().url
-    name = without_password(url)
-    make = connection_maker(name, url, options, driver)
-    return Node(name, lambda _within: make(), pause=driver.pause, min_replicas=replicas)

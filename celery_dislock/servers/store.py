@@ -12,7 +12,7 @@ from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.connecting import BLOCKING
 from celery_dislock.servers.connections import is_answer
-from celery_dislock.servers.node import server_for
+from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.records import MODES, text
 from celery_dislock.servers.replies import (
     FirstInLine,
@@ -51,8 +51,8 @@ class Store:
     order that all callers use.  In a cluster the call needs a round trip for each slot.
 
     Args:
-        url: See :func:`celery_dislock.servers.node.server_for`.
-        options: See :func:`celery_dislock.servers.node.server_for`.
+        url: See :func:`celery_dislock.servers.kinds.server_for`.
+        options: See :func:`celery_dislock.servers.kinds.server_for`.
         driver: How it waits.
         home: The broker whose parked tasks the caller can publish; empty: none.
         hand_over: Called with the parked tasks that a release has given their turn.  It must
