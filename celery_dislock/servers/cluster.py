@@ -134,7 +134,10 @@ class Cluster(Server):
                 error, cause = exc, exc.raw
             if isinstance(cause, AskError) and redirects < REDIRECTS:
                 redirects += 1
-                address, asking = self._redirect(cause)
+                # MOVED holds from now on, ASK for this command only.  MovedError is an AskError.
+                address, asking = cause.node_addr, not isinstance(cause, MovedError)
+                if not asking:
+                    self._find_slots(first=address)
                 continue
             if not resends:
                 if isinstance(cause, UNSETTLED):
@@ -272,23 +275,12 @@ class Cluster(Server):
             )
             return self._nodes.setdefault(address, node)
 
-    def _redirect(self, told: AskError) -> tuple[Address, bool]:
-        """Return the node to send the command to, and whether to send ASKING first."""
-        # MOVED holds from now on, ASK for this command only.  MovedError is a kind of AskError.
-        if not isinstance(told, MovedError):
-            return told.node_addr, True
-        self._find_slots(first=told.node_addr)
-        return told.node_addr, False
-
     def _owner(self, slot: int) -> Address:
-        if not self._slots:
+        if not self._slots or self._slots[slot] is None:
             self._find_slots()
         address = self._slots[slot]
         if address is None:
-            self._find_slots()
-            address = self._slots[slot]
-            if address is None:
-                raise self._uncovered(slot)
+            raise self._uncovered(slot)
         return address
 
     def _uncovered(self, slot: int) -> StoreError:

@@ -80,12 +80,7 @@ def commands_of(script: Script, calls: Sequence[Call]) -> list[Command]:
 
 def by_text(script: Script, keys: Sequence[str], *arguments: str | bytes | float) -> Command:
     """Return the command that sends and runs a script; the server then caches it."""
-    return with_text(by_digest(script, keys, *arguments), script)
-
-
-def with_text(command: Command, script: Script) -> Command:
-    """Return what :func:`by_text` returns, given what :func:`by_digest` has returned."""
-    return (b"EVAL", script.text, *command[2:])
+    return (b"EVAL", script.text, len(keys), *keys, *arguments)
 
 
 def packed(command: Command) -> bytes:
@@ -288,7 +283,7 @@ class Wire:
             replies.append(reply)
         if script is not None and unknown:
             again = [commands[number] for number in unknown]
-            again[0] = with_text(again[0], script)  # loads the script for the others
+            again[0] = (b"EVAL", script.text, *again[0][2:])  # loads the script for the others
             _send(connection, again, asking)
             answers, known = self._read(connection, again, None, asking, within)
             is_clean = is_clean and known

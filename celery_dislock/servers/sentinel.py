@@ -25,7 +25,7 @@ from celery_dislock.config.urls import group, redis_options
 from celery_dislock.exceptions import ForbiddenError, SettingsError, StoreError
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.connecting import BLOCKING, connection_maker, unknown_option
-from celery_dislock.servers.connections import SOCKET_TIMEOUT, Outage, Wire, is_answer
+from celery_dislock.servers.connections import SOCKET_TIMEOUT, Outage, Wire, is_answer, one_of
 from celery_dislock.servers.node import Node
 
 if TYPE_CHECKING:
@@ -87,10 +87,8 @@ class Sentinel:
             StoreError: The Sentinel did not answer, or does not know the master.
         """
         asked = [("SENTINEL", one, master) for one in ("MASTER", "GET-MASTER-ADDR-BY-NAME")]
-        state, named = self.wire.ask(asked, within=within, again=True)
-        for reply in (state, named):
-            if isinstance(reply, StoreError):
-                raise reply
+        replies = self.wire.ask(asked, within=within, again=True)
+        state, named = (one_of([reply]) for reply in replies)
         return said(state, named, others)
 
 
@@ -154,11 +152,9 @@ class Sentinels:
         Raises:
             redis.ConnectionError: Another server is the master, or none is.
         """
-        named = self._confirmed()
-        if named is None:
-            named = self._alone(
-                within, lambda: self._confirmed() or self._ask(within, or_last=True)
-            )
+        named = self._confirmed() or self._alone(
+            within, lambda: self._confirmed() or self._ask(within, or_last=True)
+        )
         if (connection.host, connection.port) != named:
             raise NoMaster(f"the Sentinels call {_at(named)} the master now")
 
