@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.servers.connecting import BLOCKING, connection_maker
 from celery_dislock.servers.connections import Wire, one_of
-from celery_dislock.servers.server import Member
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,7 @@ RETRY_AFTER = 0.5  # seconds until a server that failed is asked again; doubled 
 GRACE = 0.05  # seconds that it then gets, after the others have answered; doubled each time
 DOUBLED = 4  # most times that both are doubled
 
+FORGET_AFTER = 3600.0  # seconds without use until an owner's changed name is forgotten
 LEAST = 0.05  # seconds for a request that is sent although the time is used up
 
 Key = TypeVar("Key")
@@ -179,96 +179,36 @@ class Peer:
         return one_of(self.wire.ask((command,), again=True))
 
 
-class Peers:
+class Names:
     """
-    All servers.  Safe to use from many threads or greenlets.
+    The names under which the servers know an owner.
 
-    Args:
-        peers: One or more servers, in the order in which all clients ask them.
-        clock: Monotonic clock in seconds.
+    A server that did not answer may run its commands late, also the release that undoes an attempt.
+    That would end a lease of the same owner's next attempt.  So the next attempt uses another name.
+    The first name is the owner itself, and the others begin with it.
 
-    Attributes:
-        majority: The smallest number that is more than half of the servers.
+    All objects of this class share the names: an event loop takes a lock over its own connections,
+    and the watchdog renews it over others.
     """
 
-    def __init__(self, peers: Sequence[Peer], clock: Callable[[], float] = monotonic) -> None:
-        self._peers = peers
+    _changed: ClassVar[dict[str, tuple[int, float]]] = {}
+
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.majority = len(peers) // 2 + 1
 
-    def ask(
-        self,
-        command: Command,
-        script: Script | None = None,
-        *,
-        within: float,
-        undo: Callable[[], Command] | None = None,
-        decides: Decides = by_majority,
-    ) -> list[Any]:
-        """
-        Send a command to all servers; again, once, if a connection has broken.
+    def of(self, owner: str) -> str:
+        """Return the owner's current name."""
+        if owner not in self._changed:
+            return owner
+        times, _ = self._changed[owner]
+        self._changed[owner] = times, self._clock()
+        return f"{owner}#{times}"
 
-        Args:
-            command: The command.
-            script: What it runs by its digest; None: no script.
-            within: Seconds for all replies together.
-            undo: Returns a command to send to a server that does not answer in time.  It undoes
-                the script there, whenever the server runs both.
-            decides: If the answers of a majority do not, no server is left alone.
-
-        Returns:
-            The reply of each server or a StoreError, in the order of the servers.
-        """
-
-        def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
-            asked = {peer: (peer.wire, (command,)) for peer in peers}
-            found = ask_all(asked, script, within=within, again=True, undo=undo)
-            return {p: one if isinstance(one, StoreError) else one[0] for p, one in found.items()}
-
-        return self._ask(run, within, decides)
-
-    def ask_many(
-        self, commands: Sequence[Command], script: Script, *, within: float, decides: Decides
-    ) -> list[Any]:
-        """
-        Send commands that run a script to all servers, in one round trip to each.
-
-        *decides* is asked about lists of replies.
-
-        Returns:
-            The list of replies of each server or a StoreError, in the order of the servers.
-        """
-
-        def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
-            return ask_all({p: (p.wire, commands) for p in peers}, script, within=within)
-
-        return self._ask(run, within, decides)
-
-    def members(self) -> list[Member]:
-        """Return the servers; see :meth:`celery_dislock.servers.server.Server.members`."""
-        return [Member(peer.name, peer.send, peer.wire) for peer in self._peers]
-
-    def close(self) -> None:
-        """Close the connections that are not in use."""
-        for peer in self._peers:
-            peer.wire.close()
-
-    def _ask(
-        self,
-        run: Callable[[Sequence[Peer], float], dict[Peer, Any]],
-        within: float,
-        decides: Decides = by_majority,
-    ) -> list[Any]:
-        until = self._clock() + within
-        replies = run([peer for peer in self._peers if not peer.failing], within)
-        others = [peer for peer in self._peers if peer not in replies]
-        answered = [reply for reply in replies.values() if not isinstance(reply, StoreError)]
-        if len(answered) >= self.majority and decides(answered):
-            others = [peer for peer in others if peer.due()]
-            left = min(within, max((peer.grace for peer in others), default=0.0))
-        else:
-            left = max(until - self._clock(), LEAST)
-        replies.update(run(others, left))
-        for peer, reply in replies.items():
-            peer.note(reply)
-        return [replies[p] if p in replies else p.left_alone() for p in self._peers]
+    def change(self, owner: str) -> None:
+        """Give the owner another name; forget names that were not used for FORGET_AFTER."""
+        now = self._clock()
+        for other, (_, used) in list(self._changed.items()):
+            if used < now - FORGET_AFTER:
+                self._changed.pop(other, None)
+        times, _ = self._changed.get(owner, (0, now))
+        self._changed[owner] = times + 1, now
