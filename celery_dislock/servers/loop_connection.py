@@ -50,12 +50,14 @@ class LoopConnection(asyncio.Protocol):
     Attributes:
         host, port: Where it leads to; None for a unix socket.
         socket_timeout: Seconds to wait for a reply; None: no limit.
+        socket_connect_timeout: Seconds to connect; None: no limit.
     """
 
     def __init__(self, kind: type[redis.Connection], arguments: Mapping[str, Any]) -> None:
         self._redis: Any = KINDS[kind](**{**arguments, "retry": Retry(NoBackoff(), 0)})
         self.host, self.port = arguments.get("host"), arguments.get("port")
         self.socket_timeout: float | None = self._redis.socket_timeout
+        self.socket_connect_timeout: float | None = self._redis.socket_connect_timeout
         self._patience = self.socket_timeout  # for each reply
         self._replies = hiredis.Reader(
             protocolError=redis.InvalidResponse,
@@ -67,16 +69,6 @@ class LoopConnection(asyncio.Protocol):
         self._until = math.inf  # when it is given up to wait for a reply
         self._timer: asyncio.TimerHandle | None = None
         self._lost: redis.ConnectionError | None = redis.ConnectionError("it is not connected")
-
-    @property
-    def socket_connect_timeout(self) -> float | None:
-        """Seconds to connect."""
-        seconds: float | None = self._redis.socket_connect_timeout
-        return seconds
-
-    @socket_connect_timeout.setter
-    def socket_connect_timeout(self, seconds: float | None) -> None:
-        self._redis.socket_connect_timeout = seconds
 
     @property
     def _sock(self) -> LoopConnection:
@@ -93,6 +85,7 @@ class LoopConnection(asyncio.Protocol):
         if call is not None and call.stopped_by is not None:  # perhaps its event loop is closed
             raise call.stopped_by
         self._loop = asyncio.get_running_loop()
+        self._redis.socket_connect_timeout = self.socket_connect_timeout
         self._redis.socket_timeout = self._patience = self.socket_timeout
         # In a task of its own: before Python 3.12, redis-py hides a cancellation at some steps.
         connects = asyncio.ensure_future(self._redis.connect())
