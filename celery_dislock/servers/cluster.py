@@ -269,7 +269,7 @@ class Cluster(Server):
             node = Node(
                 f"{self.name} at {host}:{port}",
                 lambda _within: self._make(host=host, port=port),
-                pause=self._pause,
+                self._pause,
                 resends=0,  # exchange() sends again, perhaps to another node
                 min_replicas=self.min_replicas,
             )
@@ -317,12 +317,12 @@ class Cluster(Server):
                 error = exc
                 # The node that failed moves to the end.
                 self._known = sorted(self._known, key=address.__eq__)
-                if monotonic() < until:
-                    continue
-                break
-            if reply:
-                self._learn(parse_cluster_slots(reply, current_host=address[0]))
-                return
+                if monotonic() >= until:
+                    break
+            else:
+                if reply:
+                    self._learn(parse_cluster_slots(reply, current_host=address[0]))
+                    return
         reason = error.reason if error else "no slot is on a node"
         raise StoreError(self.name, f"no node tells the slots: {reason}") from error
 

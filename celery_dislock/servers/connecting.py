@@ -54,9 +54,7 @@ class Driver(NamedTuple):
     """
 
     pause: Callable[[float], None] = time.sleep
-    connection: Callable[[type[redis.Connection], Mapping[str, Any]], redis.Connection] = (
-        _blocking_connection
-    )
+    connection: Callable[[type[redis.Connection], Mapping[str, Any]], Any] = _blocking_connection
     mutex: Callable[[], Any] = threading.RLock
 
 
@@ -65,7 +63,7 @@ BLOCKING = Driver()
 
 def connection_maker(
     name: str, url: str, options: Mapping[str, Any], driver: Driver = BLOCKING
-) -> Callable[..., redis.Connection]:
+) -> Callable[..., Any]:
     """
     Return a function that makes connections to this URL.
 
@@ -110,7 +108,7 @@ def connection_maker(
         raise SettingsError("app.conf", "dislock_url", name, remedy) from None
     kind, arguments = pool.connection_class, pool.connection_kwargs
 
-    def make(**more: Any) -> redis.Connection:
+    def make(**more: Any) -> Any:
         return driver.connection(kind, {**arguments, **more})
 
     return make

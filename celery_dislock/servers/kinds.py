@@ -48,7 +48,8 @@ def server_for(
     if url.startswith(SENTINEL):
         from celery_dislock.servers.sentinel import watched  # noqa: PLC0415
 
-        return watched(url, options, driver=driver, min_replicas=replicas)
+        name, connect, sentinels = watched(url, options, driver)
+        return Node(name, connect, driver.pause, min_replicas=replicas, watched_by=sentinels)
     if url.startswith(CLUSTER):
         from celery_dislock.servers.cluster import Cluster  # noqa: PLC0415
 
@@ -61,4 +62,4 @@ def server_for(
         url = memory_server().url
     name = without_password(url)
     make = connection_maker(name, url, options, driver)
-    return Node(name, lambda _within: make(), pause=driver.pause, min_replicas=replicas)
+    return Node(name, lambda _within: make(), driver.pause, min_replicas=replicas)

@@ -182,10 +182,6 @@ def _require_coroutine() -> None:
         raise NoCoroutineError(told)
 
 
-def _make(kind: type[redis.Connection], arguments: Mapping[str, Any]) -> Any:
-    return LoopConnection(kind, arguments)
-
-
 class LoopMutex:
     """A mutex of the tasks of one event loop; not reentrant."""
 
@@ -207,4 +203,4 @@ class LoopMutex:
         self.release()
 
 
-ON_LOOP = Driver(sleep, _make, LoopMutex)
+ON_LOOP = Driver(sleep, LoopConnection, LoopMutex)

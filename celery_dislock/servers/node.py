@@ -11,9 +11,8 @@ before, and a fresh connection may lead to the new master.
 from __future__ import annotations
 
 import contextlib
-import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import redis
 
@@ -38,25 +37,13 @@ if TYPE_CHECKING:
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connections import Call, Command, Connect
+    from celery_dislock.servers.sentinel import Sentinels
 
 # Scripts whose work replicas may have to confirm.
 GRANT = {scripts.ACQUIRE, scripts.ACQUIRE_UNIQUE, scripts.PARK, scripts.PARK_UNIQUE}
 RESENDS = 2  # times a command is sent again if its reply is lost
 RESEND_PAUSE = 0.1  # seconds before the second resend; the first one follows at once
 REPLICAS_WITHIN = 1.0  # most seconds to wait until the replicas have an acquisition
-
-
-class Watching(Protocol):
-    """An object that knows which server is the master."""
-
-    def confirm(self, connection: redis.Connection, within: float | None = None) -> None:
-        """Raise redis.ConnectionError if the connection does not lead to the master."""
-
-    def close(self) -> None:
-        """Close its own connections."""
-
-    def roll_call(self) -> list[tuple[str, str]]:
-        """Return who watches, and why each of them cannot tell the master; empty: it can."""
 
 
 class Node(Server):
@@ -77,11 +64,11 @@ class Node(Server):
         self,
         name: str,
         connect: Connect,
+        pause: Callable[[float], None],
         *,
-        pause: Callable[[float], None] = time.sleep,
         resends: int = RESENDS,
         min_replicas: int = 0,
-        watched_by: Watching | None = None,
+        watched_by: Sentinels | None = None,
     ) -> None:
         self.name = name
         self._pause = pause

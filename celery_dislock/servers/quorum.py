@@ -233,15 +233,11 @@ class Quorum(Server):
         if (mode, limit) != ("x", 1):
             asked = f"mode {mode!r}, limit {limit}"
             raise SettingsError("lock", "dislock_url", asked, ONLY_EXCLUSIVE)
-        pause = ATTEMPT_PAUSE
-        if place_ms:  # a waiter asks again anyway
-            return self._attempt(keys, owner, ttl_ms, holder, self._agree_on_holder)[0]
-        for _ in range(ATTEMPTS - 1):
+        for attempt in range(0 if place_ms else ATTEMPTS - 1):  # a waiter asks again anyway
             answer, settled = self._attempt(keys, owner, ttl_ms, holder)
             if settled:
                 return answer
-            self._pause(random.uniform(0, pause))  # noqa: S311 -- no secret
-            pause *= 2
+            self._pause(random.uniform(0, ATTEMPT_PAUSE * 2**attempt))  # noqa: S311 -- no secret
         return self._attempt(keys, owner, ttl_ms, holder, self._agree_on_holder)[0]
 
     def _attempt(

@@ -26,12 +26,12 @@ from celery_dislock.exceptions import ForbiddenError, SettingsError, StoreError
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.connecting import BLOCKING, connection_maker, unknown_option
 from celery_dislock.servers.connections import SOCKET_TIMEOUT, Outage, Wire, is_answer, one_of
-from celery_dislock.servers.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery_dislock.servers.connecting import Driver
+    from celery_dislock.servers.connections import Connect
 
     Address = tuple[str, int]
 
@@ -300,11 +300,9 @@ def _at(address: Address) -> str:
     return "{}:{}".format(*address)
 
 
-def watched(
-    url: str, options: Mapping[str, Any], *, driver: Driver = BLOCKING, min_replicas: int = 0
-) -> Node:
+def watched(url: str, options: Mapping[str, Any], driver: Driver) -> tuple[str, Connect, Sentinels]:
     """
-    Return the lock server of a sentinel:// URL, which always uses the current master.
+    Return the name of a sentinel:// URL, what connects to its master, and what knows the master.
 
     Args:
         url: ``sentinel://[user:password@]host:port;sentinel://host:port/db``.  User and password
@@ -312,7 +310,6 @@ def watched(
         options: kombu's ``master_name``, ``sentinel_kwargs`` and ``min_other_sentinels``; the rest
             are keyword arguments of redis-py's connections to the master.
         driver: How it waits.
-        min_replicas: See :class:`celery_dislock.servers.node.Node`.
 
     Raises:
         SettingsError: The URL or an option cannot be used.
@@ -347,8 +344,8 @@ def watched(
         driver=driver,
     )
 
-    def connect(within: float | None) -> redis.Connection:
+    def connect(within: float | None) -> Any:
         host, port = sentinels.find(within)
         return make(host=host, port=port)
 
-    return Node(name, connect, pause=driver.pause, min_replicas=min_replicas, watched_by=sentinels)
+    return name, connect, sentinels

@@ -319,7 +319,14 @@ class Store:
         Raises:
             StoreError: The server did not answer; each lease may have been renewed or not.
         """
-        calls = [call for one in executions for call in one.calls]
+        calls = [
+            (
+                *(lock, one.owner_start, milliseconds(one.ttl)),
+                *(milliseconds(one.overdue), milliseconds(one.longest)),
+            )
+            for one in executions
+            for lock in one.locks
+        ]
         replies = iter(self.lock_server.run_many(scripts.RENEW_STALLED, calls, within=within))
         return [looked(list(islice(replies, len(one.locks)))) for one in executions]
 
