@@ -118,6 +118,8 @@ class Peer:
     Attributes:
         name: The URL without its password, for messages.
         wire: The connections to it.
+        failures: How often it has failed in a row, DOUBLED at most; 0: it answers.
+        error: What takes the place of a reply if the server is not asked.
     """
 
     def __init__(
@@ -131,47 +133,33 @@ class Peer:
         make = connection_maker(self.name, url, options, driver)
         self.wire = Wire(self.name, lambda _within: make())
         self._clock = clock
-        self._failures = 0
+        self.failures = 0
         self._retry_at = 0.0
-        self._error = StoreError(self.name, "it has not been asked")
-
-    @property
-    def failing(self) -> bool:
-        """Whether the server has failed and not answered since."""
-        return self._failures > 0
-
-    @property
-    def grace(self) -> float:
-        """Seconds that the failing server gets to answer, after the others have answered."""
-        return float(GRACE * 2**self._failures)
+        self.error = UnreachableError(self.name, "it has not been asked")
 
     def due(self) -> bool:
         """Tell whether it is time to ask the server again; if so, set the next time."""
         now = self._clock()
         if now < self._retry_at:
             return False
-        self._failures = min(self._failures + 1, DOUBLED)
-        self._retry_at = now + RETRY_AFTER * 2**self._failures
+        self.failures = min(self.failures + 1, DOUBLED)
+        self._retry_at = now + RETRY_AFTER * 2**self.failures
         return True
-
-    def left_alone(self) -> StoreError:
-        """Return the error that takes the place of a reply if the server was not asked."""
-        return UnreachableError(self.name, self._error.reason)
 
     def note(self, reply: Any) -> None:
         """Record whether the server answered, and log a change."""
         if isinstance(reply, StoreError) and not isinstance(reply, DamagedLockError):
-            self._error = reply
-            if not self._failures:
-                self._failures = 1
+            self.error = UnreachableError(self.name, reply.reason)
+            if not self.failures:
+                self.failures = 1
                 self._retry_at = self._clock() + RETRY_AFTER
                 logger.warning(
                     "Lock server %s failed, the others go on without it: %s",
                     self.name,
                     reply.reason,
                 )
-        elif self._failures:
-            self._failures = 0
+        elif self.failures:
+            self.failures = 0
             logger.info("Lock server %s answers again.", self.name)
 
     def send(self, *command: str | bytes | int) -> Any:

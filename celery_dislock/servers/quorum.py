@@ -23,7 +23,7 @@ from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.servers.connecting import BLOCKING
 from celery_dislock.servers.connections import by_digest, by_text, commands_of, is_answer, is_lost
-from celery_dislock.servers.peers import LEAST, Names, Peer, ask_all, by_majority
+from celery_dislock.servers.peers import GRACE, LEAST, Names, Peer, ask_all, by_majority
 from celery_dislock.servers.server import Member, Server
 from celery_dislock.servers.view import LIMIT_RECORD
 
@@ -215,18 +215,18 @@ class Quorum(Server):
         decides: Decides = by_majority,
     ) -> list[Any]:
         until = self._clock() + within
-        replies = run([peer for peer in self._peers if not peer.failing], within)
+        replies = run([peer for peer in self._peers if not peer.failures], within)
         others = [peer for peer in self._peers if peer not in replies]
         answered = [reply for reply in replies.values() if not isinstance(reply, StoreError)]
         if len(answered) >= self._majority and decides(answered):
             others = [peer for peer in others if peer.due()]
-            left = min(within, max((peer.grace for peer in others), default=0.0))
+            left = min(within, max((GRACE * 2**peer.failures for peer in others), default=0.0))
         else:
             left = max(until - self._clock(), LEAST)
         replies.update(run(others, left))
         for peer, reply in replies.items():
             peer.note(reply)
-        return [replies[p] if p in replies else p.left_alone() for p in self._peers]
+        return [replies.get(p, p.error) for p in self._peers]
 
     def _acquire(self, keys: Sequence[str], owner: Any, ttl_ms: Any, *terms: Any) -> list[Any]:
         holder, mode, limit, place_ms, _fair = terms
