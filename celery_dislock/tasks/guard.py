@@ -34,9 +34,8 @@ from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
-from celery_dislock.tasks.keys import TaskKeys
+from celery_dislock.tasks.keys import TaskKeys, limits_in_order
 from celery_dislock.tasks.redelivery import Copies
-from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -424,34 +423,6 @@ class Guard:
         """
         return self.runtime.lock_names(self.keys(args, kwargs, serializer))
 
-    def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
-        """
-        Release the lock of an execution whose process has ended; blocks for a round trip.
-
-        If ``release_on_failure`` is False, the lease is left to expire, and only the place in line
-        is given up.
-
-        Returns:
-            The number of leases that were ended.
-
-        Raises:
-            StoreError: The lock server did not answer.  The lease ends with its expiry.
-        """
-        if self.runtime.off:
-            return 0
-        names = self.lock_names(args, kwargs)
-        store = self.runtime.process.store
-        options = self.options
-        at_least = options.lock_at_least_for if options.release_on_failure else None
-        return store.release_dead(names, owner_start, at_least)
-
-    def keys_in_words(self, args: Any, kwargs: Any) -> str:
-        """Name the keys of an execution for the log."""
-        try:
-            return ", ".join(map(repr, self.keys(args, kwargs)))
-        except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
-            return f"unknown: {plain(repr(exc))}"
-
     def turn_of(self, request: Context) -> tuple[str, str] | None:
         """Return the lock and the ticket of the turn that a request brings; None if none."""
         return own_turn(request, self.runtime.settings.dislock_prefix)
@@ -467,17 +438,3 @@ def _await_all(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a body in an event loop of its own; blocks."""
     result = body(*args, **kwargs)
     return asyncio.run(result) if inspect.iscoroutine(result) else result
-
-
-def limits_in_order(keys: Sequence[str], limits: Sequence[int]) -> int | Sequence[int]:
-    """
-    Return the limits of a lock's keys, in the order of :func:`in_order`.
-
-    Of two that a task declares for the same key, the smaller one.  One number, if it is that of all
-    keys: that is all that some servers know.
-    """
-    smallest: dict[str, int] = {}
-    for key, limit in zip(keys, limits, strict=True):
-        smallest[key] = min(limit, smallest.get(key, limit))
-    ordered = [smallest[key] for key in in_order(keys)]
-    return ordered[0] if len(set(ordered)) == 1 else ordered

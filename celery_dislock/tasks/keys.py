@@ -12,7 +12,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import LockKeyError, SettingsError
-from celery_dislock.keys.templates import InvalidTemplate, key_builder
+from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
 from celery_dislock.tasks.received import Received
 
 if TYPE_CHECKING:
@@ -99,6 +99,20 @@ def signature_of(task: type[Task]) -> inspect.Signature:
 
 def _is_static(task: type[Task]) -> bool:
     return isinstance(inspect.getattr_static(task, "run"), staticmethod)
+
+
+def limits_in_order(keys: Sequence[str], limits: Sequence[int]) -> int | Sequence[int]:
+    """
+    Return the limits of a lock's keys, in the order of :func:`in_order`.
+
+    Of two that a task declares for the same key, the smaller one.  One number, if it is that of all
+    keys: that is all that some servers know.
+    """
+    smallest: dict[str, int] = {}
+    for key, limit in zip(keys, limits, strict=True):
+        smallest[key] = min(limit, smallest.get(key, limit))
+    ordered = [smallest[key] for key in in_order(keys)]
+    return ordered[0] if len(set(ordered)) == 1 else ordered
 
 
 def validating(wrap: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,11 +30,14 @@ from celery_dislock.keys.names import execution_start
 from celery_dislock.messages.events import revoked, worker_tells_revoked
 from celery_dislock.messages.headers import LEFT, TICKET, notes_in
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from celery.worker.consumer import Consumer
+
+    from celery_dislock.tasks.guard import Guard
 
 PID_MAX = 2**22  # highest process id on Linux
 CHECK_EVERY = 0.05  # seconds between two checks of a process that is about to end
@@ -78,7 +81,7 @@ def release_after_death(request: Any) -> None:
     guard = request.task.dislock_guard
     if not is_child(pid):
         return
-    key = guard.keys_in_words(request.args, request.kwargs)
+    key = _keys_in_words(guard, request)
     what = f"the lock of {request.task.name}[{request.id}] (key {key}), whose process {pid} died"
     start = execution_start(request.id, request.hostname, pid)
     deadline = time.monotonic() + guard.timeout
@@ -86,7 +89,7 @@ def release_after_death(request: Any) -> None:
     def release() -> None:
         try:
             if not is_alive(pid):
-                if guard.release_dead(request.args, request.kwargs, start):
+                if _release_dead(guard, request, start):
                     logger.info("Released %s.", what)
             elif time.monotonic() < deadline:
                 _soon(release)
@@ -96,6 +99,34 @@ def release_after_death(request: Any) -> None:
             logger.exception("Could not release %s; it is left to expire.", what)
 
     release()
+
+
+def _release_dead(guard: Guard, request: Any, owner_start: str) -> int:
+    """
+    Release the lock of an execution whose process has ended; blocks for a round trip.
+
+    If ``release_on_failure`` is False, the lease is left to expire, and only the place in line is
+    given up.
+
+    Returns:
+        The number of leases that were ended.
+
+    Raises:
+        StoreError: The lock server did not answer.  The lease ends with its expiry.
+    """
+    if guard.runtime.off:
+        return 0
+    names, options = guard.lock_names(request.args, request.kwargs), guard.options
+    at_least = options.lock_at_least_for if options.release_on_failure else None
+    return guard.runtime.process.store.release_dead(names, owner_start, at_least)
+
+
+def _keys_in_words(guard: Guard, request: Any) -> str:
+    """Name the keys of an execution for the log."""
+    try:
+        return ", ".join(map(repr, guard.keys(request.args, request.kwargs)))
+    except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
+        return f"unknown: {plain(repr(exc))}"
 
 
 def _soon(call: Callable[[], None]) -> None:

@@ -26,7 +26,6 @@ from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.locks.lease import GONE_WHEN_RENEWED, Attempt, Conflict
 from celery_dislock.locks.runtime import Process, Runtime
-from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.operating.cli.reading import described
 from celery_dislock.operating.locks import rows
 from celery_dislock.parking.process import runtime_of
@@ -37,6 +36,7 @@ from celery_dislock.servers.records import describe
 from celery_dislock.tasks.task import lock_for
 from celery_dislock.testing.apps import begin_anew, database, for_celery, is_redis
 from celery_dislock.testing.messages import WORKER, Messages, queues
+from celery_dislock.testing.watchdogs import OPEN, Known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.servers.store import Store
     from celery_dislock.servers.view import Holder, LockState
     from celery_dislock.tasks.handle import LockHandle
 
@@ -109,7 +108,7 @@ class DislockServer:
         self._choose_databases()
         self._test = test
         self._apps: list[Celery] = []
-        self._watchdogs: WeakSet[Watchdog] = WeakSet()
+        self._watchdogs: WeakSet[Known] = WeakSet()
         self._crashed: list[Lease] = []
         self._messages = Messages(self._apps, self._moved)
         self._undo = ExitStack()
@@ -320,17 +319,16 @@ class DislockServer:
             return
         known = [one._watchdogs for one in OPEN if one._server is self._server]  # noqa: SLF001
         watchdogs = list(chain(*known))
-        for watchdog in watchdogs:
-            watchdog.stop()
         until = clock() + left
-        while True:
-            waits = [wait for one in watchdogs if (wait := one.tick()) is not None]
-            left = until - clock()
-            if left <= 0:
-                break
-            self._server.advance(min(left, max(min(waits, default=left), STEP_LEAST)))
-        for watchdog in watchdogs if waits else ():
-            watchdog.start()
+        with ExitStack() as driving:
+            for watchdog in watchdogs:
+                driving.enter_context(watchdog.driven())
+            while True:
+                waits = [wait for one in watchdogs if (wait := one.tick()) is not None]
+                left = until - clock()
+                if left <= 0:
+                    break
+                self._server.advance(min(left, max(min(waits, default=left), STEP_LEAST)))
 
     def parked(self, key: Key) -> list[str]:
         """Return the ids of the tasks that are parked for a lock, in order."""
@@ -427,19 +425,6 @@ class DislockServer:
         """Return the seconds by which time has been moved, and a constant."""
         clock = self._server.clock
         return 0.0 if clock is None else clock() - monotonic()
-
-
-OPEN: list[DislockServer] = []  # the newest last
-
-
-class Known(Watchdog):
-    """A watchdog that a test finds, and whose time it drives."""
-
-    def __init__(self, store: Store, **options: Any) -> None:
-        its = [one for one in OPEN if without_password(one.url) == store.server] or OPEN
-        clock = its[-1]._server.clock  # noqa: SLF001 -- of this module
-        super().__init__(store, clock=clock or monotonic, **options)
-        its[-1]._watchdogs.add(self)  # noqa: SLF001
 
 
 def _told(result: AsyncResult) -> str:

@@ -264,10 +264,11 @@ class TestRun:
         wait_until_gone(int(pid.read_text()))
 
     def test_the_command_does_not_outlive_a_lease_that_ended_at_its_cap(self, dislock):
-        """After so many renewals, although the server is there."""
+        """It is told that the lock was lost: exit code 76, and why."""
         options = ["--watchdog-timeout", "1", "--max-renew-times", "1"]
         answer = dislock("run", "k", *options, "--", "sleep", "60")
-        assert answer.exit_code == 128 + signal.SIGTERM
+        assert answer.exit_code == LOST
+        assert "it was renewed 1 times, its cap" in answer.output
 
 
 def start(redis_url, *args):

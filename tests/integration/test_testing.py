@@ -20,6 +20,7 @@ from celery.worker import state
 
 from celery_dislock import Dislock, LockLostError, SettingsError, SingletonTask, StoreError
 from celery_dislock.servers.memory import MemoryServer
+from celery_dislock.signals import lock_renewed
 from celery_dislock.testing import DislockServer
 from tests.holding import wait_for
 from tests.programs import run_code
@@ -151,6 +152,20 @@ class TestOfTime:
             assert lease.renewals >= 29
             server.assert_locked(["k", "other"])
         server.assert_free(["k", "other"])
+
+    def test_nobody_else_renews_while_time_is_moved(self, server, dislock):
+        """A lock that is taken meanwhile would start the watchdog's thread beside the test."""
+        threads = set()
+
+        def take_another(**_signal):
+            with dislock.lock("another"):
+                threads.update(thread.name for thread in threading.enumerate())
+
+        lock_renewed.connect(take_another)
+        with dislock.lock("k"):
+            server.advance(60)
+        assert "MainThread" in threads
+        assert "dislock-watchdog" not in threads
 
     def test_a_holder_of_this_process_crashes(self, server, dislock):
         """Its lease ends, and it is told that it has lost it."""

@@ -133,6 +133,7 @@ def _run(lock: ReentrantLock, child: Child, command: tuple[str, ...], grace: flo
                 tell(f"Error: {command[0]}: {why}")
                 return code
             code = child.wait(lambda: lease.held, grace)
+            lease.ensure_held()
     except LockHeldError as exc:
         tell(f"Error: {exc}")
         return HELD
