@@ -167,12 +167,11 @@ class Wire:
             connection.disconnect()
             if not isinstance(exc, (RedisError, OSError)):
                 raise
-            error = self._failed(exc)
-        else:
-            return connection
-        if again and isinstance(error.raw, redis.ConnectionError):
-            return self.start(commands, asking=asking, within=within)
-        raise error
+            if again and isinstance(exc, redis.ConnectionError):
+                self.close_idle()
+                return self.start(commands, asking=asking, within=within)
+            raise self._failed(exc) from None
+        return connection
 
     def finish(
         self,
@@ -222,9 +221,11 @@ class Wire:
                 _break_off(connection, exc, within, undo)
             if not isinstance(exc, (RedisError, OSError)):
                 raise
-            error = self._failed(exc)
-        else:
-            return replies
+            if again and isinstance(exc, redis.ConnectionError):
+                self.close_idle()
+                with contextlib.suppress(StoreError):
+                    return self.ask(commands, script, within=within, undo=undo)
+            raise self._failed(exc) from None
         finally:
             if is_clean:
                 self._idle.append(connection)
@@ -232,10 +233,7 @@ class Wire:
                     self.close_idle()
             else:
                 connection.disconnect()
-        if again and isinstance(error.raw, redis.ConnectionError):
-            with contextlib.suppress(StoreError):
-                return self.ask(commands, script, within=within, undo=undo)
-        raise error
+        return replies
 
     def _connected(self, within: float | None) -> redis.Connection:
         connection: redis.Connection | None = None

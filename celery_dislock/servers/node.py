@@ -141,13 +141,14 @@ class Node(Server):
                 )
                 break
             except StoreError as exc:
-                error = exc
-            # A connection attempt that timed out is not repeated: the next would, too.
-            unsent = isinstance(error, UnreachableError)
-            too_slow = unsent and isinstance(error.raw, redis.TimeoutError)
-            sent = sent or not unsent
-            if attempt == self._resends or too_slow or not isinstance(error.raw, AWAY):
-                raise store_error(self.name, error.raw) if sent and error.raw else error
+                unsent = isinstance(exc, UnreachableError)
+                # A connection attempt that timed out is not repeated: the next would, too.
+                too_slow = unsent and isinstance(exc.raw, redis.TimeoutError)
+                sent = sent or not unsent
+                if attempt == self._resends or too_slow or not isinstance(exc.raw, AWAY):
+                    if sent and exc.raw:
+                        raise store_error(self.name, exc.raw) from None
+                    raise
             self._pause(attempt * RESEND_PAUSE)
             attempt += 1
         if isinstance(reply, StoreError):
