@@ -1,10 +1,11 @@
 """Make, keep and use the connections to one Redis process.
 
-Connections are redis-py's, and each carries one command at a time.  redis-py's client and pool are
-not used, since they cost more time per command than the command itself.  Idle connections are kept
-on a stack.  Their number never exceeds the largest number of commands that ran at the same time.
-After any error, also an exception raised by a signal handler, the connection is closed and never
-used again: the next reply on it could belong to the previous command.
+Connections are redis-py's.  redis-py's client and pool are not used, since they cost more time per
+command than the command itself.  Each connection carries one command at a time, or several that
+are sent together, as renewals are.  Idle connections are kept on a stack.  Their number never
+exceeds the largest number of exchanges that ran at the same time.  After any error, also an
+exception raised by a signal handler, the connection is closed and never used again: the next reply
+on it could belong to the previous command.
 """
 
 from __future__ import annotations
@@ -209,12 +210,12 @@ class Wire:
         """
         is_clean = False  # a reply may still come
         try:
-            replies, read_all = self._read(connection, commands, script, asking, within)
+            replies, has_no_error = self._read(connection, commands, script, asking, within)
             if self._confirm:
                 self._confirm(connection, within)
             if then:
                 replies[-1] = then(connection, replies[-1])
-            is_clean = read_all
+            is_clean = has_no_error
         except BaseException as exc:
             is_clean = False
             if undo:
