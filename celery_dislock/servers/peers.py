@@ -3,11 +3,11 @@
 Commands are sent to all servers before the first reply is read, so five servers take little longer
 than one.
 
-Of several independent servers, one that fails counts as away for a while.  It is asked only after the others have answered, at
-intervals, and gets little time to answer.  Both the interval and the time to answer double with
-each failure.  So a server that is only slow comes back, and a dead one costs callers about the same
-share of their time however long it is away.  If too few of the others answer, or what they say
-does not decide, all servers are asked.
+Of several independent servers, one that fails counts as away for a while.  It is asked only after
+the others have answered, at intervals, and gets little time to answer.  Both the interval and the
+time to answer double with each failure.  So a server that is only slow comes back, and a dead one
+costs callers about the same share of their time however long it is away.  If too few of the others
+answer, or what they say does not decide, all servers are asked.
 """
 
 from __future__ import annotations
