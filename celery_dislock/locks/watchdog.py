@@ -1,11 +1,11 @@
 """The watchdog of one process keeps its leases alive, and says so when one is lost.
 
 **Renewals.**  A lease that is due is renewed together with others that are due soon after, in one
-pipelined round trip on a dedicated connection of the store.  If more are due than one batch has
-room for, as after an outage, those in which the trust ends first come first.  A failed batch is
-retried soon, with backoff, as long as its leases are trusted.  The batches after it do not wait
-for the retry.  If a thread, greenlet or asyncio task that took a lease has ended, its lease is no
-longer renewed, because nothing else would release it.
+pipelined round trip.  If more are due than one batch has room for, as after an outage, those in
+which the trust ends first come first.  A failed batch is retried soon, with backoff, as long as its
+leases are trusted.  The batches after it do not wait for the retry.  If a thread, greenlet or
+asyncio task that took a lease has ended, its lease is no longer renewed, because nothing else would
+release it.
 
 **Stalls.**  At its deadline a lease is lost.  The exception is a pool process that did not run: it
 was stopped, or a body held the GIL.  The worker's main process then renews its leases, so the

@@ -2,7 +2,7 @@
 
 What talks to lock servers is written once, as blocking code.  It touches no socket itself: it waits
 where its connections and its pauses do, and those come from a
-:class:`~celery_dislock.servers.connections.Driver`.  On an event loop the code runs in a greenlet
+:class:`~celery_dislock.servers.connecting.Driver`.  On an event loop the code runs in a greenlet
 beside the coroutine that wants the result.  Where it would wait, the greenlet gives the coroutine
 something to await, and goes on with what comes of it.
 

@@ -25,18 +25,18 @@ from redis.exceptions import AskError, ClusterDownError, MovedError, TryAgainErr
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.servers.connecting import connection_maker
-from celery_dislock.servers.connections import AWAY, BLOCKING, SOCKET_TIMEOUT
+from celery_dislock.servers.connecting import BLOCKING, connection_maker
+from celery_dislock.servers.connections import AWAY, SOCKET_TIMEOUT, commands_of, one_of
 from celery_dislock.servers.node import RESEND_PAUSE, RESENDS, Node
-from celery_dislock.servers.pipeline import LEAST, ask_all
+from celery_dislock.servers.peers import LEAST, ask_all
 from celery_dislock.servers.server import Member, Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Command, Driver
-    from celery_dislock.servers.pipeline import Call
+    from celery_dislock.servers.connecting import Driver
+    from celery_dislock.servers.connections import Call, Command
 
     Address = tuple[str, int]
 
@@ -44,6 +44,8 @@ REDIRECTS = 5  # redirections that one command follows; Redis's own clients have
 WHOLE_PAUSE = 0.05  # seconds between two attempts while the keys of a slot are on two nodes
 WHOLE_LOOKS = 40  # attempts, two seconds in all; after that TRYAGAIN counts as a failure
 ASKED = 4  # nodes that can be asked for the slot map in the given time if none answers
+
+SLOTS = ((b"CLUSTER", b"SLOTS"),)
 
 UNSETTLED = (*AWAY, ClusterDownError, TryAgainError)
 
@@ -54,7 +56,7 @@ class Cluster(Server):
     """
     The nodes of a Redis Cluster.
 
-    Safe to use from many threads or greenlets, except :meth:`run_many`.
+    Safe to use from many threads or greenlets.
 
     Args:
         url: ``redis+cluster://[user:password@]host:port,host:port``, or ``rediss+cluster://``.  Any
@@ -132,7 +134,10 @@ class Cluster(Server):
                 error, cause = exc, exc.raw
             if isinstance(cause, AskError) and redirects < REDIRECTS:
                 redirects += 1
-                address, asking = self._redirect(cause)
+                # MOVED holds from now on, ASK for this command only.  MovedError is an AskError.
+                address, asking = cause.node_addr, not isinstance(cause, MovedError)
+                if not asking:
+                    self._find_slots(first=address)
                 continue
             if not resends:
                 if isinstance(cause, UNSETTLED):
@@ -183,7 +188,7 @@ class Cluster(Server):
 
     def asks(self, key: str) -> list[Command]:
         """Return what the nodes are asked for, too; see :meth:`Server.asks`."""
-        return [*super().asks(key), (b"ASKING",), (b"CLUSTER", b"SLOTS")]
+        return [*super().asks(key), (b"ASKING",), *SLOTS]
 
     def pop(self, key: str, seconds: float) -> bytes | None:
         """
@@ -216,8 +221,11 @@ class Cluster(Server):
                 batches.setdefault(address, []).append(number)
         # Nodes that failed the last time come last: connecting to one may use up all of the time.
         order = sorted(batches, key=self._failing.__contains__)
-        asked = {a: (self._node(a).batch, [calls[n] for n in batches[a]]) for a in order}
-        answers = ask_all(script, asked, within=max(until - monotonic(), LEAST))
+        asked = {
+            at: (self._node(at).wire, commands_of(script, [calls[n] for n in batches[at]]))
+            for at in order
+        }
+        answers = ask_all(asked, script, within=max(until - monotonic(), LEAST))
         self._failing = {at for at, answer in answers.items() if isinstance(answer, StoreError)}
         for at, answer in answers.items():
             each = repeat(answer) if at in self._failing else answer
@@ -261,29 +269,18 @@ class Cluster(Server):
             node = Node(
                 f"{self.name} at {host}:{port}",
                 lambda _within: self._make(host=host, port=port),
-                pause=self._pause,
+                self._pause,
                 resends=0,  # exchange() sends again, perhaps to another node
                 min_replicas=self.min_replicas,
             )
             return self._nodes.setdefault(address, node)
 
-    def _redirect(self, told: AskError) -> tuple[Address, bool]:
-        """Return the node to send the command to, and whether to send ASKING first."""
-        # MOVED holds from now on, ASK for this command only.  MovedError is a kind of AskError.
-        if not isinstance(told, MovedError):
-            return told.node_addr, True
-        self._find_slots(first=told.node_addr)
-        return told.node_addr, False
-
     def _owner(self, slot: int) -> Address:
-        if not self._slots:
+        if not self._slots or self._slots[slot] is None:
             self._find_slots()
         address = self._slots[slot]
         if address is None:
-            self._find_slots()
-            address = self._slots[slot]
-            if address is None:
-                raise self._uncovered(slot)
+            raise self._uncovered(slot)
         return address
 
     def _uncovered(self, slot: int) -> StoreError:
@@ -315,17 +312,17 @@ class Cluster(Server):
         error: StoreError | None = None
         for address in order:
             try:
-                reply = self._node(address).ask("CLUSTER", "SLOTS", within=each)
+                reply = one_of(self._node(address).wire.ask(SLOTS, within=each))
             except StoreError as exc:
                 error = exc
                 # The node that failed moves to the end.
                 self._known = sorted(self._known, key=address.__eq__)
-                if monotonic() < until:
-                    continue
-                break
-            if reply:
-                self._learn(parse_cluster_slots(reply, current_host=address[0]))
-                return
+                if monotonic() >= until:
+                    break
+            else:
+                if reply:
+                    self._learn(parse_cluster_slots(reply, current_host=address[0]))
+                    return
         reason = error.reason if error else "no slot is on a node"
         raise StoreError(self.name, f"no node tells the slots: {reason}") from error
 
@@ -342,4 +339,4 @@ class Cluster(Server):
         self._known = list(dict.fromkeys([*masters, *replicas, *self._seeds]))
         for address in list(self._nodes):
             if address not in masters and (gone := self._nodes.pop(address, None)):
-                gone.retire()
+                gone.close()

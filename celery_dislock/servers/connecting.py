@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
 from kombu.utils.imports import symbol_by_name
@@ -13,19 +15,55 @@ from redis.retry import Retry
 
 from celery_dislock.config.urls import HIDDEN, redis_options, redis_url
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.servers.connections import BLOCKING, SOCKET_TIMEOUT
+from celery_dislock.servers.connections import NUMBERS, SOCKET_TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from celery_dislock.servers.connections import Driver
-
 DOTTED = re.compile(r"\w+([.:]\w+)+")  # the name of an object in a module
+
+
+class _Packer:
+    """Pack what redis-py sends by itself, as :func:`packed` does; it may have several words."""
+
+    def __init__(self, packer: Any) -> None:
+        self._pack = packer.pack
+
+    def pack(self, *command: Any) -> Any:
+        return self._pack(*[str(part) if part.__class__ in NUMBERS else part for part in command])
+
+
+def _blocking_connection(
+    kind: type[redis.Connection], arguments: Mapping[str, Any]
+) -> redis.Connection:
+    """Make one of redis-py's connections, which blocks."""
+    connection = kind(**arguments)
+    connection._command_packer = _Packer(connection._command_packer)  # noqa: SLF001
+    return connection
+
+
+class Driver(NamedTuple):
+    """
+    A way to wait.
+
+    Attributes:
+        pause: Called with the seconds to wait between two attempts.
+        connection: Makes a connection, which need not be connected yet, given a class of redis-py's
+            and its keyword arguments.  It has the methods of that class that are used here.
+        mutex: Makes a mutex as :mod:`threading` has them; who has it may wait.
+    """
+
+    pause: Callable[[float], None] = time.sleep
+    connection: Callable[[type[redis.Connection], Mapping[str, Any]], Any] = _blocking_connection
+    mutex: Callable[[], Any] = threading.RLock
+
+
+BLOCKING = Driver()
 
 
 def connection_maker(
     name: str, url: str, options: Mapping[str, Any], driver: Driver = BLOCKING
-) -> Callable[..., redis.Connection]:
+) -> Callable[..., Any]:
     """
     Return a function that makes connections to this URL.
 
@@ -70,7 +108,7 @@ def connection_maker(
         raise SettingsError("app.conf", "dislock_url", name, remedy) from None
     kind, arguments = pool.connection_class, pool.connection_kwargs
 
-    def make(**more: Any) -> redis.Connection:
+    def make(**more: Any) -> Any:
         return driver.connection(kind, {**arguments, **more})
 
     return make

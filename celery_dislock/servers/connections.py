@@ -1,21 +1,18 @@
 """Make, keep and use the connections to one Redis process.
 
-Connections are redis-py's, and each carries one command at a time.  redis-py's client and pool are
-not used, since they cost more time per command than the command itself.  Idle connections are kept
-on a stack.  Their number never exceeds the largest number of commands that ran at the same time.
-After any error, also an exception raised by a signal handler, the connection is closed and never
-used again: the next reply on it could belong to the previous command.
+Connections are redis-py's.  redis-py's client and pool are not used, since they cost more time per
+command than the command itself.  Each connection carries one command at a time, or several that
+are sent together, as renewals are.  Idle connections are kept on a stack.  Their number never
+exceeds the largest number of exchanges that ran at the same time.  After any error, also an
+exception raised by a signal handler, the connection is closed and never used again: the next reply
+on it could belong to the previous command.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import select
-import sys
-import threading
-import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import hiredis
 import redis
@@ -30,21 +27,23 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from celery_dislock.exceptions import DamagedLockError, ForbiddenError, StoreError
+from celery_dislock.exceptions import DamagedLockError, ForbiddenError, StoreError, UnreachableError
 from celery_dislock.redaction import Ours, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from celery_dislock.scripts import Script
 
     Command = tuple[str | bytes | float, ...]
+    Call = tuple[str | bytes | int, ...]
     # Given the seconds to find the server; None: the timeout in the options.
     Connect = Callable[[float | None], redis.Connection]
     # Given a connection and the seconds for the check; raises redis.ConnectionError.
     Confirm = Callable[[redis.Connection, float | None], None]
 
 SOCKET_TIMEOUT = 2.0  # seconds to wait for a reply, and to connect
+SHORTEST = 0.001  # seconds to wait for a reply although the time is used up
 
 CLUSTER_ERRORS = {  # redis-py 5 raises them as plain ResponseError
     "ASK": AskError,
@@ -75,14 +74,14 @@ def by_digest(script: Script, keys: Sequence[str], *arguments: str | bytes | flo
     return (b"EVALSHA", script.sha, len(keys), *keys, *arguments)
 
 
+def commands_of(script: Script, calls: Sequence[Call]) -> list[Command]:
+    """Return the commands that run a script many times: with key and arguments of each call."""
+    return [by_digest(script, [str(key)], *arguments) for key, *arguments in calls]
+
+
 def by_text(script: Script, keys: Sequence[str], *arguments: str | bytes | float) -> Command:
     """Return the command that sends and runs a script; the server then caches it."""
-    return with_text(by_digest(script, keys, *arguments), script)
-
-
-def with_text(command: Command, script: Script) -> Command:
-    """Return what :func:`by_text` returns, given what :func:`by_digest` has returned."""
-    return (b"EVAL", script.text, *command[2:])
+    return (b"EVAL", script.text, len(keys), *keys, *arguments)
 
 
 def packed(command: Command) -> bytes:
@@ -101,68 +100,6 @@ def send(connection: redis.Connection, *command: str | bytes | float) -> None:
     connection.send_packed_command((packed(command),), check_health=False)
 
 
-class _Packer:
-    """Pack what redis-py sends by itself, as :func:`packed` does; it may have several words."""
-
-    def __init__(self, packer: Any) -> None:
-        self._pack = packer.pack
-
-    def pack(self, *command: Any) -> Any:
-        return self._pack(*[str(part) if part.__class__ in NUMBERS else part for part in command])
-
-
-def blocking_connection(
-    kind: type[redis.Connection], arguments: Mapping[str, Any]
-) -> redis.Connection:
-    """Make one of redis-py's connections, which blocks."""
-    connection = kind(**arguments)
-    connection._command_packer = _Packer(connection._command_packer)  # noqa: SLF001
-    return connection
-
-
-class Mutex(Protocol):
-    """A mutex, as :mod:`threading` has them."""
-
-    def acquire(self, *, timeout: float = ...) -> bool:
-        """Take it; return False if it was not free within these seconds."""
-
-    def release(self) -> None:
-        """Give it back."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, kind: Any, exc: Any, trace: Any, /) -> Any: ...  # noqa: PYI036 -- its types differ
-
-
-class Driver(NamedTuple):
-    """
-    A way to wait.
-
-    Attributes:
-        pause: Called with the seconds to wait between two attempts.
-        connection: Makes a connection, which need not be connected yet, given a class of redis-py's
-            and its keyword arguments.  It has the methods of that class that are used here.
-        mutex: Makes a mutex; who has it may wait.
-    """
-
-    pause: Callable[[float], None] = time.sleep
-    connection: Callable[[type[redis.Connection], Mapping[str, Any]], redis.Connection] = (
-        blocking_connection
-    )
-    mutex: Callable[[], Mutex] = threading.RLock
-
-
-BLOCKING = Driver()
-
-
-class Answered(Ours):  # like NoScriptError: the connection can still be used
-    """The server answered, but not with the wanted result."""
-
-
-class Silence(Ours, redis.TimeoutError):
-    """No reply began to arrive in time; the connection is still open."""
-
-
 class Demoted(Ours, redis.ConnectionError):
     """The server answered that it is a replica."""
 
@@ -171,123 +108,195 @@ class Wire:
     """
     The connections to one Redis process.  Safe to use from many threads or greenlets.
 
-    Failures are raised as redis-py's errors.
-
     Args:
+        name: Name of the server in errors.
         connect: Makes a connection, which need not be connected yet.
         confirm: Checks, after each reply, that the connection leads to the right server.
     """
 
-    def __init__(self, connect: Connect, confirm: Confirm | None = None) -> None:
+    def __init__(self, name: str, connect: Connect, confirm: Confirm | None = None) -> None:
+        self.name = name
         self._connect = connect
         self._confirm = confirm
         self._idle: list[redis.Connection] = []
         self._closed = False
 
+    def ask(
+        self,
+        commands: Sequence[Command],
+        script: Script | None = None,
+        *,
+        within: float | None = None,
+        again: bool = False,
+        undo: Callable[[], Command] | None = None,
+    ) -> list[Any]:
+        """Send commands and read the replies; see :meth:`start` and :meth:`finish`."""
+        connection = self.start(commands, within=within, again=again)
+        return self.finish(connection, commands, script, within=within, again=again, undo=undo)
+
     def start(
-        self, command: Command, *, asking: bool = False, within: float | None = None
+        self,
+        commands: Sequence[Command],
+        *,
+        asking: bool = False,
+        within: float | None = None,
+        again: bool = False,
     ) -> redis.Connection:
         """
-        Send a command; :meth:`finish` reads the reply.
+        Send commands; :meth:`finish` reads the replies.
 
         Args:
-            command: The command.
-            asking: See :meth:`send`.
+            commands: The commands.
+            asking: Send ASKING first: the slot is being moved to this node of a cluster.
             within: Seconds to connect if no connection is idle; None: the timeout in the options.
+            again: Whether they are sent again, once, if the connection has broken.
 
         Returns:
             The connection, for :meth:`finish`.
-        """
-        connection = self.connected(within)
-        self.send(connection, command, asking=asking)
-        return connection
 
-    def connected(self, within: float | None = None) -> redis.Connection:
-        """
-        Return a connection for :meth:`send`: an idle one, or a new one that is connected first.
-
-        Args:
-            within: Seconds to connect; None: the timeout in the options.
+        Raises:
+            UnreachableError: There is no connection, so nothing was sent.
+            StoreError: The connection has broken.
         """
         try:
-            idle = self._idle.pop()
+            connection = self._idle.pop()
         except IndexError:
-            idle = None
-        if idle is not None:
-            return idle
-        connection = connect_within(self._connect, within)
+            connection = self._connected(within)
         try:
-            connection.connect()
-        except BaseException:
-            close(connection)
-            raise
+            _send(connection, commands, asking)
+        except BaseException as exc:
+            connection.disconnect()
+            if not isinstance(exc, (RedisError, OSError)):
+                raise
+            if again and isinstance(exc, redis.ConnectionError):
+                self.close_idle()
+                return self.start(commands, asking=asking, within=within)
+            raise self._failed(exc) from None
         return connection
-
-    def send(self, connection: redis.Connection, command: Command, *, asking: bool = False) -> None:
-        """
-        Send a command on this connection.
-
-        Args:
-            connection: What :meth:`connected` has returned.
-            command: The command.
-            asking: Send ASKING first: its slot is being moved to this node of a cluster.
-        """
-        try:
-            if asking:
-                send(connection, b"ASKING")
-                connection.read_response()
-            connection.send_packed_command((packed(command),), check_health=False)
-        except BaseException:
-            close(connection)
-            raise
 
     def finish(
         self,
         connection: redis.Connection,
-        then: Callable[[redis.Connection, Any], None] | None = None,
+        commands: Sequence[Command],
+        script: Script | None = None,
         *,
+        asking: bool = False,
         within: float | None = None,
+        again: bool = False,
+        then: Callable[[redis.Connection, Any], Any] | None = None,
         undo: Callable[[], Command] | None = None,
-    ) -> Any:
+    ) -> list[Any]:
         """
-        Read the reply to a command.
+        Read the replies to what :meth:`start` has sent.
 
         Args:
-            connection: The connection on which the command was sent.
-            then: Called with the connection and the reply, for further commands on it.
-            within: Seconds until the reply begins to arrive; None: the connection's timeout.
-            undo: Returns a command to send if no reply begins to arrive, or a cancellation on an
-                event loop interrupts this call.  The server may still run the first command at any
-                later time, and runs that one after it.
+            connection: The connection on which the commands were sent.
+            commands: The commands.
+            script: What all of them run by its digest; it is sent if the server does not know it.
+            asking: As for :meth:`start`.
+            within: Seconds until each reply arrives; None: the connection's timeout.
+            again: As for :meth:`start`; then this may take twice as long.
+            then: Called with the connection and the last reply, for further commands on it; returns
+                what takes the place of the reply.
+            undo: Returns a command to send if no reply arrives *within* these seconds, or a
+                cancellation on an event loop interrupts this call.  The server may still run the
+                other commands at any later time, and runs that one after them.
 
         Returns:
-            The reply, strings as bytes.
+            The reply to each command, strings as bytes, or a StoreError if the reply is an error.
+
+        Raises:
+            StoreError: The server did not answer.  Each command may have run or not.
         """
         is_clean = False  # a reply may still come
         try:
-            reply = read(connection, within)
+            replies, has_no_error = self._read(connection, commands, script, asking, within)
             if self._confirm:
-                self._confirm(connection, None)
+                self._confirm(connection, within)
             if then:
-                then(connection, reply)
-            is_clean = True
-        except (NoScriptError, Answered):
-            is_clean = True
-            raise
+                replies[-1] = then(connection, replies[-1])
+            is_clean = has_no_error
         except BaseException as exc:
-            breaks_off = isinstance(exc, Silence) or not isinstance(exc, (RedisError, OSError))
-            # redis-py may have closed it.  To connect again would wait, and come in any order.
-            if undo and breaks_off and connection._sock is not None:  # noqa: SLF001 -- no other way
-                with contextlib.suppress(RedisError, OSError):
-                    send(connection, *undo())
-            close(connection)
-            raise
+            is_clean = False
+            if undo:
+                _break_off(connection, exc, within, undo)
+            if not isinstance(exc, (RedisError, OSError)):
+                raise
+            if again and isinstance(exc, redis.ConnectionError):
+                self.close_idle()
+                with contextlib.suppress(StoreError):
+                    return self.ask(commands, script, within=within, undo=undo)
+            raise self._failed(exc) from None
         finally:
             if is_clean:
                 self._idle.append(connection)
                 if self._closed:
                     self.close_idle()
-        return reply
+            else:
+                connection.disconnect()
+        return replies
+
+    def _connected(self, within: float | None) -> redis.Connection:
+        connection: redis.Connection | None = None
+        try:
+            connection = self._connect(within)
+            patience = connection.socket_timeout
+            if within is not None:
+                connection.socket_connect_timeout = connection.socket_timeout = within
+            connection.connect()
+            connection.socket_timeout = patience
+            set_patience(connection, patience)
+        except BaseException as exc:
+            if connection is not None:
+                connection.disconnect()
+            if not isinstance(exc, (RedisError, OSError)):
+                raise
+            raise self._failed(exc, UnreachableError) from None
+        return connection
+
+    def _read(
+        self,
+        connection: redis.Connection,
+        commands: Sequence[Command],
+        script: Script | None,
+        asking: bool,  # noqa: FBT001
+        within: float | None,
+    ) -> tuple[list[Any], bool]:
+        """Read the replies; return them, and whether none is an error."""
+        if within is not None:
+            set_patience(connection, max(within, SHORTEST))
+        replies: list[Any] = []
+        unknown: list[int] = []
+        is_clean = True
+        for number, command in enumerate(commands):
+            try:
+                reply = connection.read_response(
+                    disable_decoding=True, disconnect_on_error=within is None
+                )
+            except ResponseError as exc:
+                reply = store_error(self.name, _meant(exc), locks_of(command))
+                if script is not None and isinstance(exc, NoScriptError):
+                    unknown.append(number)
+                else:
+                    is_clean = False
+            replies.append(reply)
+        if script is not None and unknown:
+            again = [commands[number] for number in unknown]
+            again[0] = (b"EVAL", script.text, *again[0][2:])  # loads the script for the others
+            _send(connection, again, asking)
+            answers, known = self._read(connection, again, None, asking, within)
+            is_clean = is_clean and known
+            for number, answer in zip(unknown, answers, strict=True):
+                replies[number] = answer
+        if within is not None:
+            set_patience(connection, connection.socket_timeout)
+        return replies, is_clean
+
+    def _failed(self, exc: BaseException, kind: type[StoreError] = StoreError) -> StoreError:
+        if not isinstance(exc, AWAY):
+            return store_error(self.name, exc)
+        self.close_idle()  # they are older than the failure, too
+        return store_error(self.name, exc, kind=kind)
 
     def close(self) -> None:
         """Close the idle connections, and from now on each one after its use."""
@@ -301,73 +310,69 @@ class Wire:
                 self._idle.pop().disconnect()
 
 
-def connect_within(connect: Connect, within: float | None) -> redis.Connection:
-    """Make a connection with *within* seconds to connect, and for each reply."""
-    connection = connect(within)
-    if within is not None:
-        connection.socket_connect_timeout = connection.socket_timeout = within
-    return connection
+def _send(connection: redis.Connection, commands: Sequence[Command], asking: bool) -> None:  # noqa: FBT001
+    if asking:
+        send(connection, b"ASKING")
+        connection.read_response()
+    sent = b"".join(map(packed, commands))
+    connection.send_packed_command((sent,), check_health=False)
 
 
-def read(connection: redis.Connection, within: float | None = None) -> Any:
+def _break_off(
+    connection: redis.Connection,
+    exc: BaseException,
+    within: float | None,
+    undo: Callable[[], Command],
+) -> None:
+    """Send the command that undoes those whose replies nobody waits for any more."""
+    silent = within is not None and isinstance(exc, redis.TimeoutError)
+    # redis-py may have closed it.  To connect again would wait, and come in any order.
+    is_open = connection._sock is not None  # noqa: SLF001 -- no other way
+    if is_open and (silent or not isinstance(exc, (RedisError, OSError))):
+        with contextlib.suppress(RedisError, OSError):
+            send(connection, *undo())
+
+
+def set_patience(connection: redis.Connection, seconds: float | None) -> None:
+    """Set the seconds to wait for each reply on a connected connection."""
+    sock: Any = connection._sock  # noqa: SLF001 -- redis-py has no other way before version 8
+    sock.settimeout(seconds)
+
+
+def _meant(exc: ResponseError) -> ResponseError:
     """
-    Read a reply, strings as bytes.
-
-    Args:
-        connection: The connection on which a command was sent.
-        within: Seconds until the reply begins to arrive; None: the connection's timeout.
+    Return what the server means by an error, of which redis-py does not know the type.
 
     Raises:
-        Silence: No reply began to arrive in time.
-        redis.RedisError: The reply is an error, or the connection broke.
+        Demoted: It is a replica.  Before Redis 7, READONLY is not at the start of a script's error.
     """
-    if within is not None and not _can_read(connection, within):
-        raise Silence(f"no reply within {within:.2f} s")
-    try:
-        return connection.read_response(disable_decoding=True)
-    except ResponseError as exc:
-        if demoted(exc):
-            raise Demoted("it is a replica, and no longer the master") from exc
-        code, _, told = str(exc).partition(" ")
-        if ON_ANOTHER_NODE in str(exc):
-            raise TryAgainError("its slot is being moved to another node of the cluster") from exc
-        if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5
-            raise CLUSTER_ERRORS[code](told) from exc
-        raise
+    if isinstance(exc, redis.ReadOnlyError) or "READONLY" in str(exc):
+        raise Demoted("it is a replica, and no longer the master") from exc
+    code, _, told = str(exc).partition(" ")
+    if ON_ANOTHER_NODE in str(exc):
+        return TryAgainError("its slot is being moved to another node of the cluster")
+    if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5
+        return CLUSTER_ERRORS[code](told)
+    return exc
 
 
-def _can_read(connection: redis.Connection, within: float) -> bool:
-    """Return whether a reply begins to arrive within this time, in seconds."""
-    try:
-        return bool(connection.can_read(timeout=within))
-    except AttributeError:
-        if hasattr(select, "poll") or "eventlet.patcher" not in sys.modules:
-            raise
-    # Eventlet came after redis-py's import and took away select.poll, which redis-py looks up anew.
-    from eventlet.patcher import original  # noqa: PLC0415 -- optional
-
-    sock: Any = connection._sock  # noqa: SLF001 -- redis-py has no other way
-    if hasattr(sock, "pending") and sock.pending():  # TLS
-        return True
-    ready = original("select").poll()
-    ready.register(sock, select.POLLIN)
-    return bool(ready.poll(within * 1000))
-
-
-def demoted(exc: BaseException) -> bool:
-    """
-    Tell whether the server answered that it is a replica.
-
-    Before Redis 7, the code READONLY is not at the start of a script's error.
-    """
-    return isinstance(exc, redis.ReadOnlyError) or (
-        isinstance(exc, ResponseError) and "READONLY" in str(exc)
-    )
+def one_of(replies: Sequence[Any]) -> Any:
+    """Return the one reply; raise it if it is an error."""
+    (reply,) = replies
+    if isinstance(reply, StoreError):
+        raise reply
+    return reply
 
 
 def is_answer(error: StoreError) -> bool:
     """Tell whether the error is the server's reply.  If not, the server counts as away."""
     return isinstance(error.raw, ResponseError)
+
+
+def is_lost(reply: Any) -> bool:
+    """Tell whether a command was sent and not answered: the server may run it at any later time."""
+    unsent = isinstance(reply, UnreachableError)
+    return isinstance(reply, StoreError) and not unsent and not is_answer(reply)
 
 
 class Outage:
@@ -396,13 +401,12 @@ class Outage:
         return ends
 
 
-def close(connection: redis.Connection | None) -> None:
-    """Close the connection, if there is one."""
-    if connection is not None:
-        connection.disconnect()
-
-
-def store_error(name: str, exc: BaseException, locks: Sequence[str] = ()) -> StoreError:
+def store_error(
+    name: str,
+    exc: BaseException,
+    locks: Sequence[str] = (),
+    kind: type[StoreError] = StoreError,
+) -> StoreError:
     """
     Make a StoreError of a client's error.
 
@@ -412,9 +416,10 @@ def store_error(name: str, exc: BaseException, locks: Sequence[str] = ()) -> Sto
         name: Name of the server.
         exc: The client's error.
         locks: Names of the locks that the script was run on; empty: no script.
+        kind: What to make, unless *exc* says more.
     """
     reason = reason_of(exc)
-    error = StoreError(name, reason)
+    error = kind(name, reason)
     if isinstance(exc, NoPermissionError):
         error = ForbiddenError(name, reason)
     elif locks and isinstance(exc, ResponseError) and DAMAGE.search(str(exc)):

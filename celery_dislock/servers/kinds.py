@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.config.urls import CLUSTER, MEMORY, SENTINEL
+from celery_dislock.config.urls import CLUSTER, MEMORY, SENTINEL, without_password
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.servers.connections import BLOCKING
-from celery_dislock.servers.node import single
+from celery_dislock.servers.connecting import BLOCKING, connection_maker
+from celery_dislock.servers.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from celery_dislock.servers.connections import Driver
+    from celery_dislock.servers.connecting import Driver
     from celery_dislock.servers.server import Server
 
 
@@ -48,19 +48,18 @@ def server_for(
     if url.startswith(SENTINEL):
         from celery_dislock.servers.sentinel import watched  # noqa: PLC0415
 
-        return watched(url, options, driver=driver, min_replicas=replicas)
+        name, connect, sentinels = watched(url, options, driver)
+        return Node(name, connect, driver.pause, min_replicas=replicas, watched_by=sentinels)
     if url.startswith(CLUSTER):
         from celery_dislock.servers.cluster import Cluster  # noqa: PLC0415
 
         return Cluster(url, options, driver=driver, min_replicas=replicas)
     if url == MEMORY:
-        url = _memory_url()
-    return single(url, options, driver=driver, min_replicas=replicas)
-
-
-def _memory_url() -> str:
-    try:
-        from celery_dislock.servers.memory import memory_server  # noqa: PLC0415 -- an extra
-    except ImportError as exc:
-        raise SettingsError("app.conf", "dislock_url", MEMORY, str(exc)) from exc
-    return memory_server().url
+        try:
+            from celery_dislock.servers.memory import memory_server  # noqa: PLC0415 -- an extra
+        except ImportError as exc:
+            raise SettingsError("app.conf", "dislock_url", MEMORY, str(exc)) from exc
+        url = memory_server().url
+    name = without_password(url)
+    make = connection_maker(name, url, options, driver)
+    return Node(name, lambda _within: make(), driver.pause, min_replicas=replicas)

@@ -21,7 +21,7 @@ from redis.backoff import NoBackoff
 
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.bridge import current_call, sleep, wait_for
-from celery_dislock.servers.connections import Driver
+from celery_dislock.servers.connecting import Driver
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,41 +50,32 @@ class LoopConnection(asyncio.Protocol):
     Attributes:
         host, port: Where it leads to; None for a unix socket.
         socket_timeout: Seconds to wait for a reply; None: no limit.
+        socket_connect_timeout: Seconds to connect; None: no limit.
     """
 
     def __init__(self, kind: type[redis.Connection], arguments: Mapping[str, Any]) -> None:
         self._redis: Any = KINDS[kind](**{**arguments, "retry": Retry(NoBackoff(), 0)})
         self.host, self.port = arguments.get("host"), arguments.get("port")
         self.socket_timeout: float | None = self._redis.socket_timeout
-        self._patience = self.socket_timeout  # for the next reply
+        self.socket_connect_timeout: float | None = self._redis.socket_connect_timeout
+        self._patience = self.socket_timeout  # for each reply
         self._replies = hiredis.Reader(
             protocolError=redis.InvalidResponse,
             replyError=BaseParser.parse_error,
             notEnoughData=INCOMPLETE,
         )
         self._transport: Any = None
-        self._reply = INCOMPLETE  # that has arrived before it was wanted
         self._arrives: asyncio.Future[None] | None = None
         self._until = math.inf  # when it is given up to wait for a reply
         self._timer: asyncio.TimerHandle | None = None
         self._lost: redis.ConnectionError | None = redis.ConnectionError("it is not connected")
 
     @property
-    def socket_connect_timeout(self) -> float | None:
-        """Seconds to connect."""
-        seconds: float | None = self._redis.socket_connect_timeout
-        return seconds
-
-    @socket_connect_timeout.setter
-    def socket_connect_timeout(self, seconds: float | None) -> None:
-        self._redis.socket_connect_timeout = seconds
-
-    @property
     def _sock(self) -> LoopConnection:
         return self  # which has the one method of sockets that is used
 
     def settimeout(self, seconds: float | None) -> None:
-        """Set the seconds to wait for the next reply."""
+        """Set the seconds to wait for each reply."""
         self._patience = seconds
 
     def connect(self) -> None:
@@ -94,6 +85,7 @@ class LoopConnection(asyncio.Protocol):
         if call is not None and call.stopped_by is not None:  # perhaps its event loop is closed
             raise call.stopped_by
         self._loop = asyncio.get_running_loop()
+        self._redis.socket_connect_timeout = self.socket_connect_timeout
         self._redis.socket_timeout = self._patience = self.socket_timeout
         # In a task of its own: before Python 3.12, redis-py hides a cancellation at some steps.
         connects = asyncio.ensure_future(self._redis.connect())
@@ -124,29 +116,8 @@ class LoopConnection(asyncio.Protocol):
             raise self._lost
         self._transport.write(b"".join(command))
 
-    def can_read(self, timeout: float) -> bool:
-        """Wait for a reply, for so many seconds; return whether it, or an end, has come."""
-        self._patience = timeout
-        try:
-            self._reply = self._next()
-        except redis.TimeoutError:
-            return False
-        except redis.ConnectionError:  # which the next to read is told
-            return True
-        finally:
-            self._patience = self.socket_timeout
-        return True
-
-    def read_response(self, *, disable_decoding: bool = True) -> Any:  # noqa: ARG002
+    def read_response(self, **_options: bool) -> Any:
         """Return a reply, strings as bytes; raises redis-py's errors."""
-        reply, self._reply = self._reply, INCOMPLETE
-        if reply is INCOMPLETE:
-            reply = self._next()
-        if isinstance(reply, redis.RedisError):
-            raise reply
-        return reply
-
-    def _next(self) -> Any:
         while (reply := self._replies.gets()) is INCOMPLETE or isinstance(reply, PUSHED):
             if reply is not INCOMPLETE:
                 continue
@@ -161,6 +132,8 @@ class LoopConnection(asyncio.Protocol):
                 wait_for(arrives)
             finally:
                 self._arrives, self._until = None, math.inf
+        if isinstance(reply, redis.RedisError):
+            raise reply
         return reply
 
     def _watch(self, until: float) -> None:
@@ -209,10 +182,6 @@ def _require_coroutine() -> None:
         raise NoCoroutineError(told)
 
 
-def _make(kind: type[redis.Connection], arguments: Mapping[str, Any]) -> Any:
-    return LoopConnection(kind, arguments)
-
-
 class LoopMutex:
     """A mutex of the tasks of one event loop; not reentrant."""
 
@@ -234,4 +203,4 @@ class LoopMutex:
         self.release()
 
 
-ON_LOOP = Driver(sleep, _make, LoopMutex)
+ON_LOOP = Driver(sleep, LoopConnection, LoopMutex)

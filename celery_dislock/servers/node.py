@@ -11,41 +11,33 @@ before, and a fresh connection may lead to the new master.
 from __future__ import annotations
 
 import contextlib
-import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import redis
-from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock import scripts
-from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.scripts.names import KINDS
-from celery_dislock.servers.connecting import connection_maker
 from celery_dislock.servers.connections import (
     AWAY,
-    BLOCKING,
-    Answered,
     Wire,
     by_digest,
     by_text,
-    close,
-    connect_within,
-    locks_of,
+    commands_of,
+    one_of,
     send,
+    set_patience,
     store_error,
-    with_text,
 )
-from celery_dislock.servers.pipeline import Batch
 from celery_dislock.servers.server import Member, Server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Command, Connect, Driver
-    from celery_dislock.servers.pipeline import Call
+    from celery_dislock.servers.connections import Call, Command, Connect
+    from celery_dislock.servers.sentinel import Sentinels
 
 # Scripts whose work replicas may have to confirm.
 GRANT = {scripts.ACQUIRE, scripts.ACQUIRE_UNIQUE, scripts.PARK, scripts.PARK_UNIQUE}
@@ -54,23 +46,10 @@ RESEND_PAUSE = 0.1  # seconds before the second resend; the first one follows at
 REPLICAS_WITHIN = 1.0  # most seconds to wait until the replicas have an acquisition
 
 
-class Watching(Protocol):
-    """An object that knows which server is the master."""
-
-    def confirm(self, connection: redis.Connection, within: float | None = None) -> None:
-        """Raise redis.ConnectionError if the connection does not lead to the master."""
-
-    def close(self) -> None:
-        """Close its own connections."""
-
-    def roll_call(self) -> list[tuple[str, str]]:
-        """Return who watches, and why each of them cannot tell the master; empty: it can."""
-
-
 class Node(Server):
     """One Redis process, and the connections to it.
 
-    Safe to use from many threads or greenlets, except :meth:`run_many`.
+    Safe to use from many threads or greenlets.
 
     Args:
         name: Name of the server in errors.
@@ -85,23 +64,20 @@ class Node(Server):
         self,
         name: str,
         connect: Connect,
+        pause: Callable[[float], None],
         *,
-        pause: Callable[[float], None] = time.sleep,
         resends: int = RESENDS,
         min_replicas: int = 0,
-        watched_by: Watching | None = None,
+        watched_by: Sentinels | None = None,
     ) -> None:
         self.name = name
-        self._connect = connect
         self._pause = pause
         self._resends = resends
         self.min_replicas = min_replicas
         self._watched_by = watched_by
         self.kind = "sentinel" if watched_by else "single"
         confirm = watched_by.confirm if watched_by else None
-        self._wire = Wire(connect, confirm)
-        self._new_batch = partial(Batch, name, connect, confirm)
-        self.batch = self._new_batch()
+        self.wire = Wire(name, connect, confirm)
 
     def exchange(
         self,
@@ -122,17 +98,16 @@ class Node(Server):
         undo = None
         if script is scripts.ACQUIRE:
             undo = partial(by_text, scripts.RELEASE, keys, arguments[0], 0)
+        command = by_digest(script, keys, *arguments)
         try:
-            return self._exchange(
-                by_digest(script, keys, *arguments), script, asking=asking, undo=undo
-            )
+            return self._exchange(command, script, asking=asking, undo=undo)
         except DamagedLockError as exc:
             exc.reason = self._wrong_kind(keys) or exc.reason
             exc.args = (exc.server, exc.reason, exc.lock)
             raise
-        except _TooFewReplicas as exc:
+        except _TooFewReplicasError:
             self.exchange(scripts.RELEASE, keys, arguments[0], 0, asking=asking)
-            raise self._error(exc) from None
+            raise
 
     def send(self, *command: str | bytes | int) -> Any:
         """Send a command; see :meth:`Server.send`."""
@@ -144,7 +119,7 @@ class Node(Server):
 
     def members(self) -> list[Member]:
         """Return this server; see :meth:`Server.members`."""
-        return [Member(self.name, self.send, self._new_batch)]
+        return [Member(self.name, self.send, self.wire)]
 
     def _exchange(
         self,
@@ -159,29 +134,26 @@ class Node(Server):
         sent = self._resends == 0  # then the caller resends, and may have sent it before
         attempt = 0
         while True:
-            connection = None
             try:
-                connection = self._wire.connected()
-                resent, sent = sent and attempt > 0, True
-                self._wire.send(connection, command, asking=asking)
-                return self._wire.finish(connection, then, undo=undo), resent
-            except NoScriptError as exc:
-                if script is None:
-                    raise self._error(exc) from None
-                command, script = with_text(command, script), None
-            except _TooFewReplicas:
-                raise
-            except AWAY as exc:
-                self._wire.close_idle()  # they are older than the failure, too
+                connection = self.wire.start((command,), asking=asking)
+                (reply,) = self.wire.finish(
+                    connection, (command,), script, asking=asking, then=then, undo=undo
+                )
+                break
+            except StoreError as exc:
+                unsent = isinstance(exc, UnreachableError)
                 # A connection attempt that timed out is not repeated: the next would, too.
-                too_slow = connection is None and isinstance(exc, redis.TimeoutError)
-                if attempt == self._resends or too_slow:
-                    error = self._error(exc)
-                    raise (error if sent else _unreachable(error)) from None
-                self._pause(attempt * RESEND_PAUSE)
-                attempt += 1
-            except RedisError as exc:
-                raise store_error(self.name, exc, locks_of(command)) from None
+                too_slow = unsent and isinstance(exc.raw, redis.TimeoutError)
+                sent = sent or not unsent
+                if attempt == self._resends or too_slow or not isinstance(exc.raw, AWAY):
+                    if sent and exc.raw:
+                        raise store_error(self.name, exc.raw) from None
+                    raise
+            self._pause(attempt * RESEND_PAUSE)
+            attempt += 1
+        if isinstance(reply, StoreError):
+            raise reply
+        return reply, sent and attempt > 0
 
     def _wrong_kind(self, locks: Sequence[str]) -> str:
         """Describe the key that has a wrong type; empty if none has, or no reply arrives."""
@@ -192,22 +164,21 @@ class Node(Server):
                     return f"{key!r} is a {found}, not a {kind}"
         return ""
 
-    def _await_replicas(self, connection: redis.Connection, reply: Any) -> None:
+    def _await_replicas(self, connection: redis.Connection, reply: Any) -> Any:
         """
-        Wait until enough replicas have the lease or the parked task.
+        Wait until enough replicas have the lease or the parked task; return an error if not.
 
         WAIT covers the writes of its own connection, so it is sent on that connection.
         """
-        if reply[0] not in {scripts.GRANTED, scripts.PARKED}:
-            return
+        if isinstance(reply, StoreError) or reply[0] not in {scripts.GRANTED, scripts.PARKED}:
+            return reply
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
         send(connection, b"WAIT", self.min_replicas, int(patience * 1000))
         have = connection.read_response()
-        if have < self.min_replicas:
-            raise _TooFewReplicas(
-                f"only {have} of {self.min_replicas} replicas had the lock in "
-                f"{patience:g} s; it was given back"
-            )
+        if have >= self.min_replicas:
+            return reply
+        told = f"only {have} of {self.min_replicas} replicas had the lock in {patience:g} s"
+        return _TooFewReplicasError(self.name, f"{told}; it was given back")
 
     def pop(self, key: str, seconds: float, *, asking: bool = False) -> bytes | None:
         """
@@ -229,84 +200,32 @@ class Node(Server):
         Raises:
             StoreError: No reply arrived, or the reply is an error.  An element may have been taken.
         """
-        waits = False
+        command = (b"BLPOP", key, seconds)
+        connection = self.wire.start((command,), asking=asking)
+        set_patience(connection, seconds)
         try:
-            connection = self._wire.start((b"BLPOP", key, seconds), asking=asking)
-            # As the socket's timeout: to look for a reply before reading it would cost 20 us.
-            _set_patience(connection, seconds)
-            waits = True
-            reply = self._wire.finish(connection, _reset_patience)
-        except (RedisError, OSError) as exc:
-            if waits and isinstance(exc, redis.TimeoutError):
+            reply = one_of(self.wire.finish(connection, (command,), then=_reset_patience))
+        except StoreError as exc:
+            if isinstance(exc.raw, redis.TimeoutError):
                 return None
-            raise self._error(exc) from None
+            raise
         return None if reply is None else reply[1]
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
-        """Run a script many times, on a separate connection; see :meth:`Server.run_many`."""
-        self.batch.send(script, calls, within=within)
-        return self.batch.read(script, calls, within=within)
-
-    def ask(self, *command: str, within: float | None) -> Any:
-        """
-        Send a command once, on a new connection that is closed afterwards.
-
-        Args:
-            command: The command.
-            within: Seconds to connect, and for the reply; None: the timeouts in the options.
-
-        Raises:
-            StoreError: No reply arrived, or the reply is an error.
-        """
-        connection: redis.Connection | None = None
-        try:
-            connection = connect_within(self._connect, within)
-            send(connection, *command)
-            return connection.read_response(disable_decoding=True)
-        except (RedisError, OSError) as exc:
-            raise self._error(exc) from None
-        finally:
-            close(connection)
+        """Run a script many times; see :meth:`Server.run_many`."""
+        return self.wire.ask(commands_of(script, calls), script, within=within)
 
     def close(self) -> None:
         """Close the connections, those in use after their use."""
-        self._wire.close()
-        self.batch.close()
+        self.wire.close()
         if self._watched_by:
             self._watched_by.close()
 
-    def retire(self) -> None:
-        """Close the connections, those in use after their use; that of the batches stays open."""
-        self._wire.close()
 
-    def _error(self, exc: Exception) -> StoreError:
-        return store_error(self.name, exc)
+def _reset_patience(connection: redis.Connection, reply: Any) -> Any:
+    set_patience(connection, connection.socket_timeout)
+    return reply
 
 
-def _set_patience(connection: redis.Connection, seconds: float | None) -> None:
-    """Set the seconds to wait for the next reply on a connected connection."""
-    sock: Any = connection._sock  # noqa: SLF001 -- redis-py has no other way before version 8
-    sock.settimeout(seconds)
-
-
-def _reset_patience(connection: redis.Connection, _reply: object) -> None:
-    _set_patience(connection, connection.socket_timeout)
-
-
-def _unreachable(error: StoreError) -> UnreachableError:
-    unreachable = UnreachableError(error.server, error.reason)
-    unreachable.raw = error.raw
-    return unreachable
-
-
-class _TooFewReplicas(Answered):  # becomes a StoreError after the lock was released
-    pass
-
-
-def single(
-    url: str, options: Mapping[str, Any], *, driver: Driver = BLOCKING, min_replicas: int = 0
-) -> Node:
-    """Return the lock server of a URL that names a single server."""
-    name = without_password(url)
-    make = connection_maker(name, url, options, driver)
-    return Node(name, lambda _within: make(), pause=driver.pause, min_replicas=min_replicas)
+class _TooFewReplicasError(StoreError):
+    """The lease or the parked task is on the master, and on too few replicas."""

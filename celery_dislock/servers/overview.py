@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
@@ -37,7 +36,6 @@ class Overview:
     def __init__(self, server: Server, prefix: str) -> None:
         self._server = server
         self._prefix = prefix
-        self._mutex = threading.Lock()  # run_many() is for one thread
 
     def lock(self, name: str, first: int = 0, most: int = PLACES) -> LockState:
         """
@@ -119,8 +117,7 @@ class Overview:
     def look(self, names: Sequence[str], most: int = 0) -> list[LockState | StoreError]:
         """Look at several locks, with *most* places of their lines, in one pipelined round trip."""
         calls = [(name, 0, most) for name in names]
-        with self._mutex:
-            replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
+        replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
         return [
             reply if isinstance(reply, StoreError) else self._seen(name, reply)
             for name, reply in zip(names, replies, strict=True)

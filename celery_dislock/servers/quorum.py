@@ -15,25 +15,25 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.servers.connections import BLOCKING, by_text, is_answer
-from celery_dislock.servers.peers import NoReplyError, Peer, Peers, by_majority
-from celery_dislock.servers.server import Server
+from celery_dislock.servers.connecting import BLOCKING
+from celery_dislock.servers.connections import by_digest, by_text, commands_of, is_answer, is_lost
+from celery_dislock.servers.peers import GRACE, LEAST, Names, Peer, ask_all, by_majority
+from celery_dislock.servers.server import Member, Server
 from celery_dislock.servers.view import LIMIT_RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Driver
+    from celery_dislock.servers.connecting import Driver
+    from celery_dislock.servers.connections import Call, Command
     from celery_dislock.servers.peers import Decides
-    from celery_dislock.servers.pipeline import Call
-    from celery_dislock.servers.server import Member
 
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
 PATIENCE_RATIO = 1 / 4  # of a lease's expiry: the limit for an acquisition if that is shorter
@@ -41,7 +41,6 @@ PAUSE = (0.05, 0.2)  # seconds between two attempts of a waiter, at least and at
 ATTEMPTS = 4  # to acquire, if no owner gets a majority because several ask at once
 ATTEMPT_PAUSE = 0.02  # most seconds before the second attempt; doubled each time
 RENEWS = {scripts.RENEW, scripts.RENEW_STALLED}
-FORGET_AFTER = 3600.0  # seconds without use until an owner's changed name is forgotten
 
 
 def drift(ttl_ms: int) -> int:
@@ -53,7 +52,7 @@ class Quorum(Server):
     """
     Three or more independent servers.
 
-    Safe to use from many threads or greenlets, except :meth:`run_many`.
+    Safe to use from many threads or greenlets.
 
     Args:
         urls: URLs of single servers.  All clients ask the servers in the same order, by address.
@@ -86,7 +85,8 @@ class Quorum(Server):
             Peer(url, {**limits, **options}, clock, driver) for url in sorted(urls, key=address)
         ]
         self.name = ", ".join(shown(urls))
-        self._peers = Peers(peers, clock)
+        self._peers = peers
+        self._majority = len(peers) // 2 + 1
         self._pause = driver.pause
         self._clock = clock
         self._names = Names(clock)
@@ -110,14 +110,17 @@ class Quorum(Server):
             return self._acquire(keys, *arguments), False
         arguments = self._as_sent(script, arguments)
         decides = self._agree if script in RENEWS else by_majority
-        replies = self._peers.ask(script, keys, *arguments, within=self._patience, decides=decides)
+        command = by_digest(script, keys, *arguments)
+        replies = self._ask(command, script, within=self._patience, decides=decides)
         return self._decide(script, replies), False
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """Run a script many times on all servers; see :meth:`Server.run_many`."""
-        sent = [(key, *self._as_sent(script, arguments)) for key, *arguments in calls]
+        sent = commands_of(
+            script, [(key, *self._as_sent(script, arguments)) for key, *arguments in calls]
+        )
         decides = self._agree_on_each if script in RENEWS else by_majority
-        replies = self._peers.ask_many(script, sent, within=within, decides=decides)
+        replies = self._ask_many(sent, script, within=within, decides=decides)
         self._require_majority(replies)
         decided: list[Any] = []
         for number in range(len(calls)):
@@ -135,10 +138,10 @@ class Quorum(Server):
         Raises:
             StoreError: No majority of the servers answered; a refusal if a majority is there.
         """
-        replies = self._peers.send(*command, within=self._patience)
+        replies = self._ask(command, within=self._patience)
         refusals = [one for one in replies if isinstance(one, StoreError) and is_answer(one)]
         there = [one for one in replies if not isinstance(one, StoreError)] + refusals
-        if len(there) < self._peers.majority:
+        if len(there) < self._majority:
             raise self._too_few(replies)
         if there[0] in refusals:
             raise refusals[0]
@@ -146,7 +149,7 @@ class Quorum(Server):
 
     def members(self) -> list[Member]:
         """Return all servers; see :meth:`Server.members`."""
-        return self._peers.members(self._patience)
+        return [Member(peer.name, peer.send, peer.wire) for peer in self._peers]
 
     def pop(self, key: str, seconds: float) -> None:  # noqa: ARG002 -- nobody is woken here
         """Sleep for a short random time, at most *seconds*."""
@@ -154,22 +157,87 @@ class Quorum(Server):
 
     def close(self) -> None:
         """Close the connections that are not in use."""
-        self._peers.close()
+        for peer in self._peers:
+            peer.wire.close()
+
+    def _ask(
+        self,
+        command: Command,
+        script: Script | None = None,
+        *,
+        within: float,
+        undo: Callable[[], Command] | None = None,
+        decides: Decides = by_majority,
+    ) -> list[Any]:
+        """
+        Send a command to all servers; again, once, if a connection has broken.
+
+        Args:
+            command: The command.
+            script: What it runs by its digest; None: no script.
+            within: Seconds for all replies together.
+            undo: Returns a command to send to a server that does not answer in time.  It undoes
+                the script there, whenever the server runs both.
+            decides: If the answers of a majority do not, no server is left alone.
+
+        Returns:
+            The reply of each server or a StoreError, in the order of the servers.
+        """
+
+        def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
+            asked = {peer: (peer.wire, (command,)) for peer in peers}
+            found = ask_all(asked, script, within=within, again=True, undo=undo)
+            return {p: one if isinstance(one, StoreError) else one[0] for p, one in found.items()}
+
+        return self._in_turn(run, within, decides)
+
+    def _ask_many(
+        self, commands: Sequence[Command], script: Script, *, within: float, decides: Decides
+    ) -> list[Any]:
+        """
+        Send commands that run a script to all servers, in one round trip to each.
+
+        *decides* is asked about lists of replies.
+
+        Returns:
+            The list of replies of each server or a StoreError, in the order of the servers.
+        """
+
+        def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
+            return ask_all({p: (p.wire, commands) for p in peers}, script, within=within)
+
+        return self._in_turn(run, within, decides)
+
+    def _in_turn(
+        self,
+        run: Callable[[Sequence[Peer], float], dict[Peer, Any]],
+        within: float,
+        decides: Decides = by_majority,
+    ) -> list[Any]:
+        until = self._clock() + within
+        replies = run([peer for peer in self._peers if not peer.failures], within)
+        others = [peer for peer in self._peers if peer not in replies]
+        answered = [reply for reply in replies.values() if not isinstance(reply, StoreError)]
+        if len(answered) >= self._majority and decides(answered):
+            others = [peer for peer in others if peer.due()]
+            left = min(within, max((GRACE * 2**peer.failures for peer in others), default=0.0))
+        else:
+            left = max(until - self._clock(), LEAST)
+        replies.update(run(others, left))
+        for peer, reply in replies.items():
+            peer.note(reply)
+        return [replies.get(p, p.error) for p in self._peers]
 
     def _acquire(self, keys: Sequence[str], owner: Any, ttl_ms: Any, *terms: Any) -> list[Any]:
         holder, mode, limit, place_ms, _fair = terms
         if (mode, limit) != ("x", 1):
             asked = f"mode {mode!r}, limit {limit}"
             raise SettingsError("lock", "dislock_url", asked, ONLY_EXCLUSIVE)
-        pause = ATTEMPT_PAUSE
-        if place_ms:  # a waiter asks again anyway
-            return self._attempt(keys, owner, ttl_ms, holder, self._agree_on_holder)[0]
-        for _ in range(ATTEMPTS - 1):
+        for attempt in range(0 if place_ms else ATTEMPTS - 1):  # a waiter asks again anyway
             answer, settled = self._attempt(keys, owner, ttl_ms, holder)
             if settled:
                 return answer
-            self._pause(random.uniform(0, pause))  # noqa: S311 -- no secret
-            pause *= 2
+            self._pause(random.uniform(0, ATTEMPT_PAUSE * 2**attempt))  # noqa: S311 -- no secret
         return self._attempt(keys, owner, ttl_ms, holder, self._agree_on_holder)[0]
 
     def _attempt(
@@ -185,13 +253,12 @@ class Quorum(Server):
 
         It is not final if no owner is known to have a majority: another attempt may succeed.
         """
-        name, majority = self._names.of(owner), self._peers.majority
+        name, majority = self._names.of(owner), self._majority
         ttl = ttl_ms / 1000
         asked_at = self._clock()
-        replies = self._peers.ask(
+        replies = self._ask(
+            by_digest(scripts.ACQUIRE, keys, name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
             scripts.ACQUIRE,
-            keys,
-            *(name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
             within=min(self._patience, ttl * PATIENCE_RATIO),
             undo=lambda: by_text(scripts.RELEASE, keys, name, 0),
             decides=decides,
@@ -204,9 +271,10 @@ class Quorum(Server):
             return [scripts.GRANTED, *newest], True
 
         released = []
-        if granted or any(isinstance(reply, NoReplyError) for reply in replies):
-            released = self._peers.ask(scripts.RELEASE, keys, name, 0, within=self._patience)
-        if any(isinstance(reply, NoReplyError) for reply in replies + released):
+        if granted or any(map(is_lost, replies)):
+            release = by_digest(scripts.RELEASE, keys, name, 0)
+            released = self._ask(release, scripts.RELEASE, within=self._patience)
+        if any(map(is_lost, replies + released)):
             self._names.change(owner)
         if len(granted) >= majority:
             raise StoreError(self.name, "granted, but too late")
@@ -215,7 +283,7 @@ class Quorum(Server):
 
     def _agree(self, answered: Iterable[Any]) -> bool:
         """Return whether a majority gives the same answer."""
-        return max(Counter(answered).values(), default=0) >= self._peers.majority
+        return max(Counter(answered).values(), default=0) >= self._majority
 
     def _agree_on_each(self, answered: Sequence[Sequence[Any]]) -> bool:
         return all(self._agree(column) for column in zip(*answered, strict=True))
@@ -234,7 +302,7 @@ class Quorum(Server):
         return (self._names.of(owner), *rest)
 
     def _decide(self, script: Script, replies: Sequence[Any]) -> Any:
-        answered, majority = self._require_majority(replies), self._peers.majority
+        answered, majority = self._require_majority(replies), self._majority
         if script is scripts.LIMIT:  # what was set before on any server has been replaced there
             return next((reply for reply in answered if reply[0]), answered[0])
         if script in {scripts.LOOK, scripts.COUNTS}:
@@ -258,14 +326,14 @@ class Quorum(Server):
 
     def _require_majority(self, replies: Sequence[Any]) -> list[Any]:
         answered = [reply for reply in replies if not isinstance(reply, StoreError)]
-        if len(answered) < self._peers.majority:
+        if len(answered) < self._majority:
             raise self._too_few(replies)
         return answered
 
     def _too_few(self, replies: Sequence[Any]) -> StoreError:
         errors = [reply for reply in replies if isinstance(reply, StoreError)]
         damaged = [error for error in errors if isinstance(error, DamagedLockError)]
-        if damaged and len(replies) - len(errors) + len(damaged) >= self._peers.majority:
+        if damaged and len(replies) - len(errors) + len(damaged) >= self._majority:
             first = damaged[0]
             return DamagedLockError(self.name, f"{first.server}: {first.reason}", first.lock)
         told = f"only {len(replies) - len(errors)} of {len(replies)} servers answered"
@@ -274,41 +342,6 @@ class Quorum(Server):
         if len(errors) == len(replies) and all(map(is_answer, errors)):
             error.raw = errors[0].raw
         return error
-
-
-class Names:
-    """
-    The names under which the servers know an owner.
-
-    A server that did not answer may run its commands late, also the release that undoes an attempt.
-    That would end a lease of the same owner's next attempt.  So the next attempt uses another name.
-    The first name is the owner itself, and the others begin with it.
-
-    All objects of this class share the names: an event loop takes a lock over its own connections,
-    and the watchdog renews it over others.
-    """
-
-    _changed: ClassVar[dict[str, tuple[int, float]]] = {}
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-
-    def of(self, owner: str) -> str:
-        """Return the owner's current name."""
-        if owner not in self._changed:
-            return owner
-        times, _ = self._changed[owner]
-        self._changed[owner] = times, self._clock()
-        return f"{owner}#{times}"
-
-    def change(self, owner: str) -> None:
-        """Give the owner another name; forget names that were not used for FORGET_AFTER."""
-        now = self._clock()
-        for other, (_, used) in list(self._changed.items()):
-            if used < now - FORGET_AFTER:
-                self._changed.pop(other, None)
-        times, _ = self._changed.get(owner, (0, now))
-        self._changed[owner] = times + 1, now
 
 
 def choose_refusal(

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from celery_dislock.scripts import milliseconds
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from celery_dislock.servers.reservations import Reservation
-
-    Argument = str | int
 
 
 class Terms(NamedTuple):
@@ -96,9 +92,3 @@ class Execution(NamedTuple):
     ttl: float
     overdue: float
     longest: float
-
-    @property
-    def calls(self) -> list[tuple[Argument, ...]]:
-        """The calls of renew_stalled.lua, one for each lock."""
-        times = tuple(map(milliseconds, (self.ttl, self.overdue, self.longest)))
-        return [(lock, self.owner_start, *times) for lock in self.locks]

@@ -98,8 +98,7 @@ class Reservations:
     """
     The reservations on a lock server.
 
-    A method blocks for a round trip.  All methods are safe to call from many threads or greenlets,
-    except :meth:`keep`.
+    A method blocks for a round trip.  All methods are safe to call from many threads or greenlets.
 
     Args:
         server: The lock server.
@@ -162,13 +161,10 @@ class Reservations:
         """
         Keep reservations for the time that each states, in one pipelined round trip.
 
-        For one thread only, like :meth:`celery_dislock.servers.store.Store.renew`, and on the same
-        connection.
-
         Args:
             reservations: The reservations.
             runs: Whether their tasks run; if not, their messages wait.
-            within: Seconds to connect if there is no connection yet, and for the first reply.
+            within: Seconds to connect if no connection is idle, and for each reply.
 
         Raises:
             StoreError: The server did not answer.

@@ -12,36 +12,26 @@ Sentinels are asked, and the answers of the highest epoch count: each failover h
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from redis.retry import Retry
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group, redis_options
-from celery_dislock.exceptions import SettingsError
-from celery_dislock.redaction import Ours, reason_of
-from celery_dislock.servers.connecting import connection_maker, unknown_option
-from celery_dislock.servers.connections import (
-    BLOCKING,
-    SOCKET_TIMEOUT,
-    Outage,
-    close,
-    connect_within,
-    read,
-    send,
-)
-from celery_dislock.servers.node import Node
+from celery_dislock.exceptions import ForbiddenError, SettingsError, StoreError
+from celery_dislock.redaction import Ours
+from celery_dislock.servers.connecting import BLOCKING, connection_maker, unknown_option
+from celery_dislock.servers.connections import SOCKET_TIMEOUT, Outage, Wire, is_answer, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from celery_dislock.servers.connections import Driver
+    from celery_dislock.servers.connecting import Driver
+    from celery_dislock.servers.connections import Connect
 
     Address = tuple[str, int]
 
@@ -79,8 +69,7 @@ class Sentinel:
     def __init__(self, address: Address, connect: Callable[[], Any]) -> None:
         self.address = address
         self.left_alone_until = 0.0
-        self._connect = connect
-        self._connection: redis.Connection | None = None
+        self.wire = Wire(_at(address), lambda _within: connect())
 
     def ask(self, master: str, within: float, others: int = 0) -> Said | None:
         """
@@ -95,32 +84,12 @@ class Sentinel:
             The answer; None if the Sentinel knows fewer than *others* other Sentinels.
 
         Raises:
-            redis.RedisError, OSError: The Sentinel did not answer, or does not know the master.
+            StoreError: The Sentinel did not answer, or does not know the master.
         """
-        kept, self._connection = self._connection, None
-        if kept is not None:
-            with contextlib.suppress(redis.ConnectionError, OSError):  # it broke: make a new one
-                return self._ask(kept, master, within, others)
-        connection = connect_within(lambda _: self._connect(), within)
-        return self._ask(connection, master, within, others)
-
-    def _ask(
-        self, connection: redis.Connection, master: str, within: float, others: int
-    ) -> Said | None:
-        try:
-            for command in ("MASTER", "GET-MASTER-ADDR-BY-NAME"):
-                send(connection, "SENTINEL", command, master)
-            state, named = read(connection, within), read(connection, within)
-        except BaseException:
-            close(connection)
-            raise
-        self._connection = connection
+        asked = [("SENTINEL", one, master) for one in ("MASTER", "GET-MASTER-ADDR-BY-NAME")]
+        replies = self.wire.ask(asked, within=within, again=True)
+        state, named = (one_of([reply]) for reply in replies)
         return said(state, named, others)
-
-    def close(self) -> None:
-        """Close the connection."""
-        connection, self._connection = self._connection, None
-        close(connection)
 
 
 class Sentinels:
@@ -183,11 +152,9 @@ class Sentinels:
         Raises:
             redis.ConnectionError: Another server is the master, or none is.
         """
-        named = self._confirmed()
-        if named is None:
-            named = self._alone(
-                within, lambda: self._confirmed() or self._ask(within, or_last=True)
-            )
+        named = self._confirmed() or self._alone(
+            within, lambda: self._confirmed() or self._ask(within, or_last=True)
+        )
         if (connection.host, connection.port) != named:
             raise NoMaster(f"the Sentinels call {_at(named)} the master now")
 
@@ -207,14 +174,14 @@ class Sentinels:
         began = self._clock()
         try:
             answer = sentinel.ask(self._master, within, self._others)
-        except ResponseError as exc:
-            forbidden = isinstance(exc, NoPermissionError)
-            return NoMaster(reason_of(exc) if forbidden else "knows no such master")
-        except (RedisError, OSError) as exc:
+        except StoreError as exc:
+            if is_answer(exc):
+                forbidden = isinstance(exc, ForbiddenError)
+                return NoMaster(exc.reason if forbidden else "knows no such master")
             took = self._clock() - began
             sentinel.left_alone_until = began + took * LEFT_ALONE
-            kind = NoSentinel if isinstance(exc, redis.TimeoutError) else NoMaster
-            return kind(reason_of(exc))
+            kind = NoSentinel if isinstance(exc.raw, redis.TimeoutError) else NoMaster
+            return kind(exc.reason)
         return answer or NoMaster("sees too few other Sentinels")
 
     def _confirmed(self) -> Address | None:
@@ -226,7 +193,7 @@ class Sentinels:
         with self._mutex:
             self._named = None
             for sentinel in self._sentinels:
-                sentinel.close()
+                sentinel.wire.close()
 
     def _alone(self, within: float | None, ask: Callable[[], Address]) -> Address:
         """Ask while no other thread does.  A signal handler of the asking thread may ask, too."""
@@ -333,11 +300,9 @@ def _at(address: Address) -> str:
     return "{}:{}".format(*address)
 
 
-def watched(
-    url: str, options: Mapping[str, Any], *, driver: Driver = BLOCKING, min_replicas: int = 0
-) -> Node:
+def watched(url: str, options: Mapping[str, Any], driver: Driver) -> tuple[str, Connect, Sentinels]:
     """
-    Return the lock server of a sentinel:// URL, which always uses the current master.
+    Return the name of a sentinel:// URL, what connects to its master, and what knows the master.
 
     Args:
         url: ``sentinel://[user:password@]host:port;sentinel://host:port/db``.  User and password
@@ -345,7 +310,6 @@ def watched(
         options: kombu's ``master_name``, ``sentinel_kwargs`` and ``min_other_sentinels``; the rest
             are keyword arguments of redis-py's connections to the master.
         driver: How it waits.
-        min_replicas: See :class:`celery_dislock.servers.node.Node`.
 
     Raises:
         SettingsError: The URL or an option cannot be used.
@@ -380,8 +344,8 @@ def watched(
         driver=driver,
     )
 
-    def connect(within: float | None) -> redis.Connection:
+    def connect(within: float | None) -> Any:
         host, port = sentinels.find(within)
         return make(host=host, port=port)
 
-    return Node(name, connect, pause=driver.pause, min_replicas=min_replicas, watched_by=sentinels)
+    return name, connect, sentinels

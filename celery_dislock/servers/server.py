@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Command
-    from celery_dislock.servers.pipeline import Batch, Call
+    from celery_dislock.servers.connections import Call, Command, Wire
 
 SCANNED = 500  # names that a server examines in one step of a scan
 
@@ -22,19 +21,19 @@ class Member(NamedTuple):
     Attributes:
         name: Its URL without password.
         send: Sends it a command; see :meth:`Server.send`.
-        new_batch: Makes what sends it many commands in one round trip.
+        wire: The connections to it.
         has: Tells whether a key belongs there.
     """
 
     name: str
     send: Callable[..., Any]
-    new_batch: Callable[[], Batch]
+    wire: Wire
     has: Callable[[str], bool] = lambda _key: True
 
 
 class Server(Protocol):
     """
-    A lock server.  Safe to use from many threads or greenlets, except :meth:`run_many`.
+    A lock server.  Safe to use from many threads or greenlets.
 
     Attributes:
         name: The URL without its password, for messages.
@@ -84,13 +83,13 @@ class Server(Protocol):
         """
         Run a script many times, in one pipelined round trip to each server concerned.
 
-        For one thread only.  Nothing is resent, except after a redirection in a cluster: the caller
-        decides when to try again.
+        Nothing is resent, except after a redirection in a cluster: the caller decides when to try
+        again.
 
         Args:
             script: The script.
             calls: Key and arguments of each call.
-            within: Seconds to connect if there is no connection yet, and for the first reply.
+            within: Seconds to connect if no connection is idle, and for each reply.
 
         Returns:
             The reply to each call, or a StoreError if the reply is an error.
@@ -142,11 +141,8 @@ def keys_pattern(prefix: str, pattern: str) -> str:
         prefix: Any text, matched literally.
         pattern: Pattern of the locks' keys, as SCAN takes it.
     """
-    return f"{_escaped(prefix)}:{{{pattern}}}*"
-
-
-def _escaped(prefix: str) -> str:
-    return re.sub(r"[\\*?\[\]]", r"\\\g<0>", prefix)
+    escaped = re.sub(r"[\\*?\[\]]", r"\\\g<0>", prefix)
+    return f"{escaped}:{{{pattern}}}*"
 
 
 def scan(send: Callable[..., Any], pattern: str) -> Iterator[list[str]]:

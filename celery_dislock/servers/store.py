@@ -10,7 +10,8 @@ from celery_dislock import scripts
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import mark_of, wake_list
-from celery_dislock.servers.connections import BLOCKING, is_answer
+from celery_dislock.servers.connecting import BLOCKING
+from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.records import MODES, text
 from celery_dislock.servers.replies import (
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Driver
+    from celery_dislock.servers.connecting import Driver
     from celery_dislock.servers.replies import Looked, Turn
     from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms
     from celery_dislock.servers.reservations import Reservation
@@ -44,8 +45,7 @@ class Store:
     """The leases on one lock server, or on several servers of which a majority decides.
 
     A method blocks for one round trip, unless it says otherwise, within the limits of the socket
-    timeouts.  All methods are safe to call from many threads or greenlets, except
-    :meth:`renew` and :meth:`clear`.
+    timeouts.  All methods are safe to call from many threads or greenlets.
 
     A method that takes several locks treats them as one.  Their names in Redis must be in the one
     order that all callers use.  In a cluster the call needs a round trip for each slot.
@@ -282,15 +282,14 @@ class Store:
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
     ) -> list[bool | StoreError]:
         """
-        Reset the expiry of many leases in one pipelined round trip, on a separate connection.
+        Reset the expiry of many leases in one pipelined round trip.
 
-        For one thread only, the watchdog's.  Nothing is resent: that thread decides when to try
-        again.
+        Nothing is resent: the watchdog decides when to try again.
 
         Args:
             leases: For each lease the names of the locks in Redis, the owner, and the expiry in
                 seconds from now.
-            within: Seconds to connect if there is no connection yet, and for the first reply.
+            within: Seconds to connect if no connection is idle, and for each reply.
 
         Returns:
             For each lease, in the same order: True if it was renewed, False if at least one of its
@@ -309,11 +308,9 @@ class Store:
         """
         Renew the leases of executions that are overdue, in one pipelined round trip.
 
-        For one thread only, like :meth:`renew`, and on the same connection.
-
         Args:
             executions: The executions whose processes are alive.
-            within: Seconds to connect if there is no connection yet, and for the first reply.
+            within: Seconds to connect if no connection is idle, and for each reply.
 
         Returns:
             For each execution, in the same order: what was found and done, or the error that the
@@ -322,7 +319,14 @@ class Store:
         Raises:
             StoreError: The server did not answer; each lease may have been renewed or not.
         """
-        calls = [call for one in executions for call in one.calls]
+        calls = [
+            (
+                *(lock, one.owner_start, milliseconds(one.ttl)),
+                *(milliseconds(one.overdue), milliseconds(one.longest)),
+            )
+            for one in executions
+            for lock in one.locks
+        ]
         replies = iter(self.lock_server.run_many(scripts.RENEW_STALLED, calls, within=within))
         return [looked(list(islice(replies, len(one.locks)))) for one in executions]
 
@@ -330,12 +334,12 @@ class Store:
         """
         End the leases and places in line of many owners, in a pipelined round trip or two.
 
-        For one thread only, like :meth:`renew`, and on the same connection.  Parked tasks get their
+        Parked tasks get their
         turn at the next sweep.
 
         Args:
             releases: What is ended, and how.
-            within: Seconds to connect if there is no connection yet, and for the first reply.
+            within: Seconds to connect if no connection is idle, and for each reply.
 
         Returns:
             For each of them, in the same order: None if it was ended, or the error that the server

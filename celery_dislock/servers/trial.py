@@ -11,9 +11,9 @@ Any error counts that does not pass by itself.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
-from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 from redis.exceptions import AskError, ClusterDownError, NoScriptError, TryAgainError
@@ -141,7 +141,7 @@ def check_scripts(server: Server, prefix: str) -> None:
 
 def complaints(server: Server, prefix: str) -> list[Complaint]:
     """
-    Try all that locks need.  One round trip to each process, two if it has no scripts yet.
+    Try all that locks need.  One round trip to each process.
 
     A process that does not answer is skipped.  One that refuses something is asked once more, one
     command at a time.
@@ -190,17 +190,26 @@ class _Trial:
         # With braces in the prefix, all names may be in a slot of another node.
         tag = next((tag for tag in tags if member.has(f"{prefix}:{{{tag}}}")), once)
         life = Life(prefix, tag)
-        self._steps, self._keys = list(life.steps()), life.keys()
-        self._asks = [*server.asks(life.news), (b"SCAN", 0, b"COUNT", 1)]
+        self._keys = life.keys()
+        steps = list(life.steps())
+        (script, keys, _), *_ = steps
+        asks: list[Command] = [
+            *server.asks(life.news),
+            (b"SCAN", 0, b"COUNT", 1),
+            (b"DEL", *self._keys),
+        ]
+        # Each with the script that it runs.
+        self._commands: list[tuple[Script | None, Command]] = [
+            *((script, by_text(script, keys, *arguments)) for script, keys, arguments in steps),
+            (script, by_digest(script, keys)),  # the other way, too
+            *((None, command) for command in asks),
+            *((None, (b"PEXPIRE", key, 1)) for key in self._keys),  # where it may not delete
+        ]
 
     def refused(self) -> list[tuple[str, str]]:
         """Return each command that it refuses, and its words; nothing if it does not answer."""
-        for cached in (True, False):  # at first it may not have the scripts
-            try:
-                with closing(self._member.new_batch()) as batch:
-                    replies = batch.ask([one for _, one in self._commands(cached=cached)])
-            except StoreError:
-                break
+        with contextlib.suppress(StoreError):
+            replies = self._member.wire.ask([command for _, command in self._commands])
             if not any(isinstance(reply, StoreError) for reply in replies):
                 return []
         try:
@@ -208,21 +217,8 @@ class _Trial:
         finally:
             self._error_of((b"DEL", *self._keys))
 
-    def _commands(self, *, cached: bool) -> Iterator[tuple[Script | None, Command]]:
-        """Yield all commands, with the script that each runs."""
-        for script, keys, arguments in self._steps:
-            send = by_digest if cached else by_text
-            yield script, send(script, keys, *arguments)
-        script, keys, _ = self._steps[0]
-        yield script, (by_text if cached else by_digest)(script, keys)  # the other way, too
-        for command in self._asks:
-            yield None, command
-        yield None, (b"DEL", *self._keys)
-        for key in self._keys:  # for the case that it may not delete
-            yield None, (b"PEXPIRE", key, 1)
-
     def _one_by_one(self) -> Iterator[tuple[str, str]]:
-        for script, command in self._commands(cached=False):
+        for script, command in self._commands:
             error = self._error_of(command)
             if error and not is_answer(error):
                 if isinstance(error.raw, Demoted) or not self._is_there():

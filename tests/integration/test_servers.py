@@ -22,7 +22,7 @@ from celery_dislock.exceptions import SettingsError, StoreError, UnreachableErro
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers import cluster as cluster_module
-from celery_dislock.servers.connections import Driver
+from celery_dislock.servers.connecting import Driver
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.requests import Ending

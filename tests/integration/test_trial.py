@@ -140,7 +140,7 @@ def test_keys_are_of_one_lock_that_nobody_has(proxy):
     touched = {
         key
         for command, _ in list(proxy.commands)
-        if command[0] == b"EVALSHA"
+        if command[0] in {b"EVAL", b"EVALSHA"}
         for key in command[3 : 3 + int(command[2])]
     }
     assert touched

@@ -13,7 +13,7 @@ from kombu.exceptions import OperationalError
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.redaction import LONGEST, reason_of
-from celery_dislock.servers.connections import Silence, store_error
+from celery_dislock.servers.connections import Demoted, store_error
 from tests.leaks import SECRET
 
 
@@ -60,7 +60,7 @@ BAD_TLS.reason = "WRONG_VERSION_NUMBER"
             "TLS handshake",
         ),
         (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
-        (Silence("no reply within 0.50 s"), "no reply within 0.50 s"),
+        (Demoted("it is a replica"), "it is a replica"),
         (OSError("Server unexpectedly closed connection"), "Server unexpectedly closed connection"),
         (StoreError("redis://a", "away"), "lock server redis://a: away"),
         (KeyError(), "KeyError"),

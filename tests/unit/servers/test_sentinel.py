@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from celery_dislock.servers import sentinel
+from celery_dislock.servers.connections import store_error
 from celery_dislock.servers.sentinel import CONFIRMED_FOR, LEFT_ALONE, Said, Sentinels, choose, said
 
 OLD, NEW = ("10.0.0.1", 6379), ("10.0.0.2", 6379)
@@ -36,13 +37,14 @@ class FakeSentinel:
         self.says: object = Said(1, OLD)
         self.takes = 0.0
         self.asked: list[float] = []
+        self.wire = self
         self._clock = clock
 
     def ask(self, master: str, within: float, others: int = 0) -> object:
         self.asked.append(within)
         self._clock.advance(min(self.takes, within))
         if isinstance(self.says, Exception):
-            raise self.says
+            raise store_error(self.address[0], self.says)
         return self.says
 
     def close(self) -> None:
