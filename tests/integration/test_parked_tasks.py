@@ -14,7 +14,7 @@ from kombu.exceptions import OperationalError
 
 from celery_dislock import SingletonTask, scripts
 from celery_dislock.signals import lock_released
-from tests.integration.in_process import KEY, Shop
+from tests.driven import KEY, Shop
 from tests.integration.parked import LOCK
 
 TURN = {"ticket": [LOCK, "2:0:0"]}  # of the task "2"

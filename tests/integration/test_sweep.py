@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 from celery.backends.base import DisabledBackend
@@ -13,8 +14,8 @@ from celery_dislock.parking import sweep as module
 from celery_dislock.parking.store import FIRST, Lines
 from celery_dislock.parking.sweep import PAGE
 from celery_dislock.worker.steps import SweepStep
+from tests.driven import KEY, Shop
 from tests.holding import name_of
-from tests.integration.in_process import KEY, Shop
 from tests.integration.parked import LOCK
 
 EVERY = 10.0  # seconds
@@ -78,7 +79,9 @@ def test_lines_are_looked_at_within_a_third_of_the_shortest_timeout(shop, tasks,
     """Of the tasks that may be parked, or else of all; where there is none, nobody looks."""
     for number, options in enumerate(tasks):
         shop.declare(name=f"t{number}", **{"lock_on_conflict": "skip", **options})
-    step = SweepStep(worker := shop.worker())
+    consumer = SimpleNamespace(event_dispatcher=None)
+    worker = SimpleNamespace(app=shop.app, hostname="w1@here", consumer=consumer, timer=None)
+    step = SweepStep(worker)
     assert step.include_if(worker) is (seconds is not None)
     if seconds is not None:
         shop.other.lines.enlist(LOCK)  # or a worker whose tasks do not park writes nothing
