@@ -22,7 +22,6 @@ from tests.acceptance.scenarios import (
     GATE_POLL,
     LATE,
     PAUSE,
-    UNTIL_END,
     app,
     dislock,
     gate_of,
@@ -115,11 +114,6 @@ async def take_again(self: Task, key: str) -> dict[str, Any]:
             }
 
 
-def make_coroutine(self: Task, key: str) -> Any:
-    """Return what only a pool that awaits makes anything of."""
-    return stay(self, key)
-
-
 def locked(name: str, body: Callable[..., Any] = stay, **options: Any) -> Task:
     """Declare a task with this body."""
     options = {"base": SingletonTask, "bind": True, "lock_key": "<key>", **options}
@@ -130,11 +124,9 @@ hold = locked("hold")
 hold_plain = locked("hold_plain", stay_plain)
 hold_renewed = locked("hold_renewed", **BRIEFLY)
 hold_renewed_late = locked("hold_renewed_late", **BRIEFLY, **LATE)
-hold_unique = locked("hold_unique", **UNTIL_END)
 hold_or_wait = locked("hold_or_wait", lock_on_conflict="wait")
 hold_or_retry = locked("hold_or_retry", lock_on_conflict="retry")
 hold_or_queue = locked("hold_or_queue", lock_on_conflict="queue")
-hold_or_raise = locked("hold_or_raise", lock_on_conflict="raise")
 end = locked("end", end_as, **LATE)
 retry_until_open = locked(
     "retry_until_open", retry_until_the_gate_is_open, lock_hold_on_retry=True, max_retries=None
@@ -143,4 +135,3 @@ again = locked("again", take_again, lock_on_lost="raise")
 stop_at_loss = locked("stop_at_loss", sleep_long, lock_on_lost="raise", **BRIEFLY)
 terminate_at_loss = locked("terminate_at_loss", sleep_long, lock_on_lost="terminate", **BRIEFLY)
 stop_at_cap = locked("stop_at_cap", sleep_long, lock_on_cap="raise", **CAPPED)
-hand_out = locked("hand_out", make_coroutine)

@@ -6,7 +6,7 @@ import pytest
 from celery import states
 from celery.exceptions import TaskRevokedError
 
-from celery_dislock import LockHeldError, LockLostError, SettingsError
+from celery_dislock import LockLostError
 from tests.acceptance import awaited_app as tasks
 from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, wait_for
 from tests.acceptance.scenarios import BRIEF, LONG
@@ -91,21 +91,6 @@ def test_a_coroutine_keeps_its_lock_over_the_countdown_of_its_retry(pair, scene)
     scene.assert_exclusive()
 
 
-def test_a_coroutine_reserves_its_key_until_it_has_ended(pair, scene):
-    """lock_unique_until="end": a duplicate gets the result of the one that runs."""
-    first = scene.begin(pair, tasks.hold_unique)
-    again = pair.send(tasks.hold_unique, scene.key)
-    assert (again.id, again.duplicate) == (first.id, True)
-    scene.open_gate()
-    assert again.get(timeout=LIMIT)["held"] is True
-    scene.wait_until_unreserved()
-    assert scene.begun == [first.id]
-    following = pair.send(tasks.hold_unique, scene.key)
-    assert following.duplicate is False
-    assert following.get(timeout=LIMIT)["held"] is True
-    scene.wait_until_unreserved()
-
-
 @pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
 def test_a_coroutine_whose_worker_is_killed_runs_again_when_its_lock_has_expired(
     start_fleet, scene
@@ -157,24 +142,10 @@ def test_a_task_that_comes_second_runs_later(pair, scene, task):
     scene.assert_exclusive()
 
 
-def test_a_task_that_comes_second_can_fail(pair, scene):
-    """lock_on_conflict="raise"."""
-    scene.begin(pair, tasks.hold_or_raise)
-    with pytest.raises(LockHeldError):
-        pair.send(tasks.hold_or_raise, scene.key).get(timeout=LIMIT)
-
-
 def test_its_lock_is_reentrant_in_the_body_alone(pair, scene):
     """async_lock() of the same key gives the task's lease, and refuses other coroutines."""
     result = pair.send(tasks.again, scene.key)
     assert result.get(timeout=LIMIT) == {"same": True, "refused": result.id, "lost": False}
-
-
-def test_a_plain_function_that_returns_a_coroutine_fails(pair, scene):
-    """The pool would await it when the lock is free again."""
-    with pytest.raises(SettingsError, match="would run on without its lock"):
-        pair.send(tasks.hand_out, scene.key).get(timeout=LIMIT)
-    assert not scene.begun
 
 
 def test_a_worker_of_another_pool_does_not_start(start_fleet):

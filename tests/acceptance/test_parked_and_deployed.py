@@ -6,16 +6,12 @@ A turn that nobody claims lasts a minute here: what goes on sooner did not wait 
 from __future__ import annotations
 
 import contextlib
-import json
-import uuid
 
 import pytest
 from celery.exceptions import NotRegistered
 
 from tests.acceptance import deployed_app, scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
-from tests.redis_server import RedisServer
-from tests.unit.deliveries import noted
+from tests.acceptance.fleet import LIMIT, PREFORK, fleets, wait_for
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -32,18 +28,17 @@ def deploy(fleet, start_fleet, scene):
     """
     Park two tasks behind a holder, and let another version have the first.
 
-    ``deploy(change, ...)`` returns the new fleet, the first and the second; the lock is free then.
+    ``deploy(change)`` returns the new fleet, the first and the second; the lock is free then.
     """
 
-    def deploy(change=None, *options):
+    def deploy(change):
         queue = f"deployed-{scene.key}"
         holder = scene.hold(fleet)
         with consuming(fleet, queue):
             first = QUEUE.apply_async((), {"key": scene.key}, queue=queue)
             scene.wait_for_line(1)
         second = scene.park(fleet)
-        env = {} if change is None else {"DEPLOYED": change}
-        new = start_fleet("prefork", *options, queue=queue, app=APP, env=env)
+        new = start_fleet("prefork", queue=queue, app=APP, env={"DEPLOYED": change})
         scene.open_gates(holder)
         return new, first, second
 
@@ -106,100 +101,3 @@ def test_a_damaged_body_is_set_aside(scene, aside, fleet):
     for result in damaged:
         assert_set_aside(scene, aside, fleet, result, following)
     assert all(worker.running for worker in fleet.workers)
-
-
-@PREFORK
-def test_a_turn_is_honoured_whatever_the_strategy_is_now(scene, aside, deploy):
-    """What was parked runs under its lock, though its task does not park any more."""
-    _, first, second = deploy("skip")
-    for result in (first, second):
-        assert result.get(timeout=LIMIT)["held"] is True
-    assert scene.begun[1:] == [first.id, second.id]
-    scene.assert_exclusive()
-    assert aside() == {}
-
-
-@PREFORK
-@pytest.mark.parametrize("change", ["no key", "--no-dislock"])
-def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, aside, deploy, change):
-    """It runs once and without a lock, a copy of it does not run, and the next has its turn."""
-    new, first, second = deploy(change) if change == "no key" else deploy(None, change)
-    assert second.get(timeout=LIMIT)["held"] is True
-    wait_for("it has run", lambda: first.state == "SUCCESS")
-    assert scene.begun.count(first.id) == 1
-    headers = noted(ticket=[scene.lock, f"{first.id}:0:0"])
-    new.send(QUEUE, scene.key, task_id=first.id, headers=headers)
-    wait_for("the copy is dropped", lambda: new.says(first.id, "acknowledged unrun"))
-    assert scene.begun.count(first.id) == 1
-    assert aside() == {}
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A server of this test alone, where no worker of others sweeps; give its scene and its env."""
-    with (
-        RedisServer(tmp_path / "redis") as server,
-        server.client(decode_responses=True) as client,
-    ):
-        yield (
-            Scene(uuid.uuid4().hex, client),
-            {
-                "broker_url": server.url,
-                "conf": {"dislock_watchdog_timeout": scenarios.BRIEF},
-                "env": {"SCENARIOS_URL": server.url, "SCENARIOS_BROKER_URL": server.url},
-            },
-        )
-
-
-def state_of(scene, result):
-    """What the result backend of a server alone says of a task."""
-    meta = scene.redis.get(f"celery-task-meta-{result.id}")
-    return json.loads(meta)["status"] if meta else None
-
-
-def test_a_line_is_looked_after_by_workers_whose_tasks_do_not_park(start_fleet, alone):
-    """All tasks that parked have another strategy now: what is in line runs all the same."""
-    scene, options = alone
-    old = start_fleet("prefork", **options)
-    old.send(scenarios.hold_renewed, scene.key)
-    scene.wait_for_report("begin")
-    first = old.send(QUEUE, scene.key)
-    scene.wait_for_line(1)
-    old.workers[0].kill()
-    scene.open_gate()
-    env = {**options.pop("env"), "DEPLOYED": "only skip"}
-    new = start_fleet("prefork", queue=old.queue, app=APP, env=env, **options)
-    scene.wait_for_report("end", id=first.id)
-    wait_for("it has ended", lambda: state_of(scene, first) == "SUCCESS")
-    new.workers[0].kill()  # while there is a broker
-
-
-def test_what_workers_without_locks_drop_is_set_aside(start_fleet, alone):
-    """They know nothing of lines and fail it each time: after some turns the next has its turn."""
-    scene, options = alone
-    ours = start_fleet("prefork", **options)
-    others = start_fleet("prefork", app="tests.acceptance.foreign_app", **options)
-    holder = ours.send(scenarios.hold_by_itself, scene.key)
-    scene.wait_for_report("begin", id=holder.id)
-    first = park_for(others, ours, scene)
-    second = ours.send(QUEUE, scene.key)
-    scene.wait_for_line(2)
-    scene.open_gates(holder)
-    scene.wait_for_report("end", id=second.id)
-    assert scene.redis.hkeys(f"{scene.lock}:aside") == [f"{first.id}:0:0"]
-    assert ours.says("ERROR", first.id, "is set aside", "its result is FAILURE")
-    assert state_of(scene, first) == "FAILURE"
-    for fleet in (ours, others):
-        fleet.workers[0].kill()  # while there is a broker
-
-
-def park_for(others, ours, scene):
-    """Park a task whose turn is sent to the queue of others."""
-    result = ours.send(QUEUE, scene.key)
-    scene.wait_for_line(1)
-    tickets = f"{scene.lock}:tickets"
-    record = scene.redis.hget(tickets, f"{result.id}:0:0")
-    changed = record.replace(ours.queue, others.queue)
-    assert len(changed) == len(record)  # as many bytes are counted
-    scene.redis.hset(tickets, f"{result.id}:0:0", changed)
-    return result
