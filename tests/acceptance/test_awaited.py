@@ -8,8 +8,8 @@ from celery.exceptions import TaskRevokedError
 
 from celery_dislock import LockLostError
 from tests.acceptance import awaited_app as tasks
-from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, wait_for
-from tests.acceptance.scenarios import BRIEF, LONG
+from tests.acceptance.fleet import LIMIT, wait_for
+from tests.acceptance.scenarios import BRIEF
 
 pytestmark = pytest.mark.acceptance
 
@@ -74,43 +74,6 @@ def test_however_a_coroutine_ends_its_lock_is_free(pair, scene, how):
     elif how in {"fail", "cancel"}:
         wait_for("it has failed", lambda: result.state == states.FAILURE)
     scene.assert_exclusive()
-
-
-def test_a_coroutine_keeps_its_lock_over_the_countdown_of_its_retry(pair, scene):
-    """With lock_hold_on_retry nobody gets in between, and each attempt has a token of its own."""
-    result = pair.send(tasks.retry_until_open, scene.key)
-    scene.wait_for_report("end")
-    parked = scene.park(pair, task=tasks.hold_or_queue)
-    assert scene.lease.extended_by > LONG
-    scene.wait_for_report("begin", times=3)
-    scene.assert_others_stay_out(pair, result)
-    scene.open_gate()
-    assert result.get(timeout=LIMIT) >= 2
-    assert parked.get(timeout=LIMIT)["held"] is True
-    assert scene.begun == [result.id] * (len(scene.begun) - 1) + [parked.id]
-    scene.assert_exclusive()
-
-
-@pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
-def test_a_coroutine_whose_worker_is_killed_runs_again_when_its_lock_has_expired(
-    start_fleet, scene
-):
-    """With acks_late, in another worker."""
-    own = {"app": APP, "queue": scene.key, "env": {"SCENARIOS_VISIBILITY_TIMEOUT": "2"}}
-    fleets = [start_fleet("aio", ready=False, **own) for _ in range(2)]
-    for fleet in fleets:
-        fleet.workers[0].wait_until_ready()
-    result = fleets[0].send(tasks.hold_renewed_late, scene.key)
-    pid = scene.wait_for_report("begin")["pid"]
-    left = scene.lease
-    (victim,) = (f.workers[0] for f in fleets if f.workers[0].process.pid == pid)
-    victim.kill()
-    assert scene.wait_for_report("begin", times=2)["id"] == result.id
-    assert left.expires_ms <= scene.lease.acquired_ms
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
-    scene.wait_until_free()
-    scene.assert_exclusive([pid])
 
 
 def test_a_warm_shutdown_waits_for_the_coroutine(start_fleet, scene):

@@ -24,6 +24,7 @@ pytestmark = [
 
 PARKED = "PARKED"
 QUEUE = scenarios.hold_or_queue
+BODIES = ['[["k"], {}, {"chain": n', "[1]", "5", "null", "[5, {}, {}]", '[["k"], 5, {}]', ""]
 BURST = 8  # tasks of one key: more than the slots of both workers of a pair
 # In line
 
@@ -92,6 +93,30 @@ def test_a_task_that_ends_in_line_gives_its_turn_on(fleet, scene, how):
     assert following.get(timeout=LIMIT)["held"] is True
     assert scene.begun == [holder.id, following.id]
     assert fleet.times_it_says("Discarding revoked task", ended.id) == 1
+
+
+@fleets("prefork", "threads", "solo")
+def test_a_damaged_body_is_set_aside(scene, fleet):
+    """Its envelope is intact: no worker ends with it, its task fails, and the next has its turn."""
+    holder = scene.hold(fleet)
+    damaged = [scene.park(fleet) for _ in BODIES]
+    following = scene.park(fleet)
+    tickets, aside = f"{scene.lock}:tickets", f"{scene.lock}:aside"
+    for result, body in zip(damaged, BODIES, strict=True):
+        ticket = f"{result.id}:0:0"
+        record = scene.redis.hget(tickets, ticket)
+        scene.redis.hset(tickets, ticket, record[: record.index("\n") + 1] + body)
+    scene.open_gates(holder)
+    assert following.get(timeout=LIMIT)["held"] is True
+    for result in damaged:
+        ticket = f"{result.id}:0:0"
+        wait_for("it is set aside", lambda ticket=ticket: scene.redis.hexists(aside, ticket))
+        assert '1 {"' in scene.redis.hget(aside, ticket)  # with all that is needed to put it back
+        wait_for("it failed", lambda result=result: result.state == states.FAILURE)
+        wait_for("it is logged", lambda one=result.id: fleet.says("ERROR", one, "is set aside"))
+        assert result.id not in scene.begun
+    assert all(worker.running for worker in fleet.workers)
+    scene.redis.delete(aside)
 
 
 # The body of a parked task ends in another way

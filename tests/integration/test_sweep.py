@@ -231,6 +231,9 @@ def test_a_worker_sweeps_in_its_timer_and_tells_monitors_whom_it_has_ended(shop,
     monkeypatch.setattr(step, "work", lambda: step.stop(worker))
     due.pop()[1]()
     assert due == []
+    step.start(worker)
+    step.stop(worker)
+    assert due == []
     assert not [name for name in shop.server.names() if ":sweep:" in name]
 
 
