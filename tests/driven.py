@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from functools import partial
 from itertools import count
@@ -25,25 +25,33 @@ from kombu.exceptions import OperationalError
 from lupa.lua51 import LuaError
 from redis.exceptions import ResponseError
 
-from celery_dislock.exceptions import StoreError, UnreachableError
+from celery_dislock import Dislock
+from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.locks.runtime import Process
 from celery_dislock.locks.watchdog import Watchdog
-from celery_dislock.messages.headers import notes_in
+from celery_dislock.messages.headers import HEADER, notes_in
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.parking.sweep import Sweep
 from celery_dislock.servers.connections import store_error
 from celery_dislock.tasks.actions import Actions
 from celery_dislock.tasks.sending import Sender
+from celery_dislock.testing.messages import Messages
 from tests.declaring import declare
-from tests.integration.lua_server import LuaServer
-from tests.unit.deliveries import arrived, deliver
+from tests.integration.lua_server import START, LuaServer
+from tests.integration.parked import Line
+from tests.unit.deliveries import arrived, deliver, noted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import pytest
+    from typing_extensions import Self
 
+    from celery_dislock.parking.identity import StoreIdentity
     from celery_dislock.scripts import Script
 
 MICROSECOND = 1e-6  # what the clock counts in
+KEY = "line"  # of the lock of tests.integration.parked
 AT_LEAST = 0.001  # seconds by which time moves, if a watchdog has something to do
 _numbers = count(1)
 
@@ -65,7 +73,7 @@ class LockServer(LuaServer):
         self.away = self.mute = False
         self.requests = 0
         self.frozen: set[int] = set()
-        self._strikes: dict[int, tuple[BaseException, bool]] = {}
+        self._strikes: dict[int | Script | None, tuple[BaseException, bool]] = {}
         self._watchdogs: list[tuple[int, Watchdog]] = []
         self._timers: list[tuple[float, Callable[[], Any]]] = []
         super().__init__()
@@ -101,9 +109,24 @@ class LockServer(LuaServer):
         """Raise an error at the next request but *skip*: before or after it is carried out."""
         self._strikes[self.requests + 1 + skip] = error, after
 
+    def fail_once(self, script: Script, *, done: bool = False) -> None:
+        """Do not answer the next call of a script; *done*: only its reply is lost."""
+        error = StoreError(self.name, "no reply") if done else UnreachableError(self.name, "away")
+        self._strikes[script] = error, done
+
     def run(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
         """Run a script."""
-        return self._ask(partial(super().run, script, keys, *arguments), keys)
+        return self._ask(partial(super().run, script, keys, *arguments), keys, script)
+
+    def run_many(self, script: Script, calls: Any, *, within: float) -> list[Any]:
+        """Run a script many times; a damaged lock is the answer to one of them."""
+        replies: list[Any] = []
+        for key, *arguments in calls:
+            try:
+                replies.append(LockServer.run(self, script, [str(key)], *arguments))
+            except DamagedLockError as exc:
+                replies.append(exc)
+        return replies
 
     def send(self, *command: Any) -> Any:
         """Run a command."""
@@ -117,11 +140,14 @@ class LockServer(LuaServer):
             popped = self.send("LPOP", key)
         return popped
 
-    def _ask(self, request: Callable[[], Any], keys: Sequence[str] = ()) -> Any:
+    def _ask(
+        self, request: Callable[[], Any], keys: Sequence[str] = (), script: Script | None = None
+    ) -> Any:
         self.requests += 1
         if self.away:
             raise UnreachableError(self.name, "away")
-        error, after = self._strikes.pop(self.requests, (None, False))
+        strike = self._strikes.pop(self.requests, None) or self._strikes.pop(script, None)
+        error, after = strike or (None, False)
         if error is not None and not after:
             raise error
         try:
@@ -277,3 +303,145 @@ def held(
         yield task
     finally:
         worker.switch()
+
+
+class Shop:
+    """
+    An app with one lock server, whose processes are all this one.
+
+    Args:
+        url: Of a lock server to use instead of one in this process.
+        conf: Settings of the app.
+
+    Attributes:
+        app: The app; its tasks are those that :meth:`declare` makes.
+        server: The lock server.
+        ran: The ids of the tasks whose bodies began, in order.
+    """
+
+    def __init__(self, url: str = "", **conf: Any) -> None:
+        self.server = LockServer()
+        self._url = url
+        self._conf = conf
+        self.ran: list[str] = []
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        if not self._url:
+            serve = patch("celery_dislock.servers.store.server_for", lambda *_, **__: self.server)
+            self._undo.enter_context(serve)
+        unthreaded = partial(Watchdog, threaded=False)
+        self._undo.enter_context(patch.object(Process, "watchdog_type", unthreaded))
+        self.app = new_app()
+        queue = f"shop-{next(_numbers)}"
+        url = self._url or LockServer.name
+        self.app.conf.update({"dislock_url": url, "task_default_queue": queue, **self._conf})
+        self.dislock = Dislock(self.app)
+        self.messages = Messages([self.app], lambda: self.clock() - START)
+        self._undo.enter_context(self.messages)
+        return self
+
+    def __exit__(self, *_failure: object) -> None:
+        self._undo.close()
+
+    def declare(
+        self,
+        body: Callable[..., object] = lambda *_: None,
+        lock_on_conflict: Any = "queue",
+        name: str = "shop.export",
+        **options: Any,
+    ) -> Any:
+        """
+        Declare a task that may be parked; a second one of its name takes its place.
+
+        Args:
+            body: Called with the task.
+            lock_on_conflict: The strategy.
+            name: The task's name.
+            options: More options of the task.
+        """
+        self.app.tasks.pop(name, None)
+
+        def export(self: Any, *args: Any) -> object:
+            ran.append(self.request.id)
+            return body(self, *args)
+
+        ran = self.ran
+        options = {"lock_key": KEY, "lock_on_conflict": lock_on_conflict, **options}
+        declare(self.app, export, name=name, **options)
+        self.app.finalize()
+        return self.app.tasks[name]
+
+    def send(self, task: Any, task_id: str, *args: Any, notes: Any = None, **options: Any) -> Any:
+        """Send a task of this id; *notes* are added to our header."""
+        headers = {**options.pop("headers", {})}
+        headers |= {} if notes is None else noted(**notes)
+        return task.apply_async(args, task_id=task_id, headers=headers, **options)
+
+    def work(self, *, later: float = 0.0) -> int:
+        """Run the messages that are due, or some seconds later; return how many there were."""
+        self.server.advance(later)
+        return self.messages.run()
+
+    def run(self, task: Any, task_id: str = "2", *args: Any, **options: Any) -> Any:
+        """Send a task and run all messages; return its result."""
+        result = self.send(task, task_id, *args, **options)
+        self.work()
+        return result
+
+    @contextmanager
+    def held(self, key: str = KEY, **options: Any) -> Iterator[Any]:
+        """Have a lock held by a program of this app for an hour; its release gives the turns."""
+        with self.dislock.lock(key, watchdog_timeout=3600, **options) as lease:
+            yield lease
+
+    @property
+    def other(self) -> Line:
+        """Another process, which publishes nothing, and what it sees of the line."""
+        return Line(self.server, self.home)
+
+    @property
+    def line(self) -> list[str]:
+        """The ids of the tasks in line."""
+        return self.other.line()
+
+    @property
+    def home(self) -> str:
+        """The name of the app's broker on the lock server."""
+        return runtime_of(self.app).process.store.home
+
+    @property
+    def queue(self) -> Any:
+        """The messages that nobody has taken, as the broker keeps them."""
+        with self.app.connection_for_read() as connection:
+            return connection.default_channel._queue_for(self.app.conf.task_default_queue).queue
+
+    @property
+    def sent(self) -> list[dict[str, Any]]:
+        """The notes of the messages that nobody has taken, in order."""
+        return [message["headers"].get(HEADER, {}) for message in self.queue]
+
+    @property
+    def put_off(self) -> list[Any]:
+        """The messages that a worker holds until they are due."""
+        return self.messages._waiting
+
+    @property
+    def identity(self) -> StoreIdentity:
+        """The name of the store, as this process knows it."""
+        return runtime_of(self.app).process.identity
+
+    def sweeper(self, worker: str = "w1@here", **options: Any) -> Sweep:
+        """Return the sweep of one worker."""
+        process = runtime_of(self.app).new_process()
+        return Sweep(process, process.sweep_name, worker, 10.0, **options)
+
+    def clock(self) -> float:
+        """Return the seconds of the lock server's clock."""
+        return self.server.now_ms / 1000
+
+    def sweep(self) -> None:
+        """Let a worker look through the lines once."""
+        sweep = self.sweeper()
+        sweep.step()
+        sweep.end()

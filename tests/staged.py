@@ -6,19 +6,16 @@ import json
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from celery import Celery
-from lupa.lua51 import LuaError
-
-from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.server import Member
 from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
-from tests.integration.lua_server import LuaServer
+from tests.driven import LockServer, new_app
 
 if TYPE_CHECKING:
     import pytest
+    from celery import Celery
 
 FAR = 9 * 10**13  # Redis TIME in ms, of 14 digits: long after each test
 KEPT_MS = 30 * 86_400_000  # of what beats have sent; see _names.lua
@@ -76,7 +73,7 @@ def lock(key: str = "k", **changes: Any) -> LockState:
     return LockState(**{**known, "key": key, "name": f"dislock:{{{key}}}", **changes})
 
 
-class Staged(LuaServer):
+class Staged(LockServer):
     """
     A lock server with the locks that a test makes up.
 
@@ -105,45 +102,26 @@ class Staged(LuaServer):
         """What reads it."""
         return Overview(self, "dislock")
 
-    # Errors, as a real one answers them.
-
     def run(self, script: Any, keys: Any, *arguments: Any) -> Any:
-        """Run a script; a record that it cannot read is an error."""
+        """Run a script."""
         self.looks += keys
-        return self._run_on(keys[0], script, *arguments)
-
-    def run_many(self, script: Any, calls: Any, *, within: float) -> list[Any]:
-        """Run a script many times."""
-        replies: list[Any] = []
-        for key, *arguments in calls:
-            try:
-                replies.append(self._run_on(str(key), script, *arguments))
-            except DamagedLockError as exc:
-                replies.append(exc)
-        return replies
-
-    def _run_on(self, key: str, script: Any, *arguments: Any) -> Any:
-        self._answer()
-        try:
-            return super().run(script, [key], *arguments)
-        except LuaError as exc:
-            raise DamagedLockError(self.name, "wrong type", key) from exc
+        return super().run(script, keys, *arguments)
 
     def send(self, *command: Any) -> Any:
         """Run a command."""
         name = command[0].decode() if isinstance(command[0], bytes) else command[0]
-        self._answer()
-        if name == "SCAN":
+        if name == "SCAN" and self.error is None:
             self.scans += 1  # in one step
             pattern = str(command[3])
             return [b"0", [one.encode() for one in self.names() if fnmatchcase(one, pattern)]]
-        if name == "INFO":
+        if name == "INFO" and self.error is None:
             return "\n".join(f"{field}:{value}" for field, value in self.info.items()).encode()
         return super().send(name, *command[1:])
 
-    def _answer(self) -> None:
+    def _ask(self, *request: Any) -> Any:
         if self.error is not None:
             raise self.error
+        return super()._ask(*request)
 
     def members(self) -> list[Member]:
         """Return itself."""
@@ -245,14 +223,14 @@ class Staged(LuaServer):
             super().send("PEXPIRE", f"{state.name}:beat", ttl)
 
 
-def reach(patch: pytest.MonkeyPatch, server: LuaServer) -> None:
+def reach(patch: pytest.MonkeyPatch, server: Staged) -> None:
     """Let each lock server that a process makes from now on be this one."""
     patch.setattr("celery_dislock.servers.store.server_for", lambda *_, **__: server)
 
 
 def make_app(server: Staged) -> Celery:
     """Make an app whose locks are there while :func:`reach` holds; its broker is in memory."""
-    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app = new_app()
     app.conf.dislock_url = server.name
     server.home = runtime_of(app).process.store.home
     return app

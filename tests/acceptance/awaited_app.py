@@ -21,8 +21,6 @@ from tests.acceptance.scenarios import (
     CAPPED,
     GATE_POLL,
     LATE,
-    PAUSE,
-    UNTIL_END,
     app,
     dislock,
     gate_of,
@@ -92,15 +90,6 @@ async def end_as(self: Task, key: str, how: str) -> Any:
         return int(self.request.retries)
 
 
-async def retry_until_the_gate_is_open(self: Task, key: str) -> int:
-    """Ask for retries until the gate is open."""
-    with reported(self, key):
-        await asyncio.sleep(0)
-        if reports.exists(gate_of(key)):
-            return int(self.request.retries)
-        raise self.retry(countdown=PAUSE)
-
-
 async def take_again(self: Task, key: str) -> dict[str, Any]:
     """Take the lock of this task again, and let another coroutine try it."""
     with reported(self, key):
@@ -115,11 +104,6 @@ async def take_again(self: Task, key: str) -> dict[str, Any]:
             }
 
 
-def make_coroutine(self: Task, key: str) -> Any:
-    """Return what only a pool that awaits makes anything of."""
-    return stay(self, key)
-
-
 def locked(name: str, body: Callable[..., Any] = stay, **options: Any) -> Task:
     """Declare a task with this body."""
     options = {"base": SingletonTask, "bind": True, "lock_key": "<key>", **options}
@@ -129,18 +113,11 @@ def locked(name: str, body: Callable[..., Any] = stay, **options: Any) -> Task:
 hold = locked("hold")
 hold_plain = locked("hold_plain", stay_plain)
 hold_renewed = locked("hold_renewed", **BRIEFLY)
-hold_renewed_late = locked("hold_renewed_late", **BRIEFLY, **LATE)
-hold_unique = locked("hold_unique", **UNTIL_END)
 hold_or_wait = locked("hold_or_wait", lock_on_conflict="wait")
 hold_or_retry = locked("hold_or_retry", lock_on_conflict="retry")
 hold_or_queue = locked("hold_or_queue", lock_on_conflict="queue")
-hold_or_raise = locked("hold_or_raise", lock_on_conflict="raise")
 end = locked("end", end_as, **LATE)
-retry_until_open = locked(
-    "retry_until_open", retry_until_the_gate_is_open, lock_hold_on_retry=True, max_retries=None
-)
 again = locked("again", take_again, lock_on_lost="raise")
 stop_at_loss = locked("stop_at_loss", sleep_long, lock_on_lost="raise", **BRIEFLY)
 terminate_at_loss = locked("terminate_at_loss", sleep_long, lock_on_lost="terminate", **BRIEFLY)
 stop_at_cap = locked("stop_at_cap", sleep_long, lock_on_cap="raise", **CAPPED)
-hand_out = locked("hand_out", make_coroutine)

@@ -384,23 +384,18 @@ hold_or_queue = locked("hold_or_queue", **QUEUE)
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
-reject_once_or_queue = locked("reject_once_or_queue", requeue_and_succeed, **QUEUE, **LATE)
-retry_once_or_queue = locked("retry_once_or_queue", retry_and_succeed, **QUEUE, **BOUND)
 
 # The second of a key is not sent.
 UNTIL_START = {"lock_unique_until": "start"}
 UNTIL_END = {"lock_unique_until": "end"}
 REPLACE = {"lock_on_duplicate": "replace"}
-unique_in_queue = locked("unique_in_queue", **UNTIL_START)
 unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
 unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
 unique_that_fails = locked("unique_that_fails", raise_error, **UNTIL_END)
-unique_in_line = locked("unique_in_line", **UNTIL_END, **WAITING)
-unique_beyond_its_lock = locked("unique_beyond_its_lock", lock_expire=BRIEF, **UNTIL_END)
-unique_newest_until_start = locked("unique_newest_until_start", **NEWEST, **UNTIL_START)
-unique_newest_until_end = locked("unique_newest_until_end", **NEWEST, **UNTIL_END)
+
 # The debounce of docs/how-to/send-once.md.
 index = locked("index", stay_as_edition, lock_replace_for=LONG, **UNTIL_START, **REPLACE)
+
 # The task goes on in another execution.
 RAISING = {"lock_on_conflict": "raise", **BOUND}
 retry_and_linger = locked("retry_and_linger", retry_with_delay, **RAISING)

@@ -6,10 +6,10 @@ import pytest
 from celery import states
 from celery.exceptions import TaskRevokedError
 
-from celery_dislock import LockHeldError, LockLostError, SettingsError
+from celery_dislock import LockLostError
 from tests.acceptance import awaited_app as tasks
-from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, wait_for
-from tests.acceptance.scenarios import BRIEF, LONG
+from tests.acceptance.fleet import LIMIT, wait_for
+from tests.acceptance.scenarios import BRIEF
 
 pytestmark = pytest.mark.acceptance
 
@@ -76,58 +76,6 @@ def test_however_a_coroutine_ends_its_lock_is_free(pair, scene, how):
     scene.assert_exclusive()
 
 
-def test_a_coroutine_keeps_its_lock_over_the_countdown_of_its_retry(pair, scene):
-    """With lock_hold_on_retry nobody gets in between, and each attempt has a token of its own."""
-    result = pair.send(tasks.retry_until_open, scene.key)
-    scene.wait_for_report("end")
-    parked = scene.park(pair, task=tasks.hold_or_queue)
-    assert scene.lease.extended_by > LONG
-    scene.wait_for_report("begin", times=3)
-    scene.assert_others_stay_out(pair, result)
-    scene.open_gate()
-    assert result.get(timeout=LIMIT) >= 2
-    assert parked.get(timeout=LIMIT)["held"] is True
-    assert scene.begun == [result.id] * (len(scene.begun) - 1) + [parked.id]
-    scene.assert_exclusive()
-
-
-def test_a_coroutine_reserves_its_key_until_it_has_ended(pair, scene):
-    """lock_unique_until="end": a duplicate gets the result of the one that runs."""
-    first = scene.begin(pair, tasks.hold_unique)
-    again = pair.send(tasks.hold_unique, scene.key)
-    assert (again.id, again.duplicate) == (first.id, True)
-    scene.open_gate()
-    assert again.get(timeout=LIMIT)["held"] is True
-    scene.wait_until_unreserved()
-    assert scene.begun == [first.id]
-    following = pair.send(tasks.hold_unique, scene.key)
-    assert following.duplicate is False
-    assert following.get(timeout=LIMIT)["held"] is True
-    scene.wait_until_unreserved()
-
-
-@pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
-def test_a_coroutine_whose_worker_is_killed_runs_again_when_its_lock_has_expired(
-    start_fleet, scene
-):
-    """With acks_late, in another worker."""
-    own = {"app": APP, "queue": scene.key, "env": {"SCENARIOS_VISIBILITY_TIMEOUT": "2"}}
-    fleets = [start_fleet("aio", ready=False, **own) for _ in range(2)]
-    for fleet in fleets:
-        fleet.workers[0].wait_until_ready()
-    result = fleets[0].send(tasks.hold_renewed_late, scene.key)
-    pid = scene.wait_for_report("begin")["pid"]
-    left = scene.lease
-    (victim,) = (f.workers[0] for f in fleets if f.workers[0].process.pid == pid)
-    victim.kill()
-    assert scene.wait_for_report("begin", times=2)["id"] == result.id
-    assert left.expires_ms <= scene.lease.acquired_ms
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
-    scene.wait_until_free()
-    scene.assert_exclusive([pid])
-
-
 def test_a_warm_shutdown_waits_for_the_coroutine(start_fleet, scene):
     """Its lease is renewed until it has ended."""
     fleet = start_fleet("aio", app=APP, queue=scene.key)
@@ -157,24 +105,10 @@ def test_a_task_that_comes_second_runs_later(pair, scene, task):
     scene.assert_exclusive()
 
 
-def test_a_task_that_comes_second_can_fail(pair, scene):
-    """lock_on_conflict="raise"."""
-    scene.begin(pair, tasks.hold_or_raise)
-    with pytest.raises(LockHeldError):
-        pair.send(tasks.hold_or_raise, scene.key).get(timeout=LIMIT)
-
-
 def test_its_lock_is_reentrant_in_the_body_alone(pair, scene):
     """async_lock() of the same key gives the task's lease, and refuses other coroutines."""
     result = pair.send(tasks.again, scene.key)
     assert result.get(timeout=LIMIT) == {"same": True, "refused": result.id, "lost": False}
-
-
-def test_a_plain_function_that_returns_a_coroutine_fails(pair, scene):
-    """The pool would await it when the lock is free again."""
-    with pytest.raises(SettingsError, match="would run on without its lock"):
-        pair.send(tasks.hand_out, scene.key).get(timeout=LIMIT)
-    assert not scene.begun
 
 
 def test_a_worker_of_another_pool_does_not_start(start_fleet):

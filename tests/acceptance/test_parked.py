@@ -24,10 +24,8 @@ pytestmark = [
 
 PARKED = "PARKED"
 QUEUE = scenarios.hold_or_queue
+BODIES = ['[["k"], {}, {"chain": n', "[1]", "5", "null", "[5, {}, {}]", '[["k"], 5, {}]', ""]
 BURST = 8  # tasks of one key: more than the slots of both workers of a pair
-CROWD = 20
-
-
 # In line
 
 
@@ -48,25 +46,6 @@ def test_a_burst_takes_no_slot_and_runs_in_order(fleet, scene):
 
 
 # Full lines
-
-
-@PREFORK
-def test_a_burst_becomes_one_run_now_and_one_after(fleet, scene):
-    """With room for one, which the newest takes, the first and the last run, the others do not."""
-    first = scene.begin(fleet, scenarios.hold_newest)
-    others = []
-    for _ in range(CROWD - 1):
-        others.append(fleet.send(scenarios.hold_newest, scene.key))
-        wait_for("it is parked", lambda: others[-1].state == PARKED)
-        wait_for("it is in line", lambda: others[-1].id in scene.line[0])
-    scene.open_gate()
-    assert others[-1].get(timeout=LIMIT)["held"] is True
-    assert first.get(timeout=LIMIT)["held"] is True
-    for result in others[:-1]:
-        with pytest.raises(TaskRevokedError, match="took its place"):
-            result.get(timeout=LIMIT)
-        assert result.state == states.REVOKED
-    assert scene.begun == [first.id, others[-1].id]
 
 
 @PREFORK
@@ -116,54 +95,31 @@ def test_a_task_that_ends_in_line_gives_its_turn_on(fleet, scene, how):
     assert fleet.times_it_says("Discarding revoked task", ended.id) == 1
 
 
-@PREFORK
-@pytest.mark.parametrize("what", ["record", "message"])
-def test_a_damaged_ticket_is_set_aside(fleet, scene, what):
-    """It is reported as an error and kept for people to see; the next one runs."""
+@fleets("prefork", "threads", "solo")
+def test_a_damaged_body_is_set_aside(scene, fleet):
+    """Its envelope is intact: no worker ends with it, its task fails, and the next has its turn."""
     holder = scene.hold(fleet)
-    _, following = (scene.park(fleet) for _ in range(2))
+    damaged = [scene.park(fleet) for _ in BODIES]
+    following = scene.park(fleet)
     tickets, aside = f"{scene.lock}:tickets", f"{scene.lock}:aside"
-    ticket = scene.line[0].removesuffix("#")
-    record = scene.redis.hget(tickets, ticket)
-    garbage = "garbage" if what == "record" else record[: record.index("{")] + "garbage"
-    scene.redis.hset(tickets, ticket, garbage)
+    for result, body in zip(damaged, BODIES, strict=True):
+        ticket = f"{result.id}:0:0"
+        record = scene.redis.hget(tickets, ticket)
+        scene.redis.hset(tickets, ticket, record[: record.index("\n") + 1] + body)
     scene.open_gates(holder)
     assert following.get(timeout=LIMIT)["held"] is True
-    wait_for("it is reported", lambda: fleet.says("ERROR", ticket, "set aside", aside))
-    assert list(scene.redis.hgetall(aside)) == [ticket]
-    assert scene.begun == [holder.id, following.id]
-    assert fleet.send(scenarios.step, scene.key).get(timeout=LIMIT) == {"held": True}
+    for result in damaged:
+        ticket = f"{result.id}:0:0"
+        wait_for("it is set aside", lambda ticket=ticket: scene.redis.hexists(aside, ticket))
+        assert '1 {"' in scene.redis.hget(aside, ticket)  # with all that is needed to put it back
+        wait_for("it failed", lambda result=result: result.state == states.FAILURE)
+        wait_for("it is logged", lambda one=result.id: fleet.says("ERROR", one, "is set aside"))
+        assert result.id not in scene.begun
+    assert all(worker.running for worker in fleet.workers)
     scene.redis.delete(aside)
 
 
 # The body of a parked task ends in another way
-
-
-@PREFORK
-def test_a_parked_task_may_retry(fleet, scene):
-    """The retry is new work: it comes at the end of the line, and runs to its end."""
-    holder = scene.hold(fleet)
-    retried = scene.park(fleet, task=scenarios.retry_once_or_queue)
-    following = scene.park(fleet)
-    scene.open_gate(holder.id)
-    scene.wait_for_report("begin", id=following.id)
-    scene.wait_for_line(1)
-    scene.open_gate()
-    assert retried.get(timeout=LIMIT) == 1
-    assert following.get(timeout=LIMIT)["held"] is True
-    assert scene.begun == [holder.id, retried.id, following.id, retried.id]
-    scene.assert_exclusive()
-
-
-@BROKERS
-def test_a_parked_task_may_be_requeued(fleet, scene):
-    """A message that its body gives back to the queue comes again and runs."""
-    holder = scene.hold(fleet)
-    requeued = scene.park(fleet, task=scenarios.reject_once_or_queue)
-    scene.open_gate(holder.id)
-    assert requeued.get(timeout=LIMIT) == scene.key
-    assert scene.begun == [holder.id, requeued.id, requeued.id]
-    scene.assert_exclusive()
 
 
 @BROKERS
@@ -254,24 +210,3 @@ def assert_a_line_survives(start_fleet, scene, restart, broker_url, **options):
     running = f"{scene.lock}:running"
     wait_for("the last has left its line", lambda: not scene.redis.exists(running))
     second.workers[0].kill()  # while there is a broker
-
-
-@PREFORK
-def test_a_task_whose_key_was_changed_in_line_runs(fleet, start_fleet, scene):
-    """Parked by one version of the app, and delivered to one that locks it by another key."""
-    old = start_fleet("prefork", broker_url=fleet.broker_url)
-    holder = scene.hold(fleet)
-    parked = scene.park(old)
-    following = scene.park(fleet)
-    old.workers[0].terminate()
-    old.workers[0].wait_until_it_ends()
-    start_fleet(
-        "prefork",
-        broker_url=fleet.broker_url,
-        queue=old.queue,
-        conf={"task_annotations": {QUEUE.name: {"lock_key": "<key>-new"}}},
-    )
-    scene.open_gates(holder)
-    assert parked.get(timeout=LIMIT)["held"] is True
-    assert following.get(timeout=LIMIT)["held"] is True
-    assert sorted(scene.begun) == sorted([holder.id, parked.id, following.id])

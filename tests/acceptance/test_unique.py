@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
 
 import pytest
 from billiard.exceptions import WorkerLostError
@@ -20,55 +19,10 @@ pytestmark = pytest.mark.acceptance
 
 EDITIONS = 20
 SENT_AGAIN = 20  # times; without the order that is proved, every third met its own key
-SOON = 0.3  # seconds of a countdown
-
-
-def assert_nothing_waits(scene):
-    """Neither the lock nor its line has anything left."""
-    scene.wait_until_free()
-    assert not scene.line
-
-
-def assert_the_next_is_sent(fleet, scene, task):
-    """The key is free for one more message, which runs."""
-    scene.wait_until_unreserved()
-    sent = fleet.send(task, scene.key)
-    assert sent.duplicate is False
-    scene.open_gate()
-    sent.get(timeout=LIMIT)
-    scene.wait_until_unreserved()
 
 
 def editions_run(scene):
     return [event["edition"] for event in scene.reported("ran")]
-
-
-@fleets("prefork", "threads")
-class TestUntilStart:
-    def test_the_key_is_free_when_the_body_begins(self, fleet, scene):
-        """One runs, one waits; the third is the one that waits."""
-        first = scene.begin(fleet, scenarios.unique_in_queue)
-        assert scene.reserved_for is None
-        later = scenarios.unique_in_queue.s(scene.key).set(queue=fleet.queue, countdown=LIMIT)
-        with fleet.connection() as connection:
-            second, third = (later.apply_async(connection=connection) for _ in range(2))
-        assert (second.duplicate, third.duplicate) == (False, True)
-        assert third.id == second.id != first.id
-        fleet.revoke(second.id, reply=True)
-        scene.open_gate()
-        assert first.get(timeout=LIMIT)["held"] is True
-        scene.wait_until_unreserved()
-
-    def test_a_parked_task_keeps_its_key(self, fleet, scene):
-        """It waits in line as it would in the queue, and frees the key at its turn."""
-        holder = scene.begin(fleet)
-        parked = fleet.send(scenarios.unique_in_queue, scene.key)
-        scene.wait_for_line(1)
-        assert fleet.send(scenarios.unique_in_queue, scene.key).id == parked.id
-        scene.open_gate()
-        holder.get(timeout=LIMIT)
-        parked.get(timeout=LIMIT)
-        scene.wait_until_unreserved()
 
 
 class TestRevoked:
@@ -139,47 +93,6 @@ class TestLocksOff:
         second.get(timeout=LIMIT)
 
 
-class TestRenewals:
-    @PREFORK
-    def test_what_outlives_its_lease_keeps_its_key(self, fleet, scene):
-        """The main process renews it: the child is stopped, or the lock's expiry is fixed."""
-        other = Scene(f"{scene.key}-other", scene.redis)
-        stopped = fleet.send(scenarios.unique_to_the_end, scene.key)
-        fixed = fleet.send(scenarios.unique_beyond_its_lock, other.key)
-        scene.wait_for_report("begin")
-        other.wait_for_report("begin")
-        pid = scene.lease.holder["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            other.wait_until_free()
-            for one, sent in ((scene, stopped), (other, fixed)):
-                wait_for(
-                    "three timeouts",
-                    lambda one=one: one.reservation is None or one.reservation.since > 5,
-                )
-                assert one.reserved_for == sent.id
-        finally:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-            for one in (scene, other):
-                one.open_gate()
-        assert stopped.get(timeout=LIMIT)["held"] is True
-        assert fixed.get(timeout=LIMIT)["held"] is False
-        scene.wait_until_unreserved()
-        other.wait_until_unreserved()
-
-
-class TestDeaths:
-    @PREFORK
-    def test_a_dead_process_frees_its_key(self, fleet, scene):
-        """The main process ends the reservation with the lease."""
-        first = scene.begin(fleet, scenarios.unique_to_the_end)
-        os.kill(scene.lease.holder["pid"], signal.SIGKILL)
-        with pytest.raises(WorkerLostError):
-            first.get(timeout=LIMIT)
-        assert_the_next_is_sent(fleet, scene, scenarios.unique_to_the_end)
-
-
 @PREFORK
 class TestReplacing:
     def test_twenty_editions_are_one_run(self, fleet, scene):
@@ -197,23 +110,6 @@ class TestReplacing:
         assert editions_run(scene) == [EDITIONS - 1]
         scene.wait_until_unreserved()
         assert scene.redis.keys(f"{scene.lock}*") == [f"{scene.lock}:unique"]
-
-    def test_an_edition_that_is_due_while_an_older_one_runs_is_not_lost(self, fleet, scene):
-        """It is parked.  The newest is the last that runs, also if it is due at once."""
-        first = fleet.send(scenarios.index, scene.key, 1)
-        scene.wait_for_report("ran", edition=1)
-        second = fleet.send(scenarios.index, scene.key, 2, countdown=SOON)
-        scene.wait_for_line(1)
-        third = fleet.send(scenarios.index, scene.key, 3, countdown=SOON)
-        fourth = fleet.send(scenarios.index, scene.key, 4)
-        scene.open_gate()
-        assert [first.get(timeout=LIMIT), fourth.get(timeout=LIMIT)] == [1, 4]
-        for replaced in (second, third):
-            with pytest.raises(TaskRevokedError, match="replaces it"):
-                replaced.get(timeout=LIMIT)
-        assert editions_run(scene) == [1, 4]
-        scene.wait_until_unreserved()
-        assert_nothing_waits(scene)
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Parked tasks where test_parked_model.py does not go: examples, each of one promise.
 
 They are about those who wait in a slot beside the parked, bounds in bytes, marks that end, damage,
-long lines, and a cluster.  The scripts run in this process; damage of types and a cluster's slots
-are a real server's.
+long lines, and a cluster.  The scripts run in this process; damage of types is a real server's.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from tests.integration.parked import (
     sent,
     snapshot,
 )
-from tests.integration.servers import RedisCluster
 from tests.integration.strange import FAR
 
 OTHER = name_of("other")
@@ -100,25 +98,6 @@ class TestTurns:
             broker.sweep()
             assert broker.given() == ["a"]
         assert lasted == [5, 10, 20, 40, 80, 160, *[LAST_TURN] * 4]
-
-    def test_an_unmarked_copy_claims_no_turn(self, broker, held):
-        """It is acknowledged; the message that comes with the turn claims it."""
-        broker.park("a")
-        broker.end("first")
-        assert broker.ask("a", copy=2) == "parked"
-        assert broker.claim("a", 3) == "granted"
-
-    @pytest.mark.parametrize("marked", [True, False])
-    def test_a_copy_does_not_run_beside_it_nor_before_its_result(self, broker, held, marked):
-        """Its own task is named as the holder, and it has no place: so the copy comes again."""
-        broker.park("a")
-        broker.end("first")
-        broker.claim("a")
-        for at in ("its body", "its result"):
-            for ask in (broker.ask, broker.park):
-                told = ask("a", copy=3, marked=marked)
-                assert (told, told.holder["id"], told.place) == ("refused", "a", 0), at
-            broker.end("a", copy=2, settles=TURN)  # the lock is free then
 
     def test_a_request_that_comes_late_parks_no_task_that_has_run(self, broker, held):
         """The one that was sent in its place was granted the lock, which became free meanwhile."""
@@ -192,21 +171,6 @@ class TestTurns:
         broker.end("first")
         broker.leave("second")
         assert broker.claim("third").token > newest
-
-    def test_a_copy_that_claims_again_lets_others_in(self, broker, server):
-        """Its process died and held several of a limit: those in line do not wait for a sweep."""
-        for task in "ab":
-            broker.ask(task, ttl=60, limit=2)
-        for task in "cde":
-            broker.park(task, limit=2)
-        for task in "ab":
-            broker.end(task)
-        assert broker.given() == ["c", "d"]
-        for task in "cd":
-            broker.claim(task, ttl=60, limit=2)
-        server.advance(61)
-        assert broker.claim("c", 3, ttl=60, limit=2) == "granted"
-        assert broker.given() == ["e"]
 
     @pytest.mark.parametrize("place", [0.0, 60.0])
     def test_a_newcomer_does_not_pass_one_whose_turn_has_run_out(self, broker, held, server, place):
@@ -898,46 +862,25 @@ class TestIndex:
         assert int(server.send("HGET", INDEX, LOCK)) > int(numbers[1])
 
 
-@pytest.fixture(scope="module")
-def cluster(redis_program, tmp_path_factory):
-    with RedisCluster(tmp_path_factory.mktemp("lines"), node_timeout=60_000) as cluster:
-        yield cluster
-
-
-class TestInACluster:
-    @pytest.fixture
-    def broker(self, cluster):
-        for master in cluster.masters:
-            with master.client() as client:
-                client.flushall()
-        broker = Line(real(cluster.url))
-        yield broker
-        broker.store.close()
-
-    def test_all_that_is_a_locks_is_in_its_slot(self, broker, cluster):
-        """Every script is sent to one node and finds all there; the index is a key like any."""
-        bounds = Bounds(2, overflow="replace")
-        broker.ask("first")
-        for task in "abc":
-            broker.park(task, bounds=bounds)
-        broker.end("first")
-        broker.claim("b")
-        broker.withdraw("c")
-        broker.end("b", copy=2)
-        broker.ask("second")
-        broker.park("d")
-        broker.end("second")
-        broker.park("e")
-        broker.claim("d")
-        broker.park("f")
-        names = set()
-        for master in cluster.masters:
-            with master.client(decode_responses=True) as client:
-                names |= set(client.keys("*"))
-        beside = {name.removeprefix(f"{LOCK}:").partition(":")[0] for name in names - {LOCK, INDEX}}
-        assert beside == {"line", "tickets", "running", "replaced", "aside", "done"}
-        assert len({key_slot(name.encode()) for name in names - {INDEX}}) == 1
-        assert broker.given() == ["b", "d"]
+def test_all_that_is_a_locks_is_in_one_slot_of_a_cluster(broker, server):
+    """A script finds all on one node, whatever becomes of a task; the index is a key like any."""
+    broker.ask("first")
+    for task in "abc":
+        broker.park(task, bounds=Bounds(2, overflow="replace"))
+    broker.end("first")
+    broker.claim("b")
+    broker.withdraw("c")
+    broker.end("b", copy=2)
+    broker.ask("second")
+    broker.park("d")
+    broker.end("second")
+    broker.park("e")
+    broker.claim("d")
+    broker.park("f")
+    names = server.names() - {INDEX}
+    beside = {name.removeprefix(f"{LOCK}:").partition(":")[0] for name in names - {LOCK}}
+    assert beside == {"line", "tickets", "running", "replaced", "aside", "done"}
+    assert len({key_slot(name.encode()) for name in names}) == 1
 
 
 DAMAGE = {

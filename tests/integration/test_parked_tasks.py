@@ -14,7 +14,7 @@ from kombu.exceptions import OperationalError
 
 from celery_dislock import SingletonTask, scripts
 from celery_dislock.signals import lock_released
-from tests.integration.in_process import KEY, Shop
+from tests.driven import KEY, Shop
 from tests.integration.parked import LOCK
 
 TURN = {"ticket": [LOCK, "2:0:0"]}  # of the task "2"
@@ -203,18 +203,19 @@ class TestParking:
 
 class TestCopies:
     def test_a_retry_is_new_work(self, shop, caplog):
-        """It copies the headers, and has a ticket of its own."""
+        """It copies the headers, has a ticket of its own, and goes to the end of the line."""
 
         def body(self):
-            if not self.request.retries:
+            if self.request.id == "2" and not self.request.retries:
                 raise self.retry(countdown=0)
 
         task = shop.declare(body)
         with shop.held():
             shop.run(task)
+            shop.run(task, "3")
         shop.work()
-        assert shop.ran == ["2", "2"]
-        assert_done(shop, task, caplog, ran=["2", "2"])
+        assert shop.ran == ["2", "3", "2"]
+        assert_done(shop, task, caplog, ran=["2", "3", "2"])
 
     def test_what_takes_its_place_is_new_work(self, shop):
         """It has the id and the headers of the task that it replaces."""

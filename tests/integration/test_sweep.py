@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 from celery.backends.base import DisabledBackend
@@ -13,8 +14,8 @@ from celery_dislock.parking import sweep as module
 from celery_dislock.parking.store import FIRST, Lines
 from celery_dislock.parking.sweep import PAGE
 from celery_dislock.worker.steps import SweepStep
+from tests.driven import KEY, Shop
 from tests.holding import name_of
-from tests.integration.in_process import KEY, Shop
 from tests.integration.parked import LOCK
 
 EVERY = 10.0  # seconds
@@ -78,7 +79,9 @@ def test_lines_are_looked_at_within_a_third_of_the_shortest_timeout(shop, tasks,
     """Of the tasks that may be parked, or else of all; where there is none, nobody looks."""
     for number, options in enumerate(tasks):
         shop.declare(name=f"t{number}", **{"lock_on_conflict": "skip", **options})
-    step = SweepStep(worker := shop.worker())
+    consumer = SimpleNamespace(event_dispatcher=None)
+    worker = SimpleNamespace(app=shop.app, hostname="w1@here", consumer=consumer, timer=None)
+    step = SweepStep(worker)
     assert step.include_if(worker) is (seconds is not None)
     if seconds is not None:
         shop.other.lines.enlist(LOCK)  # or a worker whose tasks do not park writes nothing
@@ -193,16 +196,45 @@ def test_a_free_lock_is_handed_on_and_an_empty_line_struck_off(shop):
     assert shop.other.listed() == {}
 
 
-def test_the_worker_hears_whom_the_sweep_has_ended(shop, monkeypatch):
-    """Who was to end it has died, or could not; of nobody where there is none."""
-    told = []
+def test_a_worker_sweeps_in_its_timer_and_tells_monitors_whom_it_has_ended(shop, monkeypatch):
+    """Who was to end it has died, or could not.  It works until it is stopped, once in each time.
+
+    A step that was not started ends nothing: a worker that fails stops all its steps.
+    """
+    told, due, clock = [], [], shop.clock
     park(shop, "2", "3")
     shop.other.lines.drop(LOCK, "2:0:0", '"replaced": "by hand"')
-    sweep = shop.sweeper()
-    sweep.tell = told.append
-    for _ in range(2):
-        sweep.step()
-    assert told == [{"2": "by hand"}]
+
+    def call_after(seconds, call, args):
+        due.append((clock() + seconds, lambda: call(*args)))
+        return SimpleNamespace(cancel=due.clear)
+
+    send = SimpleNamespace(send=lambda event, **about: told.append((event, about["uuid"])))
+    worker = SimpleNamespace(app=shop.app, hostname="w1@here", timer=None)
+    worker.consumer = SimpleNamespace(event_dispatcher=send)
+    worker.timer = SimpleNamespace(call_after=call_after)
+    step = SweepStep(worker)
+    step.stop(worker)
+    assert step.include_if(worker)
+    step.start(worker)
+    for after in (0, EVERY, EVERY):
+        [(when, run)] = due
+        assert when - clock() == pytest.approx(after, abs=0.5)
+        shop.server.advance(when - clock())
+        due.clear()
+        run()
+    assert told == [("task-revoked", "2")]
+    assert lease(shop)
+    monkeypatch.setattr(step, "work", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # Celery's timer logs it
+        due.pop()[1]()
+    monkeypatch.setattr(step, "work", lambda: step.stop(worker))
+    due.pop()[1]()
+    assert due == []
+    step.start(worker)
+    step.stop(worker)
+    assert due == []
+    assert not [name for name in shop.server.names() if ":sweep:" in name]
 
 
 def test_a_lock_server_that_is_away_is_asked_again_from_the_first_page(shop, swept, caplog):

@@ -11,11 +11,10 @@ import pytest
 from celery.app.task import Context
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kombu.utils.imports import symbol_by_name
 from kombu.utils.json import dumps
 
 from celery_dislock import SingletonTask
-from celery_dislock.messages.headers import HEADER, READERS, VERSION, Notes
+from celery_dislock.messages.headers import HEADER, READERS, VERSION
 from celery_dislock.messages.message import AS_IT_CAME, FORMAT, Message
 from tests.unit.deliveries import Producer, arrived, noted
 
@@ -90,16 +89,6 @@ def test_our_notes_and_the_brokers_are_left_behind():
     assert Message.of(*delivery(headers)).headers == {**HEADERS, "x-tenant": 7, **stays}
 
 
-@pytest.mark.parametrize("forged", ["text", 7, [], {}, {"v": "1"}, {"v": 0}, {"v": True}, None])
-def test_a_header_of_our_name_that_we_have_not_written_is_left_behind(forged):
-    """One of a later version is somebody's of ours, and is sent on as it is."""
-    assert Message.of(*delivery({**HEADERS, HEADER: forged})).headers == HEADERS
-    later = {**HEADERS, HEADER: {"v": 2, "ticket": "of a form that nobody here knows"}}
-    assert Message.of(*delivery(later)).headers == later
-    _, options = published(Message.of(*delivery(later)), put_off=3)
-    assert options["headers"] == later
-
-
 BITS = "0." * 27
 
 
@@ -161,21 +150,6 @@ def test_the_message_goes_to_the_pool_process_alone(app, strategy):
     kept = Message.of(sent, sent.delivery_info[AS_IT_CAME])
     assert "late" not in kept.headers
     assert (kept.headers["tenant"], kept.body) == ("seven", b"[[7], {}, {}]")
-
-
-def test_our_header_is_found_in_a_message_of_protocol_1(app):
-    """Without arguments in its body, Celery puts its headers into one of the name "headers"."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task(): ...
-
-    headers = noted(put_off=3)
-    message = arrived(task).message
-    message.headers = headers
-    about = {"id": "1", "task": task.name, "headers": headers}
-    known = {"app": app, "task": task, "decoded": True, "body": ([], {}, {})}
-    request = symbol_by_name(task.Request)(message, headers=about, **known)
-    assert Notes.of(request._context, "dislock").put_off == 3
 
 
 def test_a_message_that_is_kept_costs_next_to_nothing(app):

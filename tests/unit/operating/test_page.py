@@ -225,11 +225,11 @@ def test_a_damaged_lock_is_shown_beside_the_others(site):
     """The list says what is wrong with it, and so does its own view."""
     site.server.damage("damaged")
     by_key = {one["key"]: one for one in site.get("/api/locks").json["locks"]}
-    assert "wrong type" in by_key["damaged"]["problem"]
+    assert "WRONGTYPE" in by_key["damaged"]["problem"]
     assert by_key["export:1"]["problem"] is None
     answer = site.get("/api/lock", query_string={"key": "damaged"})
     assert answer.status_code == 409
-    assert "wrong type" in answer.json["error"]
+    assert "WRONGTYPE" in answer.json["error"]
 
 
 def test_the_pages_own_metrics_need_their_extra(monkeypatch):

@@ -214,7 +214,7 @@ def test_errors_have_their_exit_codes(dislock, server):
     server.damage("k")
     answer = dislock("show", "k")
     assert answer.exit_code == FOUND
-    assert "cannot be used: wrong type" in answer.stderr
+    assert "cannot be used: WRONGTYPE" in answer.stderr
     for command in ("ls", "show k", "line k", "top", "free k", "pause k", "drop id"):
         server.error = StoreError("redis://fake", "away")
         answer = dislock(*command.split())

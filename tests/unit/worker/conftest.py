@@ -10,20 +10,6 @@ from celery.worker import state
 
 
 @pytest.fixture
-def timer():
-    """A worker's timer that the test looks at: what is due, and after how many seconds."""
-    due = []
-
-    def call_after(seconds, call, args):
-        entry = SimpleNamespace(after=seconds, run=lambda: call(*args))
-        entry.cancel = lambda: due.remove(entry) if entry in due else None
-        due.append(entry)
-        return entry
-
-    return SimpleNamespace(call_after=call_after, due=due)
-
-
-@pytest.fixture
 def worker(app, lock_server, monkeypatch):
     """A prefork worker whose timer goes by the driven clock, and the requests that it has."""
 

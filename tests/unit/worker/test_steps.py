@@ -1,4 +1,4 @@
-"""The steps of a worker: its command line, its lock server, its children, and the sweep."""
+"""The steps of a worker: its command line, its lock server, its children, and who sweeps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from types import SimpleNamespace
 import pytest
 from celery import Celery, Task
 from celery.concurrency.solo import TaskPool
+from celery.worker import WorkController
+from celery.worker.components import Pool
 
 from celery_dislock import Dislock, StoreError
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.store import Store
+from celery_dislock.worker.reservations import ReservationStep
+from celery_dislock.worker.stalled import StalledStep
 from celery_dislock.worker.steps import LockStep, SweepStep
 from tests.declaring import declare
 
@@ -22,8 +26,8 @@ def app(plain_app):
 
 
 @pytest.fixture
-def worker(app, timer):
-    return SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here", timer=timer)
+def worker(app):
+    return SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here")
 
 
 def test_the_worker_says_where_its_locks_are(app, worker, caplog):
@@ -97,28 +101,6 @@ def test_dead_children_are_looked_for_often(app):
     step.register_with_event_loop(SimpleNamespace(pool=SimpleNamespace()), Hub())
 
 
-@pytest.fixture
-def sweeps(monkeypatch):
-    """Stand for the sweep; each step wants the next one a second later than the last."""
-    made = []
-
-    class Sweep:
-        def __init__(self, *told, looks_first):
-            self.looks_first = looks_first
-            self.told, self.steps, self.ended = told, 0, 0
-            made.append(self)
-
-        def step(self):
-            self.steps += 1
-            return float(self.steps)
-
-        def end(self):
-            self.ended += 1
-
-    monkeypatch.setattr("celery_dislock.worker.steps.Sweep", Sweep)
-    return made
-
-
 def test_a_worker_without_a_task_that_locks_does_not_sweep(app, worker):
     """One with tasks that do not park does: others may have left a line."""
     declare(app, name="plain", base=Task, lock_key=None)
@@ -137,37 +119,11 @@ def test_where_nothing_is_parked_nobody_sweeps(app, worker, conf):
     assert SweepStep(worker).include_if(worker) is False
 
 
-@pytest.fixture
-def step(app, worker, sweeps):
-    """A step that has started."""
-    options = {"lock_on_conflict": "queue", "lock_watchdog_timeout": 6.0}
-    declare(app, name="parks", **options)
-    step = SweepStep(worker)
-    step.include_if(worker)
-    step.start(worker)
-    return step
-
-
-def test_a_worker_sweeps_in_its_timer(app, worker, step, sweeps):
-    """At once, and then whenever the step before says; with connections of its own."""
-    [sweep] = sweeps
-    process, *told = sweep.told
-    assert told == [runtime_of(app).process.sweep_name, "w1@here", 2.0]
-    assert process is not runtime_of(app).process
-    for after in (0.0, 1.0, 2.0):
-        entry = worker.timer.due.pop()
-        assert (entry.after, worker.timer.due) == (after, [])
-        entry.run()
-    step.stop(worker)
-    assert (worker.timer.due, sweep.ended) == ([], 1)
-
-
-def test_those_whom_the_sweep_has_ended_are_told_to_monitors(worker, step, sweeps):
-    """By the worker's dispatcher, as it is then."""
-    sent = []
-    dispatcher = SimpleNamespace(send=lambda type_, **fields: sent.append((type_, fields)))
-    worker.consumer = SimpleNamespace(event_dispatcher=dispatcher)
-    sweeps[0].tell({"1": "why"})
-    [(event, fields)] = sent
-    assert event == "task-revoked"
-    assert (fields["uuid"], fields["reason"], fields["state"]) == ("1", "why", "REVOKED")
+@pytest.mark.parametrize("kind", [SweepStep, StalledStep, ReservationStep])
+def test_it_starts_after_the_pool(kind):
+    """Else children may be forked while its thread imports a module, and wait for that for ever."""
+    for _ in range(10):  # Celery orders steps that do not need each other by chance
+        steps = [type(f"{kind.__name__}{number}", (kind,), {}) for number in range(3)]
+        blueprint = WorkController.Blueprint(steps={LockStep, *steps})
+        order = blueprint._finalize_steps(blueprint.claim_steps())
+        assert all(order.index(step) > order.index(Pool) for step in steps)
