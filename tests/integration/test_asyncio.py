@@ -81,7 +81,7 @@ def test_a_task_of_asyncio_is_not_taken_for_one_of_celery(redis_url):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("timeout", [0.2, None])
+@pytest.mark.parametrize("timeout", [0.5, None])
 def test_a_server_that_does_not_answer_is_given_up_in_time(own_redis_server, timeout):
     """Also after replies that came in time; without a time it is waited for."""
     options = {"socket_timeout": timeout}

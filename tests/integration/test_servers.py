@@ -556,7 +556,7 @@ class TestCluster:
         cluster.masters[0].pause()
         try:
             for _ in range(2):
-                away, *renewals = store.renew(leases, within=0.3)
+                away, *renewals = store.renew(leases, within=1.0)
                 assert isinstance(away, StoreError)
                 assert renewals == [True, True]
             failed = []
