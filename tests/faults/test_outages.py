@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import pytest
 
-from celery_dislock import Conflict, StoreError
-from celery_dislock.scripts import RENEW
-from proof.proxy import runs
+from celery_dislock import Conflict
 from tests.holding import Holding, wait_for
 
 pytestmark = pytest.mark.faults
@@ -49,33 +46,3 @@ class TestBlackHole:
             holding.wait_renewed(lease, 2)
         assert isinstance(others.try_take(KEY), Conflict)
         assert holding.named("lock_lost") == []
-
-
-class TestFlappingConnections:
-    def test_connections_that_end_again_and_again_cost_no_lease(self, proxy, others):
-        """However often connections are cut, a lease is kept by what comes through in between."""
-        with Holding(proxy.url) as holding:
-            lease = holding.take(KEY, 3.0)
-            for _ in range(15):
-                proxy.cut_all()
-                assert lease.held
-                time.sleep(0.25)
-            assert lease.renewals >= 2
-            assert proxy.count(runs(RENEW)) >= 2
-            assert isinstance(others.try_take(KEY), Conflict)
-            assert holding.named("lock_lost") == []
-
-
-class TestServerKilled:
-    def test_for_good(self, own_redis_server):
-        """Without a server the lease is lost at its deadline, and nothing else breaks."""
-        with Holding(own_redis_server.url) as holding:
-            lease = holding.take(KEY, 1.5)
-            own_redis_server.kill()
-            assert lease.held
-            event = holding.wait_lost(lease)
-            assert "could not be renewed in time" in event.arguments["reason"]
-            lease.release()
-            assert [e.name for e in holding.events] == ["lock_acquired", "lock_lost"]
-            with pytest.raises(StoreError):
-                holding.try_take("other")

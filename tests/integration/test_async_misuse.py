@@ -16,13 +16,10 @@ from functools import partial
 
 import pytest
 from celery import Celery
+from kombu import Producer
 
-from celery_dislock import Dislock, LockHeldError, LockLostError, signals
-from celery_dislock.messages.message import Message
-from celery_dislock.parking.store import Ticket
-from celery_dislock.servers.replies import Parked
-from tests.holding import name_of, wait_for
-from tests.unit.deliveries import noted
+from celery_dislock import Dislock, LockHeldError, LockLostError, SingletonTask, signals
+from tests.holding import wait_for
 
 LIMIT = 30.0  # seconds
 SHORT = 1.0  # seconds: a lease that soon ends if nobody renews it
@@ -433,38 +430,32 @@ class TestSurroundings:
                 signals.lock_acquired.disconnect(receive)
         assert redis_client.llen("celery") == 1
 
-    def test_a_parked_task_gets_its_turn_from_a_coroutine(self, redis_url, redis_client):
+    def test_a_parked_task_gets_its_turn_from_a_coroutine(self, driven, monkeypatch):
         """The release of an async lock publishes it, in a thread: the loop goes on."""
-        threads = []
+        app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+        dislock = Dislock(app)
+        driven.use(app)
+        publish, threads = Producer.publish, []
 
-        def hand_over(turns, given=None):
+        def publishing(*args, **options):
             threads.append(threading.current_thread())
-            given(turns)
+            return publish(*args, **options)
+
+        @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="queue", shared=False)
+        def export(): ...
 
         async def main():
             async with dislock.async_lock("k"):
-                await asyncio.to_thread(park, process, "k")
-                assert redis_client.llen("celery") == 0
-            assert redis_client.llen("celery") == 1
-            await dislock.aclose()
+                sent = export.delay()
+                assert driven.run_parked() == 1
+                monkeypatch.setattr(Producer, "publish", publishing)
+            return sent
 
-        with Celery("shop", broker=redis_url, set_as_current=False) as app:
-            dislock = Dislock(app)
-            process = dislock.runtime.process
-            process._hand_over = partial(hand_over, given=process._hand_over)
-            on_loop(main)
+        sent = on_loop(main)
         assert threads
         assert threading.main_thread() not in threads
-
-
-def park(process, key):
-    """Park a task in the line of a key, as a worker does."""
-    about = {"task": "shop.export", "id": "id-1", **noted(store=process.identity.name())}
-    message = Message("", "celery", about, "application/json", "utf-8", {}, True, b"[[],{},{}]")
-    ticket = Ticket("id-1:0:0", "id-1@", marked=False, message=message.to_bytes())
-    process.lines.enlist(name_of(key))
-    parked = process.lines.park(name_of(key), "id-1@w/1", LIMIT, "{}", ticket)
-    assert isinstance(parked, Parked)
+        assert driven.run_parked() == 1
+        assert sent.state == "SUCCESS"
 
 
 PROGRAM = """

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 import redis.asyncio
 
-from celery_dislock import Dislock, LockHeldError, StoreError
+from celery_dislock import DamagedLockError, Dislock, LockHeldError, StoreError
 from tests.holding import wait_for
 from tests.integration.servers import (
     MASTER_NAME,
@@ -87,11 +88,27 @@ def used(url, *, waits=True, **settings):
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("protocol", [None, 2, 3])
-def test_one_server_in_each_protocol(redis_url, protocol):
-    """RESP2 and RESP3 say the same."""
-    options = {} if protocol is None else {"protocol": protocol}
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("decode_responses", [False, True])
+def test_no_option_of_a_client_changes_an_answer(
+    redis_url, redis_client, protocol, decode_responses
+):
+    """Neither RESP2 or RESP3 nor decode_responses; of a blocking lock or one of tasks."""
+    options = {"protocol": protocol, "decode_responses": decode_responses}
     used(redis_url, transport_options=options)
+    redis_client.set("dislock:{bad}", "by hand")
+    with (
+        Dislock.from_url(redis_url, transport_options=options) as dislock,
+        dislock.lock("ü") as lease,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        redis_client.script_flush()
+        assert thread.submit(dislock.lock("ü").try_acquire).result().holder == lease.holder
+        redis_client.script_flush()
+        dislock.lock("ü").extend()
+        assert [one.owner for one in dislock.lock("ü").holders()] == [lease.owner]
+        with pytest.raises(DamagedLockError, match="is a string, not a hash"):
+            dislock.lock("bad").try_acquire()
 
 
 def test_what_a_server_pushes_is_no_reply(redis_url, redis_client):
@@ -113,47 +130,31 @@ def test_what_a_server_pushes_is_no_reply(redis_url, redis_client):
 
 
 def test_options_of_locks(redis_url):
-    """Shared, limited, several keys, a fixed expiry, and without the line."""
+    """They are those of a blocking lock: shared, limited, several keys, a fixed expiry, unfair."""
+
+    async def hold(lock, inside, done):
+        async with lock:
+            inside.release()
+            await done.wait()
 
     async def main():
         async with Dislock.from_url(redis_url) as dislock:
-            shared = dislock.async_lock("s", mode="shared")
-            limited = dislock.async_lock("l", limit=2)
-            for lock, most in ((shared, 5), (limited, 2)):
-                inside = asyncio.Semaphore(0)
-                done = asyncio.Event()
-
-                async def body(lock=lock, inside=inside, done=done):
-                    async with lock:
-                        inside.release()
-                        await done.wait()
-
-                tasks = [asyncio.create_task(body()) for _ in range(5)]
-                for _ in range(most):
+            for options, most in (({"mode": "shared"}, 3), ({"limit": 2}, 2), ({"expire": 9}, 1)):
+                inside, done = asyncio.Semaphore(0), asyncio.Event()
+                locks = [dislock.async_lock(["a", "b"], **options) for _ in range(most)]
+                tasks = [asyncio.create_task(hold(lock, inside, done)) for lock in locks]
+                for _ in tasks:
                     await inside.acquire()
-                assert len(await lock.holders()) == most
-                assert not await dislock.async_lock(lock.keys[0]).try_acquire()
+                for key in "ab":
+                    assert len(await dislock.async_lock(key).holders()) == most
+                    assert not await dislock.async_lock(key).try_acquire()
                 done.set()
                 await asyncio.gather(*tasks)
-                assert not await lock.locked()
-
-            both = dislock.async_lock(["a", "b"], timeout=0)
-            async with dislock.async_lock("b"):
-                task = asyncio.create_task(both.acquire(blocking=False))
-                assert not await task
-                assert not await dislock.async_lock("a").locked()
-            lease = await use(dislock, waits=False, key=["a", "b"])
-            assert set(lease.tokens) == {"a", "b"}
-
-            async with dislock.async_lock("e", expire=LIMIT) as lease:
-                assert LIMIT - 5 < lease.remaining <= LIMIT
-
-            async with dislock.async_lock("f") as lease:
+            async with dislock.async_lock("f"):
                 first = asyncio.create_task(dislock.async_lock("f").acquire(timeout=LIMIT))
                 await asyncio.to_thread(wait_in_line, dislock, "f")
-                assert not await asyncio.create_task(
-                    dislock.async_lock("f", fair=False).acquire(blocking=False)
-                )
+                unfair = dislock.async_lock("f", fair=False)
+                assert not await asyncio.create_task(unfair.acquire(blocking=False))
             assert await first
 
     asyncio.run(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 
@@ -82,29 +81,7 @@ def test_a_task_of_asyncio_is_not_taken_for_one_of_celery(redis_url):
     asyncio.run(main())
 
 
-def test_no_step_of_an_acquisition_hides_a_cancellation(redis_url):
-    """Not while it connects either: redis-py's own connect() hides some."""
-
-    async def cancelled_after(steps):
-        async with Dislock.from_url(redis_url) as dislock:
-            lock = dislock.async_lock("k")
-            taking = asyncio.create_task(lock.acquire())
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            ended = taking.done()
-            taking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await taking
-            assert taking.cancelled() is not ended
-            return ended
-
-    steps = 0
-    while not asyncio.run(cancelled_after(steps)):
-        steps += 1
-    assert steps > 10
-
-
-@pytest.mark.parametrize("timeout", [0.2, None])
+@pytest.mark.parametrize("timeout", [0.5, None])
 def test_a_server_that_does_not_answer_is_given_up_in_time(own_redis_server, timeout):
     """Also after replies that came in time; without a time it is waited for."""
     options = {"socket_timeout": timeout}

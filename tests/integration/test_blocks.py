@@ -193,6 +193,41 @@ class TestEnds:
         driven.assert_free("k")
 
 
+@pytest.mark.parametrize("way", ["block", "release"])
+def test_an_inner_end_tells_of_a_loss_that_is_known(driven, lock, way):
+    """What follows in the outer block does not run without the lock."""
+    with pytest.raises(LockLostError), lock, ExitStack() as stack:
+        if way == "block":
+            stack.enter_context(lock)
+        else:
+            lock.acquire()
+            stack.callback(lock.release)
+        driven.lose("k")
+        stack.close()
+        pytest.fail("it goes on")
+    assert lock.lease is None
+
+
+def test_a_lock_released_and_taken_anew_in_its_block_ends_with_it(driven, lock):
+    """As threading's locks do: the block's end undoes the acquisition that there is."""
+    with lock:
+        lock.release()
+        driven.assert_free("k")
+        lock.acquire()
+    driven.assert_free("k")
+
+
+def test_a_writer_that_stops_writing_stays_a_writer(driven, lock):
+    """Until it has stopped to read, too."""
+    lock.acquire()
+    reader = driven.lock(mode="shared")
+    reader.acquire()
+    lock.release()
+    assert not driven.beside().lock("k", mode="shared").try_acquire()
+    reader.release()
+    driven.assert_free("k")
+
+
 def test_a_stack_releases_a_lock_that_it_did_not_take(driven, lock):
     lock.acquire()
     with ExitStack() as stack:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from celery import Celery
-from celery.exceptions import SoftTimeLimitExceeded
 
-from celery_dislock import Dislock, SingletonTask, current_lease, signals
+from celery_dislock import Dislock, SingletonTask, signals
 from celery_dislock.exceptions import LockLostError
 from celery_dislock.locks import channel
 from celery_dislock.operating import telemetry
@@ -33,138 +30,71 @@ def app(redis_url):
     dislock.close()
 
 
-@contextmanager
-def receiving(name, receiver, **sender):
-    """Have a signal received."""
-    signal = getattr(signals, name)
-    signal.connect(receiver, weak=False, **sender)
-    try:
-        yield
-    finally:
-        signal.disconnect(receiver, **sender)
+@pytest.mark.parametrize("what", ["lock", "task"])
+def test_nothing_is_called_for_nobody(app, monkeypatch, what):
+    """Taking and releasing a free lock enters no function that is there for those who watch."""
 
-
-@pytest.fixture
-def current(monkeypatch):
-    """Have OpenTelemetry's API, as the package sees it, return this as the current span."""
-
-    def use(get_current_span):
-        module = SimpleNamespace(get_current_span=get_current_span)
-        monkeypatch.setitem(sys.modules, channel.TRACING, module)
+    @app.task(lock_key=KEY)
+    def export(): ...
 
     monkeypatch.delitem(sys.modules, channel.TRACING, raising=False)
-    return use
+    for signal in (signals.lock_acquired, signals.lock_released):
+        monkeypatch.setattr(signal, "receivers", [])  # an app of other tests may have some
 
-
-def span(events):
-    """Make a span that records."""
-    return SimpleNamespace(
-        is_recording=lambda: True,
-        set_attributes=lambda _attributes: None,
-        add_event=lambda name, _about: events.append(name.removeprefix("celery_dislock.")),
-    )
-
-
-class TestNobody:
-    """Most processes have no receiver, metrics or traces."""
-
-    @pytest.mark.parametrize("what", ["lock", "task"])
-    def test_nothing_is_called_for_watching(self, app, current, monkeypatch, what):
-        """Taking and releasing a free lock enters no function that is there for those who watch."""
-
-        @app.task(lock_key=KEY)
-        def export(): ...
-
-        for signal in (signals.lock_acquired, signals.lock_released):
-            monkeypatch.setattr(signal, "receivers", [])  # an app of other tests may have some
-
-        def use_lock():
-            lock = app.lock(KEY)
-            assert lock.acquire()
-            lock.release()
-
-        use = use_lock if what == "lock" else export.apply
-        use()
-        entered = set()
-
-        def note(frame, _event, _arg):
-            if frame.f_code.co_filename in WATCHING:
-                entered.add(frame.f_code.co_name)
-
-        sys.setprofile(note)
-        try:
-            use()
-        finally:
-            sys.setprofile(None)
-        assert entered == set()
-
-
-class TestLate:
-    """A process has locks before anybody watches."""
-
-    def test_a_receiver_is_heard_from_then_on(self, app):
-        """Also by a lock that was made, and a lease that was taken, before it was connected."""
-        heard = []
-
-        def receiver(signal, sender, lease, **_about):
-            heard.append((signal.name, sender, lease))
-
+    def use_lock():
         lock = app.lock(KEY)
-        with lock:
-            pass
-        with receiving("lock_acquired", receiver):
-            lock.acquire()
-            lease = lock.lease
-        with receiving("lock_released", receiver):
-            lock.release()
-        assert heard == [("lock_acquired", lock, lease), ("lock_released", lock, lease)]
+        assert lock.acquire()
+        lock.release()
 
-    def test_a_process_that_is_traced_later_tells_its_spans(self, app, current):
-        """An application may set OpenTelemetry up after its first task."""
-        events = []
+    use = use_lock if what == "lock" else export.apply
+    use()
+    entered = set()
 
-        @app.task(lock_key=KEY)
-        def export(): ...
+    def note(frame, _event, _arg):
+        if frame.f_code.co_filename in WATCHING:
+            entered.add(frame.f_code.co_name)
 
-        export.apply()
-        current(lambda: span(events))
-        export.apply()
-        assert events == ["acquired", "released"]
+    sys.setprofile(note)
+    try:
+        use()
+    finally:
+        sys.setprofile(None)
+    assert entered == set()
 
 
-class TestDefects:
-    """A defect of what watches is for the log, and not for the lock."""
+def test_a_receiver_is_heard_from_then_on(app, receive):
+    """Also by a lock that was made, and a lease that was taken, before it was connected."""
+    heard = []
 
-    def test_a_defect_is_logged(self, app, current, caplog):
-        """The task runs under its lock; an operator reads why a count or an event is missing."""
+    def receiver(signal, sender, lease, **_about):
+        heard.append((signal.name, sender, lease))
 
-        def broken():
-            raise ValueError("a defect")
-
-        @app.task(lock_key=KEY)
-        def export():
-            return current_lease().held
-
-        current(broken)
-        with caplog.at_level(logging.ERROR):
-            assert export.apply().get() is True
-        assert "locks are not affected" in caplog.text
-
-    @pytest.mark.parametrize("thrown", [SoftTimeLimitExceeded(), LockLostError("k", "gone")])
-    def test_what_is_thrown_into_the_task_meanwhile_is_not_swallowed(self, app, current, thrown):
-        """It is for the task, and no defect."""
-
-        def interrupted():
-            raise thrown
-
-        @app.task(lock_key=KEY)
-        def export(): ...
-
-        current(interrupted)
-        assert type(export.apply().result) is type(thrown)
+    lock = app.lock(KEY)
+    with lock:
+        pass
+    lock.acquire()
+    lease = lock.lease
+    receive("lock_released", receiver)
+    lock.release()
+    assert heard == [("lock_released", lock, lease)]
 
 
-def test_a_loss_is_told_after_the_body_was_stopped(app, redis_client, caplog):
+def test_a_process_that_is_traced_later_tells_its_spans(app, monkeypatch):
+    """An application may set OpenTelemetry up after its first task."""
+    span = mock.Mock(is_recording=lambda: True)
+
+    @app.task(lock_key=KEY)
+    def export(): ...
+
+    monkeypatch.delitem(sys.modules, channel.TRACING, raising=False)
+    export.apply()
+    monkeypatch.setitem(sys.modules, channel.TRACING, mock.Mock(get_current_span=lambda: span))
+    export.apply()
+    told = [call.args[0] for call in span.add_event.mock_calls]
+    assert told == ["celery_dislock.acquired", "celery_dislock.released"]
+
+
+def test_a_loss_is_told_after_the_body_was_stopped(app, redis_client, caplog, receive):
     """A receiver may take long.  It is told, even if the stop interrupts what tells it."""
     told = []
 
@@ -173,12 +103,9 @@ def test_a_loss_is_told_after_the_body_was_stopped(app, redis_client, caplog):
         told.append((signal.name, sys.exc_info()[0], about))
 
     lock = app.lock(KEY, on_lost="raise")
-    with (
-        receiving("lock_lost", receiver),
-        receiving("lock_released", receiver),
-        pytest.raises(LockLostError),
-        lock as lease,
-    ):
+    for name in ("lock_lost", "lock_released"):
+        receive(name, receiver)
+    with pytest.raises(LockLostError), lock as lease:
         redis_client.delete(name_of(KEY))
         lock.extend()  # finds the loss in the thread of the body
         pytest.fail("the body runs on")

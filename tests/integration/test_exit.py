@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,25 @@ def test_a_program_whose_server_is_away_ends_all_the_same(own_redis_server):
             process.communicate(timeout=PATIENCE)
         finally:
             own_redis_server.resume()
+
+
+def test_closing_ends_thread_and_connections(redis_url, redis_client):
+    """Fifty that were used and closed leave nothing in this process, or on the server."""
+    connections = len(redis_client.client_list())
+    threads = threading.active_count()
+    for _ in range(50):
+        with Dislock.from_url(redis_url) as dislock, dislock.lock(KEY):
+            pass
+    gc.collect()
+    wait_for(lambda: threading.active_count() <= threads, "the end of their threads")
+    wait_for(lambda: len(redis_client.client_list()) <= connections, "their disconnection")
+
+
+def test_what_is_closed_can_be_used_again(redis_url):
+    """It is made anew, its watchdog included."""
+    dislock = Dislock.from_url(redis_url, watchdog_timeout=1.5)
+    lock = dislock.lock(KEY)
+    for _ in range(2):
+        with lock as lease:
+            wait_for(lambda lease=lease: lease.renewals, "a renewal")
+        dislock.close()

@@ -118,6 +118,17 @@ def child_outlives_its_parent(url: str) -> None:
     assert os.read(read_end, 1) == b"2", "the child failed"
 
 
+def child_leaves_the_block(url: str) -> None:
+    try:
+        with Dislock.from_url(url).lock("parent"):
+            pid = os.fork()
+            if pid == 0:
+                raise ZeroDivisionError  # noqa: TRY301 -- in the child
+    except ZeroDivisionError:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
 def test_a_child_makes_its_own_store_and_watchdog(redis_url):
     """After a fork the child shares nothing with its parent, whose lease stays alive by itself."""
     act(child_has_its_own, redis_url)
@@ -126,3 +137,8 @@ def test_a_child_makes_its_own_store_and_watchdog(redis_url):
 def test_a_child_does_not_keep_its_parents_lease(redis_url):
     """When the parent is killed its lease runs out, though its child lives and renews its own."""
     act(child_outlives_its_parent, redis_url)
+
+
+def test_a_childs_own_exception_is_not_hidden(redis_url):
+    """A child that leaves the block by an exception leaves it by that one."""
+    act(child_leaves_the_block, redis_url)

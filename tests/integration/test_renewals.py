@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 
 import pytest
 from billiard import current_process
 
 from celery_dislock import LockLostError, StoreError, scripts
 from celery_dislock.servers.store import Store
-from proof.proxy import cut
+from proof.proxy import cut, lose_reply
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 from tests.integration.driven import driving
 
@@ -133,6 +134,18 @@ def test_one_refused_lease_does_not_harm_its_batch(driven):
         driven.proxy.forget_faults()
         driven.advance(2)
         assert ill.renewals == 1
+
+
+@pytest.mark.parametrize(("way", "nth"), [(cut, 1), (lose_reply, 25)])
+def test_a_batch_that_is_cut_short_costs_no_lease(driven, heard, way, nth):
+    """All of its leases are renewed soon after, whichever reply was lost."""
+    with ExitStack() as stack:
+        leases = [stack.enter_context(driven.lock(f"k{number}")) for number in range(50)]
+        driven.fault(scripts.RENEW, way, nth=nth, times=1)
+        driven.advance(12)
+        assert driven.proxy.count(lambda _: True, way) == 1
+        assert {lease.renewals for lease in leases} == {1}
+        assert names(heard) == []
 
 
 def test_the_cap_stops_the_renewals(driven, heard):

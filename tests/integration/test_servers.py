@@ -29,7 +29,7 @@ from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
 from proof.proxy import Proxy, runs
-from tests.holding import PATIENCE, Holding, name_of, wait_for
+from tests.holding import PATIENCE, Holding, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (
     FAST_SYNC,
@@ -319,32 +319,6 @@ class TestSentinel:
         for sentinel in own_watched.sentinels if how == "kill" else ():
             assert f"127.0.0.1:{sentinel.port}: Connection refused" in str(raised.value)
 
-    def test_a_failover_is_followed(self, connect_to, own_watched):
-        """What the next master has is held there; a lease that it never heard of is lost."""
-        store = connect_to(own_watched)
-        take(store, "a/1")
-        with Holding(own_watched.url, {"master_name": MASTER_NAME}) as holding:
-            kept, lost = holding.take("kept", timeout=9.0), holding.take("lost", timeout=9.0)
-            wait_for_replicas(own_watched.master, 2)
-            dead = own_watched.master
-            dead.kill()
-            with pytest.raises(StoreError):  # fail closed: for now there is no master
-                store.acquire(["dislock:{other}"], "b/1", LONG, HOLDER)
-            new = own_watched.wait_for_master(other_than=dead)
-            with new.client() as client:
-                client.delete(name_of("lost"))  # as if the old one had died before it was told
-            answer = wait_for(lambda: attempt(store, LOCK, "b/1"), "an answer of the next master")
-            assert isinstance(answer, Refused)
-            assert answer.owner == "a/1"
-            take(store, "b/1", lock="dislock:{other}")
-            assert exists(new, LOCK)
-            assert store.release([LOCK], "a/1") is True
-            holding.wait_lost(lost)
-            renewals = kept.renewals
-            wait_for(lambda: kept.renewals > renewals or not kept.held, "its fate")
-            if not kept.held:
-                holding.wait_lost(kept)
-
     def test_a_replica_counts_as_away(self, own_redis_server):
         """A server that says it is a replica has taken no lock, and its connections are dropped."""
         store = Store(own_redis_server.url)
@@ -560,13 +534,6 @@ def cluster(
         yield cluster
 
 
-@pytest.fixture
-def own_cluster(redis_program: Path, tmp_path: Path) -> Iterator[RedisCluster]:
-    """One that a test may break, and that mends itself soon."""
-    with RedisCluster(tmp_path, node_timeout=1000) as cluster:
-        yield cluster
-
-
 class TestCluster:
     def test_a_batch_over_all_nodes_is_answered_in_its_order(self, connect, cluster):
         """Renewals of leases on all nodes come back each in its place."""
@@ -589,7 +556,7 @@ class TestCluster:
         cluster.masters[0].pause()
         try:
             for _ in range(2):
-                away, *renewals = store.renew(leases, within=0.3)
+                away, *renewals = store.renew(leases, within=1.0)
                 assert isinstance(away, StoreError)
                 assert renewals == [True, True]
             failed = []
@@ -639,29 +606,6 @@ class TestCluster:
             f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{cluster.servers[5].port}"
         )
         round_trip(store)
-
-    @pytest.mark.parametrize("way", ["acquire", "renew"])
-    def test_a_slot_that_moves_is_followed(self, connect, cluster, way):
-        """While a slot moves and after it has, a lock in it is found where it is."""
-        store = connect(cluster.url)
-        source, target = cluster.masters[0], cluster.masters[1]
-        lock = name_on(cluster.masters, 0, way)
-        take(store, "a/1", lock=lock)
-        assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
-        with cluster.moving(lock, source, target):
-            # The key has left already, but the slot is still the old node's: it says ASK.
-            for _ in range(2):
-                if way == "renew":
-                    assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
-                assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"
-                assert store.wait(lock, "b/1", 0.01) is None
-        assert store.wait(lock, "b/1", 0.01) is None
-        if way == "renew":  # now MOVED
-            assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
-            assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
-        assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"
-        assert exists(target, lock)
-        assert store.release([lock], "a/1") is True
 
     def test_a_lock_of_a_slot_that_moves_is_refused_and_kept(self, connect, cluster):
         """Its holder goes on, and is told to others; a free one is taken when the slot is there."""
@@ -753,21 +697,6 @@ class TestCluster:
                 assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"
                 assert store.wait(lock, "b/1", 0.01) is None
             assert store.release([lock], "a/1") is True
-
-    def test_a_failover_is_followed(self, connect, own_cluster):
-        """When a master dies its replica takes over and has the lock; other slots go on."""
-        store = connect(own_cluster.url, {"socket_timeout": 0.5})
-        mine, others = (name_on(own_cluster.masters, number) for number in (0, 1))
-        take(store, "a/1", lock=mine)
-        wait_for_replicas(own_cluster.masters[0], 1)
-        own_cluster.masters[0].kill()
-        round_trip(store, others)
-        answer = wait_for(lambda: attempt(store, mine, "b/1"), "an answer of the next master")
-        assert isinstance(answer, Refused)
-        assert answer.owner == "a/1"
-        (renewed,) = store.renew([([mine], "a/1", LONG)], within=WITHIN)
-        assert renewed is True
-        assert store.release([mine], "a/1") is True
 
 
 class TestParkedInAClusterThatMoves:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -15,10 +12,6 @@ from celery import Celery
 from click.testing import CliRunner
 
 from celery_dislock import Dislock
-from celery_dislock.exceptions import (
-    LockLostError,
-)
-from celery_dislock.locks.lease import Lease
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock as command
 from celery_dislock.parking.process import runtime_of
@@ -33,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.reentrant import ReentrantLock
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
@@ -195,28 +189,6 @@ class TestPlainPython:
         store.release([B], "other")
         waiting.result(PATIENCE).release()
 
-    def test_crossing_orders_do_not_deadlock(self, dislock, threads):
-        """Threads that name overlapping sets in any order all come through, one at a time."""
-        inside: Counter[str] = Counter()
-        mutex = threading.Lock()
-
-        def work(seed: int) -> None:
-            random = Random(seed)
-            for _ in range(15):
-                keys = random.sample("abc", random.randint(1, 3))
-                with dislock.lock(keys) as lease:
-                    with mutex:
-                        inside.update(keys)
-                        assert max(inside.values()) == 1, f"two at a time: {inside}"
-                    lease.ensure_held()
-                    with mutex:
-                        inside.subtract(keys)
-
-        done, late = wait([threads.submit(work, seed) for seed in range(6)], timeout=2 * PATIENCE)
-        assert not late, "some wait for each other"
-        for each in done:
-            each.result()
-
 
 def acquired(lock: ReentrantLock) -> Lease:
     """Wait for the lock in this thread; another is to release it, or its watchdog goes on."""
@@ -241,18 +213,3 @@ def test_who_has_lost_a_lock_before_waits_without_those_after_it(redis_url):
         store.release([C], "other/1")
         assert store.acquire([B, C], "first/1", LONG, HOLDER, place=LONG).nth == 0
         assert isinstance(store.acquire([B, C], "second/1", LONG, HOLDER, place=LONG), Granted)
-
-
-def test_the_lease_is_one(redis_url, redis_client):
-    """A lock that is gone under the holder of several is the loss of its one lease."""
-    dislock = Dislock.from_url(redis_url, watchdog_timeout=1.5)
-    lock = dislock.lock(["a", "b"])
-    lock.acquire()
-    lease = lock.lease
-    assert isinstance(lease, Lease)
-    redis_client.delete(B)
-    wait_for(lambda: not lease.held, "the loss")
-    assert "no longer has it" in lease.why_ended
-    with pytest.raises(LockLostError):
-        lock.release()
-    assert not redis_client.exists(A)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -9,12 +8,11 @@ from typing import TYPE_CHECKING
 import hiredis
 import pytest
 
-from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms
-from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
 from tests.conftest import BOTH
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.view import Holder
 
 
-LOCK = "dislock:{export:7}"
+LOCK, OTHER = "dislock:{export:7}", "dislock:{other}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 SHORT = 0.05  # seconds: one that does
 HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
@@ -104,16 +102,6 @@ class TestRenewStalled:
         (answer,) = store.renew_stalled([execution], within=WITHIN)
         return answer
 
-    def test_an_overdue_lease_is_renewed(self, store, server):
-        """With its token, its holder and its owner; and the key lives as long."""
-        token = take(store, self.OWNER)
-        server.advance(self.OVERDUE)
-        assert self.renew_stalled(store) == (self.OVERDUE, 0)
-        assert server.ttls() == {LOCK: LONG * 1000}
-        [holding] = store.holders(LOCK)
-        assert (holding.owner, holding.token, holding.remaining) == (self.OWNER, token, LONG)
-        assert store.release([LOCK], self.OWNER) is True
-
     @pytest.mark.parametrize(
         "start", ["id-1@w:8/", "id-2@w:7/", "d-1@w:7/", "id-1@x:7/", "id-1@w:7/1234", "id-1@w.7/"]
     )
@@ -124,14 +112,6 @@ class TestRenewStalled:
         before = server.contents()
         assert self.renew_stalled(store, start=start) == (0, 0)
         assert store.release_dead([LOCK], start) == 0
-        assert server.contents() == before
-
-    def test_a_lease_that_is_not_overdue_is_left_alone(self, store, server):
-        """The caller is told when it will be."""
-        take(store, self.OWNER)
-        server.advance(self.OVERDUE - 5)
-        before = server.contents()
-        assert self.renew_stalled(store) == (0, 5)
         assert server.contents() == before
 
     @pytest.mark.parametrize("ended", ["expired", "left", "handed over", "gone"])
@@ -154,15 +134,6 @@ class TestRenewStalled:
         assert self.renew_stalled(store, overdue=0.0) == (0, 0)
         assert server.contents() == before
 
-    def test_from_the_cap_on_it_is_not_renewed(self, store, server):
-        """The cap is counted from the acquisition."""
-        take(store, self.OWNER)
-        server.advance(self.OVERDUE)
-        before = server.contents()
-        assert self.renew_stalled(store, longest=self.OVERDUE) == (0, 0)
-        assert server.contents() == before
-        assert self.renew_stalled(store, longest=LONG).unrenewed == self.OVERDUE
-
     def test_of_several_keys_each_is_renewed(self, store, server):
         """The longest time without a renewal is told, and what is damaged."""
         other = "dislock:{export:8}"
@@ -173,26 +144,6 @@ class TestRenewStalled:
 
 
 class TestAllHolders:
-    def test_every_lock_that_is_held_is_found(self, store, redis_client):
-        """All leases of all locks of the prefix, whatever else is on the server."""
-        owners = {f"dislock:{{export:{number}}}": f"a/{number}" for number in range(1500)}
-        for lock, owner in owners.items():
-            take(store, owner, lock=lock)
-        store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)  # a line, places and so on
-        store.release([LOCK], "a/7", Ending(at_least=2 * LONG))
-        take(store, "c/1", lock="other:{export:7}")
-        redis_client.hset("dislock:{hand}", "by", "hand")
-        for name in ("dislock:{text}", "dislock:{foreign}", "dislock"):
-            redis_client.set(name, "no lock", ex=60)
-        found = all_holders(store)
-        assert {lock: [h.owner for h in leases] for lock, leases in found.items() if leases} == {
-            lock: [owner] for lock, owner in owners.items()
-        }
-        assert [h.expiring for h in found[LOCK]] == [True]
-        [other] = found["dislock:{export:8}"]
-        assert (other.id, other.expiring) == (json.loads(HOLDER)["id"], False)
-        assert set(all_holders(store, "other")) == {"other:{export:7}"}
-
     @pytest.mark.parametrize(
         "prefix", ["*", "d[ia]slock", "d?slock", "\\dislock", "dislöck", "a{b"]
     )
@@ -264,67 +215,6 @@ class TestPacking:
             assert all(isinstance(part, (str, bytes)) for part in command), command
 
 
-@BOTH
-class TestClear:
-    """What the watchdog releases in place of those that are done."""
-
-    def test_each_release_is_carried_out_as_it_was_meant(self, store, redis_client):
-        """With or without a reservation, a minimum and a ticket, in one call."""
-        locks = [f"dislock:{{k{number}}}" for number in range(3)]
-        reservation = Reservation(locks[1], "t", mark="m", number=0, ttl=LONG)
-        for lock in locks:
-            terms = {"reservation": reservation} if lock == locks[1] else {}
-            assert isinstance(store.acquire([lock], "t@w/1", LONG, HOLDER, **terms), Granted)
-        assert redis_client.exists(f"{locks[1]}:unique")
-        endings = [
-            LateRelease([locks[0]], "t@w/1"),
-            LateRelease([locks[1]], "t@w/1", Ending(ticket="t:0:0", reservation=reservation)),
-            LateRelease([locks[2]], "t@w/1", Ending(at_least=LONG)),
-        ]
-        assert store.clear(endings, within=WITHIN) == [None] * 3
-        assert redis_client.keys("dislock:*") == [locks[2]]
-        assert list(redis_client.hgetall(locks[2])) == ["~t@w/1"]
-
-    def test_the_error_of_one_is_not_that_of_the_others(self, store, redis_client):
-        """What the server refuses is told apart from what it has done."""
-        take(store, "a/1")
-        redis_client.set("dislock:{text}", "no lock")
-        done, refused = store.clear(
-            [LateRelease([LOCK], "a/1"), LateRelease(["dislock:{text}"], "b/1")], within=WITHIN
-        )
-        assert done is None
-        assert isinstance(refused, DamagedLockError)
-        assert not redis_client.exists(LOCK)
-
-
-class TestErrors:
-    def test_one_bad_key_does_not_spoil_its_batch(self, store, redis_client):
-        """In a batch the key of another type has its own error; the others are renewed."""
-        bad = ["dislock:{bad}"]
-        redis_client.set("dislock:{bad}", "somebody else's")
-        take(store, "a/1")
-        answers = store.renew(
-            [([LOCK], "a/1", LONG), (bad, "a/1", LONG), ([LOCK], "a/1", LONG)], within=WITHIN
-        )
-        assert [answers[0], answers[2]] == [True, True]
-        assert isinstance(answers[1], DamagedLockError)
-        assert (answers[1].lock, "WRONGTYPE" in answers[1].reason) == ("dislock:{bad}", True)
-        stalled = [Execution(locks, "a/", LONG, 0.0, 0.0) for locks in ([LOCK], bad, [LOCK, *bad])]
-        renewed, *damaged = store.renew_stalled(stalled, within=WITHIN)
-        assert renewed.unrenewed >= 0
-        assert [type(answer) for answer in damaged] == [DamagedLockError] * 2
-
-    def test_a_server_that_comes_back_is_used_again(self, own_redis_server):
-        """After a restart the old connections are replaced, without an error to the caller."""
-        store = Store(own_redis_server.url)
-        take(store, "a/1")
-        assert renew(store, "a/1") is True
-        own_redis_server.restart()
-        take(store, "b/1")
-        assert renew(store, "b/1") is True
-        store.close()
-
-
 class Interrupted(BaseException):
     """As a soft time limit or a terminated task raises it, from a signal handler."""
 
@@ -332,58 +222,40 @@ class Interrupted(BaseException):
 class TestInterruptedConnection:
     """A connection that was left in the middle of a reply must not be used again."""
 
-    @pytest.fixture
-    def interrupt_soon(self):
-        def raise_it(signum, frame):
-            raise Interrupted
-
-        previous = signal.signal(signal.SIGUSR1, raise_it)
-        main = threading.main_thread().ident
-        timers = []
-
-        def soon():
-            timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1))
-            timers.append(timer)
-            timer.start()
-
-        yield soon
-        for timer in timers:
-            timer.join()
-        signal.signal(signal.SIGUSR1, previous)
-
-    @pytest.fixture
-    def patient_store(self, own_redis_server):
-        store = Store(own_redis_server.url, {"socket_timeout": 60.0})
-        take(store, "warm-up", lock="dislock:{warm-up}")
-        renew(store, "warm-up", lock="dislock:{warm-up}")
-        yield store
-        own_redis_server.resume()
-        store.close()
-
-    def test_the_next_command_gets_its_own_reply(
-        self, own_redis_server, patient_store, interrupt_soon
-    ):
+    def test_the_next_command_gets_its_own_reply(self, own_redis_server):
         """
         A release is not answered as an interrupted acquire, nor a renewal as another.
 
         Both get a new connection, when they are sent.  An interruption makes none: it would wait.
         """
-        client = own_redis_server.client()
-        before = client.info("stats")["total_connections_received"]
-        own_redis_server.pause()
-        with pytest.raises(Interrupted):
-            interrupt_soon()
-            patient_store.acquire([LOCK], "a/1", LONG, HOLDER)
-        with pytest.raises(Interrupted):
-            interrupt_soon()
-            patient_store.renew([(["dislock:{warm-up}"], "warm-up", LONG)], within=60.0)
-        own_redis_server.resume()
-        assert renew(patient_store, "nobody") is False
-        assert patient_store.release(["dislock:{other}"], "b/1") is False
-        assert take(patient_store, "b/1", lock="dislock:{other}")
-        assert patient_store.release([LOCK], "a/1") is True  # it had reached the server
-        assert client.info("stats")["total_connections_received"] == before + 2
-        client.close()
+
+        def interrupt(signum, frame):
+            raise Interrupted
+
+        def interrupted(call, *args, **options):
+            strike = (threading.main_thread().ident, signal.SIGUSR1)
+            timer = threading.Timer(0.3, signal.pthread_kill, strike)
+            with pytest.raises(Interrupted):
+                timer.start()
+                call(*args, **options)
+            timer.join()
+
+        previous = signal.signal(signal.SIGUSR1, interrupt)
+        store = Store(own_redis_server.url, {"socket_timeout": 60.0})
+        with own_redis_server.client() as client:
+            take(store, "a/1")
+            renew(store, "a/1")
+            before = client.info("stats")["total_connections_received"]
+            own_redis_server.pause()
+            interrupted(store.acquire, [OTHER], "b/1", LONG, HOLDER)
+            interrupted(store.renew, [([LOCK], "a/1", LONG)], within=60.0)
+            own_redis_server.resume()
+            assert renew(store, "nobody") is False
+            assert store.release([LOCK], "nobody") is False
+            assert store.release([OTHER], "b/1") is True  # it had reached the server
+            assert client.info("stats")["total_connections_received"] == before + 2
+        signal.signal(signal.SIGUSR1, previous)
+        store.close()
 
     def test_a_late_reply_is_nobodys(self, own_redis_server):
         """A reply that comes after its timeout is not taken for the next command's."""
@@ -392,7 +264,7 @@ class TestInterruptedConnection:
         renew(store, "a/1")
         own_redis_server.pause()
         with pytest.raises(StoreError):
-            store.acquire(["dislock:{other}"], "b/1", LONG, HOLDER)
+            store.acquire([OTHER], "b/1", LONG, HOLDER)
         with pytest.raises(StoreError):
             store.renew([([LOCK], "a/1", LONG)], within=0.1)
         own_redis_server.resume()
@@ -402,31 +274,6 @@ class TestInterruptedConnection:
 
 
 class TestConnections:
-    @pytest.mark.parametrize("protocol", [2, 3])
-    @pytest.mark.parametrize("decode_responses", [False, True])
-    def test_every_operation_under_every_client_option(
-        self, redis_url, redis_client, protocol, decode_responses
-    ):
-        """Neither RESP2 or RESP3 nor decode_responses changes what the store answers."""
-        store = Store(redis_url, {"protocol": protocol, "decode_responses": decode_responses})
-        assert store.ping()["redis_version"]
-        token = take(store, "ü/1")
-        refused = store.acquire([LOCK], "b/1", LONG, HOLDER)
-        assert (refused.owner, refused.holder) == ("ü/1", json.loads(HOLDER))
-        assert renew(store, "ü/1") is True
-        assert renew(store, "b/1") is False
-        redis_client.script_flush()
-        assert renew(store, "ü/1") is True
-        redis_client.script_flush()
-        assert take(store, "ü/1") == token
-        redis_client.set("dislock:{bad}", "somebody else's")
-        with pytest.raises(DamagedLockError, match="is a string, not a hash"):
-            store.release(["dislock:{bad}"], "a/1")
-        assert isinstance(renew(store, "a/1", lock="dislock:{bad}"), StoreError)
-        assert store.release([LOCK], "ü/1") is True
-        assert store.release_dead([LOCK], "ü") == 0
-        store.close()
-
     def test_a_unix_socket_in_both_spellings(self, redis_program, tmp_path):
         """redis-py's unix:// and Celery's redis+socket:// lead to the same locks."""
         with RedisServer(tmp_path, unix_socket=True) as server:

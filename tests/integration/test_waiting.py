@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -168,6 +170,31 @@ def test_a_late_hand_off_is_passed_on(driven, first, acquire):
         driven.advance(5.1)
     assert impatient == [None]
     assert after[0].held
+
+
+def test_an_exception_beside_the_hand_off_passes_it_on(driven, acquire):
+    """A waiter into which an exception is thrown as it is handed the lock passes it on."""
+
+    def hand_over():
+        got.append(others.enter_context(driven.waiting(acquire())))
+        driven.beside().lock_of("k").free()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    def strike(_number, _frame):
+        raise ZeroDivisionError
+
+    driven.crash_holder("k", timeout=6000)
+    got = []
+    before = signal.signal(signal.SIGUSR1, strike)
+    try:
+        with ExitStack() as others:
+            driven.proxy.fault(waits, hand_over)
+            with pytest.raises(ZeroDivisionError):
+                driven.lock().acquire()
+            driven.advance(1.5)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert got[0][0].held
 
 
 def test_a_server_that_goes_away_meanwhile_is_asked_again(driven, first, acquire):

@@ -127,47 +127,12 @@ def test_what_a_sentinel_says(flags, epoch, at, named, answer, protocol):
 # How often they are asked
 
 
-def test_an_answer_holds_for_a_moment(sentinels, three, clock):
-    """Within it nobody is asked again; after it all are."""
-    assert sentinels.find() == OLD
-    clock.advance(CONFIRMED_FOR * 0.9)
-    for _ in range(100):
-        sentinels.confirm(Connection(OLD))
-    assert asked(three) == [1, 1, 1]
-    clock.advance(CONFIRMED_FOR)
-    sentinels.confirm(Connection(OLD))
-    assert asked(three) == [2, 2, 2]
-
-
 def test_the_answer_is_as_old_as_the_question(sentinels, three, clock):
     """What took long to come is old when it comes."""
     three[2].takes = CONFIRMED_FOR
     sentinels.find()
     sentinels.confirm(Connection(OLD))
     assert asked(three) == [2, 2, 2]
-
-
-def test_a_connection_to_another_is_refused(sentinels, three, clock):
-    """After a failover the connections to the old master are of no use."""
-    sentinels.find()
-    three[1].says = Said(2, NEW)
-    sentinels.confirm(Connection(OLD))
-    clock.advance(CONFIRMED_FOR)
-    with pytest.raises(redis.ConnectionError, match=r"call 10\.0\.0\.2:6379 the master now"):
-        sentinels.confirm(Connection(OLD))
-    sentinels.confirm(Connection(NEW))
-
-
-def test_without_a_master_nothing_is_confirmed(sentinels, three, clock):
-    """While they replace it there is none, and they are asked again at once."""
-    sentinels.find()
-    for one in three:
-        one.says = Said(1, None)
-    clock.advance(CONFIRMED_FOR)
-    for _ in range(2):
-        with pytest.raises(redis.ConnectionError, match="no Sentinel names a master 'locks'"):
-            sentinels.confirm(Connection(OLD))
-    assert asked(three) == [3, 3, 3]
 
 
 # Those that do not answer

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.operating.locks import as_data
 from celery_dislock.servers.view import (
     ReservationState,
     parked_message,
     parse_reservation,
     state_of,
 )
-from celery_dislock.words import for_people
 
 NOW = 1_700_000_000_000  # ms
 NAME = "dislock:{export:7}"
@@ -119,67 +116,6 @@ def test_a_limit():
         state_of(SERVER, NAME, reply(limit=b"1 2 1699999997000 ", limit_ms=-1)).limit_remaining
         is None
     )
-
-
-HUGE = 10**400
-SURROGATE = "\ud800x"
-
-
-def is_told(found):
-    """Whether people and programs can be told of it: by the page, in JSON, in words and as text."""
-    json.loads(json.dumps(as_data(found), allow_nan=False))
-    for one in found.holders:
-        for_people(one.held), for_people(one.remaining), for_people(one.renewed)
-        assert one.who.isprintable()
-        assert one.can_be_terminated in {True, False}
-        told = (one.task, one.id, one.worker, one.host, one.thread)
-        assert all(text is None or isinstance(text, str) for text in told)
-    for one in (*found.line, *found.turns):
-        assert len(for_people(one.waiting)) < 30
-        assert one.who.isprintable()
-        assert all(text is None or isinstance(text, str) for text in (one.task, one.id, one.args))
-    return True
-
-
-@pytest.mark.parametrize("name", ["task", "id", "worker", "pid", "host", "timeout", "thread"])
-@pytest.mark.parametrize(
-    "value", [math.nan, math.inf, HUGE, SURROGATE, "\x1b\u061c", {}, [1], True, "x" * 10**5]
-)
-def test_a_holder_may_say_anything_of_itself(name, value):
-    """Its record comes from messages: a strange one is a lease like others, and ends no list."""
-    assert is_told(state_of(SERVER, NAME, reply(leases=lease(**{name: value}))))
-
-
-@pytest.mark.parametrize(
-    "about",
-    [
-        {"headers": "text"},
-        {"headers": None},
-        {"headers": ["task"]},
-        [],
-        "headers",
-        {"headers": {"id": math.nan, "task": math.inf}},
-        {"headers": {"id": SURROGATE, "task": ["t"], "argsrepr": HUGE}},
-        {"headers": {"id": {}, "task": True, "kwargsrepr": "x" * 10**5}},
-        {"headers": {"id": "i"}, "routing_key": math.nan, "exchange": 7},
-    ],
-)
-def test_a_parked_message_may_say_anything(about):
-    """Anybody who can publish may have it parked: it is a place in line, with its ticket."""
-    record = f"1 {NOW} 0 30000 x 1 home 1 {json.dumps(about)}".encode()
-    found = state_of(SERVER, NAME, reply(turns=[b"t:0:0", 0, record]))
-    assert is_told(found)
-    assert found.turns[0].ticket == "t:0:0"
-
-
-@pytest.mark.parametrize("joined", [b"inf", b"-inf", b"1e308", b"nan", b"", b"9" * 5000])
-@pytest.mark.parametrize("number", [b"9" * 400, b"9" * 5000, b"3170843000000000000"])
-def test_numbers_that_nobody_can_count_to_are_no_numbers(joined, number):
-    """Of a place in line they are left out; the place is shown."""
-    waits = b"1 %b 30000 x 1 {}" % number
-    ticket = b"1 %b %b 30000 x 1 home 1 {}" % (number, number)
-    line = [b"w@w:1/1", joined, waits, b"t:0:0#", joined, ticket]
-    assert is_told(state_of(SERVER, NAME, reply(waiting=2, line=line, turns=[b"u:0:0", 0, ticket])))
 
 
 @pytest.mark.parametrize(
