@@ -357,9 +357,6 @@ autoretry_once = locked(
 ignore = locked("ignore", raise_ignore)
 reject = locked("reject", raise_reject, **LATE)
 reject_once = locked("reject_once", requeue_and_succeed, **LATE)
-fail_and_keep = locked("fail_and_keep", raise_error, release_on_failure=False)
-succeed_and_keep = locked("succeed_and_keep", do_little, release_on_success=False)
-linger = locked("linger", do_little, lock_at_least_for=LONG)
 
 # The lease ends before the body does.
 outlive_cap = locked("outlive_cap", **CAPPED)
@@ -395,10 +392,7 @@ unique_in_queue = locked("unique_in_queue", **UNTIL_START)
 unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
 unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
 unique_that_fails = locked("unique_that_fails", raise_error, **UNTIL_END)
-unique_in_line = locked("unique_in_line", **UNTIL_END, **WAITING)
 unique_beyond_its_lock = locked("unique_beyond_its_lock", lock_expire=BRIEF, **UNTIL_END)
-unique_newest_until_start = locked("unique_newest_until_start", **NEWEST, **UNTIL_START)
-unique_newest_until_end = locked("unique_newest_until_end", **NEWEST, **UNTIL_END)
 # The debounce of docs/how-to/send-once.md.
 index = locked("index", stay_as_edition, lock_replace_for=LONG, **UNTIL_START, **REPLACE)
 # The task goes on in another execution.
