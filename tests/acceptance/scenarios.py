@@ -337,7 +337,6 @@ hold_and_survive = locked("hold_and_survive", max_retries=5, **SURVIVING)
 hold_renewed_and_survive = locked("hold_renewed_and_survive", **BRIEFLY, **SURVIVING)
 hold_once = locked("hold_once", lock_dedupe_redelivered=True, lock_dedupe_for=LONG, **LATE)
 hang_after_it = locked("hang_after_it", base=HangsAfterIt, lock_watchdog_timeout=4 * BRIEF)
-plain_hold = locked("plain_hold", base=None)  # locks where the worker has --dislock
 compute = locked("compute", compute_until, **BRIEFLY)
 hold_the_gil = locked("hold_the_gil", keep_the_gil, **BRIEFLY)
 
