@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import os
 import re
 import uuid
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import redis
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import CONCURRENCY, Fleet, Scene, Worker, wait_for
@@ -24,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
+
+    import redis
 
 MEANT_TO_STAY = re.compile(r"dislock:(sweep:|lines:|\{.*\}:done:)")
 LOG_SHOWN = 20_000  # characters of each worker's log in the report of a failed test
@@ -44,13 +44,6 @@ def server(redis_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def redis_client(server: RedisServer) -> Iterator[redis.Redis]:
     """A client beside those of the package and of the tasks, which speaks str."""
     with server.client(decode_responses=True) as client:
-        yield client
-
-
-@pytest.fixture(scope="session")
-def elsewhere(server: RedisServer) -> Iterator[redis.Redis]:
-    """A client of another database of that server, in which no test but its user locks."""
-    with redis.Redis.from_url(server.url.removesuffix("0") + "1") as client:
         yield client
 
 
@@ -192,25 +185,23 @@ def scene(
 @pytest.fixture(autouse=True)
 def _nothing_is_left(
     redis_client: redis.Redis,
-    elsewhere: redis.Redis,
     workers: dict[Worker, int],
     start_fleet: Callable[..., Fleet],
 ) -> Iterator[None]:
-    """Check after each test that no lock is left behind, in either database.
+    """Check after each test that no lock is left behind.
 
     By then the gate of the test's key is open, and its own workers are still there.
     """
     for worker in workers:
         workers[worker] = len(worker.log)
     yield
-    for client in (redis_client, elsewhere):
-        try:
-            wait_for("no lock is left", lambda client=client: not left_behind(client))
-        except AssertionError as exc:
-            raise AssertionError(f"{exc}: {left_behind(client)}") from exc
-        finally:
-            for left in left_behind(client):
-                client.delete(left)  # the next test is not to blame
+    try:
+        wait_for("no lock is left", lambda: not left_behind(redis_client))
+    except AssertionError as exc:
+        raise AssertionError(f"{exc}: {left_behind(redis_client)}") from exc
+    finally:
+        for left in left_behind(redis_client):
+            redis_client.delete(left)  # the next test is not to blame
 
 
 def left_behind(client: redis.Redis) -> list[Any]:
@@ -220,14 +211,14 @@ def left_behind(client: redis.Redis) -> list[Any]:
     parked and has run and each delivery that was parked again, and the numbers of messages that
     have replaced each other.
     """
-    keys = [key for key in client.keys("dislock*") if not MEANT_TO_STAY.match(os.fsdecode(key))]
+    keys = [key for key in client.keys("dislock*") if not MEANT_TO_STAY.match(key)]
     return [key for key in keys if not _keeps_numbers(client, key)]
 
 
 def _keeps_numbers(client: redis.Redis, key: Any) -> bool:
-    if not os.fsdecode(key).endswith(":unique"):
+    if not key.endswith(":unique"):
         return False
-    return os.fsdecode(client.get(key) or b"").startswith("2 - ")
+    return (client.get(key) or "").startswith("2 - ")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

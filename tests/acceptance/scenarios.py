@@ -337,7 +337,6 @@ hold_and_survive = locked("hold_and_survive", max_retries=5, **SURVIVING)
 hold_renewed_and_survive = locked("hold_renewed_and_survive", **BRIEFLY, **SURVIVING)
 hold_once = locked("hold_once", lock_dedupe_redelivered=True, lock_dedupe_for=LONG, **LATE)
 hang_after_it = locked("hang_after_it", base=HangsAfterIt, lock_watchdog_timeout=4 * BRIEF)
-plain_hold = locked("plain_hold", base=None)  # locks where the worker has --dislock
 compute = locked("compute", compute_until, **BRIEFLY)
 hold_the_gil = locked("hold_the_gil", keep_the_gil, **BRIEFLY)
 
@@ -357,9 +356,6 @@ autoretry_once = locked(
 ignore = locked("ignore", raise_ignore)
 reject = locked("reject", raise_reject, **LATE)
 reject_once = locked("reject_once", requeue_and_succeed, **LATE)
-fail_and_keep = locked("fail_and_keep", raise_error, release_on_failure=False)
-succeed_and_keep = locked("succeed_and_keep", do_little, release_on_success=False)
-linger = locked("linger", do_little, lock_at_least_for=LONG)
 
 # The lease ends before the body does.
 outlive_cap = locked("outlive_cap", **CAPPED)

@@ -10,7 +10,6 @@ from celery.events.state import State
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
-from tests.commands import Dislock
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -99,29 +98,6 @@ def test_what_becomes_of_tasks_is_seen(start_fleet, scene, watcher, pool):
     assert len(watcher.of(skipped, "task-revoked")) == 1
 
 
-def test_parked_tasks_are_seen(start_fleet, scene, watcher):
-    """PARKED in line, REVOKED if an operator drops them, and else run as any other task."""
-    fleet = start_fleet("prefork", "--task-events")
-    holder = scene.hold(fleet)
-    parked, dropped = scene.park(fleet), scene.park(fleet)
-    for place, result in enumerate((parked, dropped), 1):
-        event = watcher.wait_for(result, "task-parked")
-        assert (event["key"], event["place"]) == (scene.key, place)
-        assert 0 <= event["held_for"] < LIMIT
-        assert watcher.state_of(result) == "PARKED"
-    answer = Dislock(scenarios.app)("drop", dropped.id, "--key", scene.key, "--yes")
-    assert answer.exit_code == 0, answer.output
-    event = watcher.wait_for(dropped, "task-revoked")
-    assert event["reason"].startswith("dropped by an operator")
-    # Who ends it tells it: the command, or any worker that sweeps in that moment.
-    assert watcher.state_of(dropped) == states.REVOKED
-    scene.open_gate(holder.id)
-    scene.wait_for_report("begin", times=2)
-    wait_for("it is seen to run", lambda: watcher.state_of(parked) == states.STARTED)
-    scene.open_gate()
-    wait_for("it is seen to end", lambda: watcher.state_of(parked) == states.SUCCESS)
-
-
 def test_events_go_over_rabbitmq(start_fleet, scene, rabbitmq):
     """From the main process and from a pool process, by a connection of its own."""
     fleet = start_fleet("prefork", "--task-events", broker_url=rabbitmq.url)
@@ -133,23 +109,3 @@ def test_events_go_over_rabbitmq(start_fleet, scene, rabbitmq):
         watcher.wait_for(running, "task-lock-lost")
         scene.open_gate()
         running.get(timeout=LIMIT)
-
-
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_where_nobody_wants_events_a_pool_process_alone_sends_its_own(
-    start_fleet, scene, watcher, pool
-):
-    """The main process knows that nobody does; a pool process cannot know, as with Celery's own."""
-    fleet = start_fleet(pool)
-    holder = scene.begin(fleet, scenarios.outlive_loss)
-    skipped = fleet.send(scenarios.outlive_loss, scene.key)
-    wait_for("it is skipped", lambda: skipped.state == states.REVOKED)
-    scene.lose_the_lock()
-    wait_for("it is lost", lambda: fleet.says(holder.id, "is lost"))
-    if pool == "prefork":
-        watcher.wait_for(holder, "task-lock-lost")
-    scene.open_gate()
-    holder.get(timeout=LIMIT)
-    watcher.look()
-    heard = [e["type"] for e in watcher.events if e.get("uuid") in {holder.id, skipped.id}]
-    assert heard == (["task-lock-lost"] if pool == "prefork" else [])

@@ -132,25 +132,3 @@ def test_a_bad_option_ends_a_command_in_one_message(celery, write_app, source, c
     assert said.count("Cannot start with locks: ") == said.count(REFUSED) == 1
     assert "Traceback" not in said
     assert "app.conf" not in said
-
-
-@pytest.mark.parametrize(
-    ("url", "where", "flag"),
-    [
-        ("http://:secret@x", "command line", ["--dislock"]),
-        ("http://:secret@x", "setting", []),
-    ],
-)
-def test_a_lock_server_of_another_kind_is_answered_with_those_there_are(
-    celery, write_app, url, where, flag
-):
-    """The message is about dislock_url, in one piece and without a password."""
-    source = WAYS["imported first"]
-    options = [*flag, "--dislock-url", url]
-    if where == "setting":
-        source, options = source.replace("@app", f"app.conf.dislock_url = {url!r}\n@app"), flag
-    status, said = celery("-A", write_app(source), "worker", "--pool", "solo", *options)
-    assert status == 1
-    assert said.count("Cannot start with locks: app.conf: dislock_url=") == 1
-    assert "give the lock server's URL: redis://host:6379/0" in said
-    assert not any(word in said for word in ("broker", "secret", "Traceback"))

@@ -9,7 +9,6 @@ from uuid import uuid4
 import pytest
 import redis
 
-from celery_dislock.exceptions import LockLostError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
 from tests.redis_server import RedisServer
@@ -109,30 +108,6 @@ def begun(scene, number):
     """What the executions of one of the keys have reported as begun."""
     events = scene.redis.lrange(scenarios.history_of(f"{scene.key}-{number}"), 0, -1)
     return [event for event in events if '"begin"' in event]
-
-
-def test_a_running_task_keeps_its_lease_over_a_shorter_outage(fleet, lock_server, scene):
-    """The watchdog tries again within the trust that is left, and the body never knows."""
-    failures, ends = map(fleet.times_it_says, ("Cannot renew", "are renewed again"))
-    result = scene.begin(fleet, scenarios.hold_steadily)
-    lock_server.pause()
-    wait_for("a renewal has failed", lambda: fleet.times_it_says("Cannot renew") > failures)
-    lock_server.resume()
-    wait_for("it is renewed again", lambda: fleet.times_it_says("are renewed again") > ends)
-    scene.open_gate()
-    result.get(timeout=LIMIT)
-    assert not fleet.says("is lost", scene.key)
-
-
-def test_a_running_task_is_told_of_a_longer_outage(fleet, lock_server, scene):
-    """lock_on_lost="raise" reaches the body before anybody else can have the lock."""
-    result = scene.begin(fleet, scenarios.stop_at_loss)
-    lock_server.kill()
-    with pytest.raises(LockLostError):
-        result.get(timeout=LIMIT)
-    lock_server.start()
-    scene.open_gate()
-    fleet.send(scenarios.step, scene.key).get(timeout=2 * LIMIT)
 
 
 def test_a_body_that_has_ended_keeps_no_lock(fleet, lock_server, scene):

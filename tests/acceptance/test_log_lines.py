@@ -12,11 +12,10 @@ from celery.result import AsyncResult
 
 from celery_dislock import LockHeldError
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, fleets, wait_for
+from tests.acceptance.fleet import LIMIT, fleets, wait_for
 
 pytestmark = pytest.mark.acceptance
 
-CROWD = 12  # tasks that are parked in a place for one
 RECORD = re.compile(r"^\[\S+ \S+: (?P<level>[A-Z]+)/\S+\] (?P<text>.*)$")
 SKIPPED = r"INFO .* skipped: lock '{key}' is held by {holder}, for \S+ s more unless renewed\. It "
 PUT_OFF = r"INFO .* put off for \S+ s: lock '{key}' is held by {holder}, for "
@@ -84,25 +83,3 @@ def test_a_conflict_is_told_to_the_caller_and_in_one_line(fleet, scene, name, st
     assert re.match(line.format(key=scene.key, holder=holder), said), said
     if state in {states.RETRY, "PARKED"}:
         assert second.get(timeout=LIMIT)["held"] is True
-
-
-@PREFORK
-def test_making_room_in_line_is_one_line(fleet, scene):
-    """All but one that were parked have a second line, however many processes end them."""
-    holder = scene.begin(fleet)
-    parked = [fleet.send(scenarios.hold_newest, scene.key) for _ in range(CROWD)]
-
-    def revoked():
-        return sum(one.state == states.REVOKED for one in parked)
-
-    wait_for("one is left in line", lambda: revoked() == CROWD - 1)
-    settled(fleet, holder.id)
-    told = [lines_about(fleet, scenarios.hold_newest, one.id) for one in parked]
-    scene.open_gate()
-    wait_for("all have ended", lambda: all(one.ready() for one in (holder, *parked)))
-    assert sorted(map(len, told)) == [1, *[2] * (CROWD - 1)]
-    reason = f"a newer task took its place in line for lock {scene.key!r}. It does not run."
-    for lines in told:
-        first, *skipped = sorted(lines)
-        assert f" parked: place 1 in line for lock {scene.key!r}, held by " in first
-        assert all(line.endswith(f" skipped: {reason}") for line in skipped)

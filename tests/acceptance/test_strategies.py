@@ -30,9 +30,6 @@ pytestmark = pytest.mark.acceptance
 SEVERAL_SLOTS = fleets("prefork", "threads", "gevent")
 
 
-# retry
-
-
 # wait
 
 

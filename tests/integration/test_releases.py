@@ -201,19 +201,26 @@ def test_an_end_after_a_minimum_is_sent_again_as_it_was(driven, declare):
     driven.assert_free("k")
 
 
-@pytest.mark.parametrize("strategy", ["skip", "wait"])
+@pytest.mark.parametrize(
+    ("strategy", "ends"),
+    [("skip", "success"), ("wait", "success"), ("skip", "failure")],
+)
 def test_a_lease_that_is_left_ends_a_timeout_after_its_last_renewal(
-    driven, declare, heard, strategy
+    driven, declare, heard, strategy, ends
 ):
     """It is marked, and nobody renews it; also one that was handed over for some seconds only."""
-    task = declare(lock_on_conflict=strategy, release_on_success=False)
+
+    def body():
+        assert ends == "success"
+
+    task = declare(body, lock_on_conflict=strategy, **{f"release_on_{ends}": False})
     if strategy == "wait":
         first = driven.take()
         task.delay()
         with driven.waiting(driven.run_parked):
             first.release()
     else:
-        task.apply(throw=True)
+        task.apply(throw=False)
     renewed = driven.asked(scripts.RENEW)
     assert True in [told["expiring"] for name, told in heard if name == "lock_released"]
     [left] = driven.lock().holders()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import redis
 
-from celery_dislock import SettingsError, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError
 from tests.docs.migrating.libraries import (
     ALL,
@@ -22,7 +21,6 @@ from tests.docs.migrating.libraries import (
     about,
     database,
     expiry_of,
-    export,
     locks_of,
     messages,
     of,
@@ -31,22 +29,10 @@ from tests.docs.migrating.libraries import (
     reservations,
 )
 
-if TYPE_CHECKING:
-    from celery import Celery
-
 pytestmark = LIBRARIES_WARN
 
 
 A_MINUTE = {"lock_unique_for": 60}
-
-
-def refused(app: Celery, **options: Any) -> str:
-    """Declare a task of ours with an option of another library, and return what is said."""
-    with pytest.raises(SettingsError) as caught:
-        app.task(base=SingletonTask, name="refused", shared=False, **options)(export)
-        app.finalize()
-    assert "refused" not in app.tasks
-    return str(caught.value)
 
 
 class Case(NamedTuple):
@@ -139,24 +125,3 @@ class TestOptions:
         pytest.importorskip("celery_singleton").clear_locks(app)
         assert locks_of(redis_client, library) == []
         assert len(reservations(redis_client)) == 1
-
-    @pytest.mark.parametrize(
-        ("option", "told"),
-        [
-            ({"unique_on": ["corp_id"]}, "lock_key"),
-            ({"unique_on": None}, "lock_key"),
-            ({"raise_on_duplicate": True}, "lock_on_duplicate='raise'"),
-            ({"lock_expiry": 60}, "lock_unique_for"),
-            ({"simulate": True}, "dislock_enabled=False"),
-            ({"once": {"keys": ["corp_id"]}}, "lock_key"),
-            ({"once": {"graceful": True}}, "lock_on_duplicate"),
-            ({"once": {"timeout": 60}}, "lock_unique_for"),
-            ({"once": {"unlock_before_run": True}}, "lock_unique_until"),
-            ({"heimdall": {"unique": True}}, "lock_unique_until"),
-            ({"heimdall": {"times": 2, "per": 60}}, "no limit of tasks per time"),
-        ],
-        ids=str,
-    )
-    def test_an_option_that_was_left_is_refused(self, app, option, told):
-        """The error names the option of ours."""
-        assert told in refused(app, **option)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from celery_dislock.operating.checks import facts
 from celery_dislock.parking.process import runtime_of
 from tests.commands import Dislock
 from tests.staged import Staged, make_app, reach
+from tests.unit.operating.examining import MASTER, Doctor
 
 
 @pytest.fixture
@@ -38,3 +40,12 @@ def enlist(app):
             runtime_of(app).process.lines.enlist(f"dislock:{{{key}}}")
 
     return enlist
+
+
+@pytest.fixture
+def doctor(dislock, server, monkeypatch):
+    doctor = Doctor(dislock, server)
+    server.info = MASTER
+    monkeypatch.setattr(dislock.app.control, "broadcast", doctor.broadcast)
+    monkeypatch.setattr(facts, "complaints", lambda *_: [])  # real servers are tried elsewhere
+    return doctor

@@ -6,7 +6,7 @@ import pytest
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.web import cache
-from celery_dislock.operating.web.cache import FRESH, SHARE, Cache
+from celery_dislock.operating.web.cache import FRESH, Cache
 
 AWAY = StoreError("redis://fake", "no answer in time")
 
@@ -37,33 +37,6 @@ class Source:
 @pytest.fixture
 def source():
     return Source()
-
-
-def test_all_who_ask_within_seconds_get_one_reading(source):
-    """A hundred open pages cost as much as one."""
-    for _ in range(100):
-        assert source.get().value == 1
-        source.now += FRESH / 101
-    source.now += FRESH
-    assert source.get().value == 2
-
-
-def test_a_reading_that_takes_long_is_kept_for_longer(source):
-    """So that reading takes a fifth of the server's time at most; its age counts from its begin."""
-    source.takes = 10.0
-    assert source.get().age == 10.0
-    source.now += 10 * SHARE - 1
-    assert source.get().value == 1
-    source.now += 2
-    assert source.get().value == 2
-
-
-def test_a_quick_reading_need_not_be_kept():
-    """Of metrics each scrape is new, unless reading them takes long."""
-    source = Source(seconds=0.0)
-    assert [source.get().value for _ in range(3)] == [1, 2, 3]
-    source.takes = 10.0
-    assert [source.get().value for _ in range(3)] == [4, 4, 4]
 
 
 def test_one_reads_while_the_others_get_the_last_reading(source):

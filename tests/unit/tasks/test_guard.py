@@ -93,6 +93,24 @@ def test_a_task_may_take_several_keys_all_or_none(app, lock_server):
         assert lock_server.locks() == ["account:2"]
 
 
+def test_tasks_take_the_very_same_lock(app):
+    """A task conflicts with a lock taken in Python, and Python with one that a task holds."""
+    dislock = Dislock(app)
+    export = declare(
+        app,
+        lambda n: dislock.lock(f"export:{n}").holders()[0].task,
+        name="export",
+        lock_key="export:<n>",
+        lock_on_conflict="raise",
+    )
+    with dislock.lock("export:7"):
+        with pytest.raises(LockHeldError) as refused:
+            export.apply((7,)).get()
+        assert threading.current_thread().name in refused.value.holder
+        assert export.apply((8,)).get() == "export"
+    assert export.apply((7,)).get() == "export"
+
+
 @pytest.mark.parametrize(
     "keys",
     [

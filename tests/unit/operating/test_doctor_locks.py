@@ -1,0 +1,285 @@
+"""``doctor``: what it finds wrong with a lock server and with the locks."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.checks import facts
+from celery_dislock.operating.site import Site
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.scripts.names import sweep_lock
+from tests.staged import RESERVED, holder, lock, place
+from tests.unit.operating.examining import EXPORT, MASTER, ONLINE, member
+
+HOUR, MINUTES = 3600.0, 400.0
+
+
+SYNC = {"slave0": "ip=127.0.0.1,port=6381,state=wait_bgsave,offset=0,lag=0"}
+QUEUE = {"lock_on_conflict": "queue"}
+ALONE = ("replicas", "warning", "No replica follows")
+
+
+@pytest.mark.parametrize(
+    ("kind", "infos", "options", "expected"),
+    [
+        ("single", [MASTER], {}, []),
+        ("single", [None], {}, [("server", "serious", "is away")]),
+        ("quorum", [None, *[MASTER] * 4], {}, [("server", "warning", "1 more may fail")]),
+        ("quorum", [None] * 2 + [MASTER] * 3, {}, [("server", "warning", "No other may fail")]),
+        ("quorum", [None] * 3 + [MASTER] * 2, {}, [("server", "serious", "is away")]),
+        ("cluster", [None, MASTER], {}, [("server", "serious", "slots of these nodes"), ALONE]),
+        (
+            "single",
+            [{**MASTER, "maxmemory_policy": "volatile-ttl", "maxmemory": "100"}],
+            {},
+            [("eviction", "serious", "evict")],
+        ),
+        ("single", [{"role": "slave"}], {}, [("role", "serious", "replica")]),
+        ("single", ["NOPERM INFO"], {}, [("settings", "note", "INFO is refused")]),
+        ("single", [{**MASTER, "aof_enabled": "0"}], {}, []),
+        ("single", [{"role": "master"}], QUEUE, []),  # not known
+        (
+            "single",
+            [{**MASTER, "aof_enabled": "0"}],
+            QUEUE,
+            [("persistence", "warning", "parked tasks")],
+        ),
+        (
+            "quorum",
+            [{**MASTER, "aof_enabled": "0"}] * 3,
+            {},
+            [("persistence", "warning", "forgotten its leases")],
+        ),
+        ("single", [MASTER], {"replicas": 1}, [("replicas", "serious", "Fewer replicas")]),
+        ("single", [MASTER | SYNC], {"replicas": 1}, [("replicas", "serious", "Fewer replicas")]),
+        ("single", [MASTER | ONLINE], {"replicas": 1}, []),
+        ("cluster", [MASTER], {}, [ALONE]),
+        ("sentinel", [MASTER], {}, [ALONE]),
+        (
+            "sentinel",
+            [MASTER | ONLINE],
+            {},
+            [("replicas", "warning", "cut off from its Sentinels")],
+        ),
+        ("sentinel", [MASTER | ONLINE | {"min_slaves_good_slaves": "1"}], {}, []),
+    ],
+    ids=str,
+)
+def test_a_lock_server(doctor, server, kind, infos, options, expected):
+    """What is wrong with its processes, and nothing that is not; a majority is enough."""
+    server.kind, server.keeps_lines = kind, kind != "quorum"
+    processes = [member(server, f"h{nth}", info) for nth, info in enumerate(infos)]
+    server.members = lambda: processes
+    server.senders = lambda: [server.send]
+    doctor.set(dislock_min_replicas=options.get("replicas", 0))
+    task = {**EXPORT, **({} if "replicas" in options else options)}
+    doctor.declare(**task)
+    doctor.answers = {"w1": doctor.described(tasks={"export": task})}
+    found = doctor.found()
+    assert [one[:2] for one in found] == [one[:2] for one in expected]
+    assert all(words in one[2] for one, (*_, words) in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ahead", "found"),
+    [
+        ("quorum", [0.001, 0.002, 0.003], []),
+        ("quorum", [0.0, 0.3, 0.0], ["warning"]),  # tokens are of their clocks
+        ("cluster", [0.0, 0.3], []),
+    ],
+)
+def test_clocks(doctor, server, kind, ahead, found):
+    """Independent servers must agree with each other."""
+    server.kind = kind
+    processes = [member(server, f"h{nth}", MASTER, one) for nth, one in enumerate(ahead)]
+    server.members, server.senders = lambda: processes, lambda: [server.send]
+    told = doctor.found("clock")
+    assert [level for _, level, _ in told] == found
+    assert all(
+        re.search(r"0\.(29|30|31) s apart: h[02] is behind, h1 ahead", one[2]) for one in told
+    )
+
+
+def test_a_round_trip_that_is_slow(doctor, server, monkeypatch):
+    """A process that is far away makes each locked task wait twice."""
+    for took, found in ((0.06, ["warning"]), (0.04, [])):
+        clock = iter(range(10**6))
+        ticks = SimpleNamespace(time=time.time, perf_counter=lambda: next(clock) * took)  # noqa: B023
+        monkeypatch.setattr(facts, "time", ticks)
+        assert [level for _, level, _ in doctor.found("round trip")] == found
+
+
+def test_valkey_is_named_as_such(doctor, server):
+    """It claims to be a Redis, for old clients; so is what kind of server it is."""
+    server.info = {"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "8.0.1"}
+    [one] = [one for one in doctor.told() if one["check"] == "server"]
+    assert one["what"].startswith(f"{server.name} is a single server: Valkey 8.0.1, ")
+
+
+def test_a_cluster_without_a_slot_map_is_away(doctor, server):
+    """No node told the slots, so there is nobody to ask; what the workers say is told."""
+
+    def members():
+        raise StoreError("redis+cluster://h", "no node tells the slots")
+
+    server.members = members
+    assert ("server", "serious") in [one[:2] for one in doctor.found()]
+
+
+@pytest.mark.parametrize(
+    ("url", "level", "text"),
+    [
+        (None, "ok", "All names begin with 'staging:dislock'"),
+        ("redis://h", "note", "('staging:'). Names of locks begin with 'dislock' alone"),
+    ],
+)
+def test_the_prefix_of_celerys_names(doctor, url, level, text):
+    """It is named, and that the locks have none if they are on another server."""
+    options = {"global_keyprefix": "staging:"}
+    broker = {"broker_url": "redis://localhost:1/0", "broker_transport_options": options}
+    doctor.set(**broker, dislock_url=url)
+    told = [one for one in doctor.told() if one["check"] == "prefix"]
+    assert [(one["level"], text in one["what"]) for one in told] == [(level, True)]
+
+
+RENEWED = {"renewed": 3.0, "remaining": 27.0}
+OLD = RESERVED._replace(since=4000.0, remaining=10.0)
+NOTE = {"limit_note": "by ana: reindex", "limit_age": 7200.0}
+BUSY = {"waiting": 1, "line": [place(parked=False, ticket="")]}
+
+
+@pytest.mark.parametrize(
+    ("given", "finding"),
+    [
+        ({"holders": [holder(renewed=25.0, remaining=5.0)]}, ("leases", "warning", "k.")),
+        ({"holders": [holder(**RENEWED)]}, None),
+        ({"holders": [holder(renewed=None)]}, None),  # an older version, or a fixed expiry
+        (
+            {"holders": [holder(**RENEWED, held=601.0)], **BUSY},
+            (
+                "leases",
+                "warning",
+                "k (for 10 min by shop.export[id-1] on celery@w1 (pid 7), with 1 w",
+            ),
+        ),
+        ({"holders": [holder(**RENEWED, held=599.0)], **BUSY}, None),
+        ({"holders": [holder(**RENEWED, held=601.0)]}, None),  # it bothers nobody
+        # Of several beats one leads for months.
+        ({"holders": [holder(**RENEWED, held=601.0, thread="beat")], **BUSY}, None),
+        ({"ticked": 240.0}, ("beats", "warning", "k (last tick 4 min ago)")),
+        ({"ticked": 240.0, "holders": [holder(**RENEWED)]}, None),
+        (
+            {"ticked": 240.0, "limit": 0, **NOTE},  # on purpose
+            ("limits", "note", "k (paused; by ana: reindex; for 2 h 00 min so far)"),
+        ),
+        (
+            {"holders": [holder()], "line": [place(turns=3, routing_key="pay")], "waiting": 1},
+            ("lines", "warning", "k (ticket parked-1:0:0, queue pay)"),
+        ),
+        ({"holders": [holder()], "turns": [place(turns=2)]}, None),
+        (
+            {"waiting": 1, "line": [place(waiting=9.0)]},
+            ("lines", "warning", "k (the first waits for 9.0 s)"),
+        ),
+        ({"waiting": 1, "line": [place(waiting=1.0)]}, None),  # it has only just come
+        ({"aside": 2}, ("set aside", "warning", "k (2 tasks)")),
+        ({"reservation": OLD}, ("reservations", "warning", "k (for 1 h 06 min)")),
+        ({"reservation": OLD._replace(since=9.0)}, None),
+        ({"reservation": OLD._replace(state="running")}, None),
+        (
+            {"limit": 0, **NOTE, "waiting": 4},
+            ("limits", "warning", "k (paused; by ana: reindex; for 2 h 00 min so far; 4 waiting)"),
+        ),
+        (
+            {"limit": 3, **NOTE, "waiting": 4, "holders": [holder(**RENEWED)]},
+            ("limits", "warning", "k (to 3 at a time; by ana: reindex; for 2 h 00 min so far; 4"),
+        ),
+        ({"limit": 3, **NOTE}, ("limits", "note", "k (to 3 at a time; by ana: reindex; for 2 h 0")),
+        (
+            {"waiting": 1, "holders": [holder()], "line": [place(broker="b")]},
+            ("sweep", "warning", "k."),
+        ),
+    ],
+    ids=str,
+)
+def test_what_may_be_wrong_with_a_lock(doctor, server, dislock, given, finding):
+    """Each trouble has its words; what lists call trouble is what doctor finds."""
+    sweep = sweep_lock("dislock", server.home)
+    server.put(lock(**given), lock("swept", name=sweep, holders=[holder()]), lock("healthy"))
+    doctor.declare(**EXPORT)
+    found = doctor.found()
+    assert [one[:2] for one in found] == ([finding[:2]] if finding else [])
+    assert all(finding[2] in what for *_, what in found)
+    [listed, *_] = dislock.json("ls")
+    is_limit = given.get("limit") == 3 and not given.get("waiting")
+    assert len(listed["troubles"]) == (finding is not None and not is_limit)
+
+
+def test_locks_that_cannot_be_read(doctor, server):
+    """One that is damaged is serious; of a server that does not answer the others are read."""
+
+    def away(*_command):
+        raise StoreError("redis://b", "no answer in time")
+
+    doctor.declare(**EXPORT)
+    server.put(lock("k", holders=[holder()]))
+    server.damage("d")
+    server.kind, server.senders = "cluster", lambda: [server.send, away]
+    server.members = lambda: [member(server, "h", MASTER | ONLINE)]
+    found = doctor.found("locks")
+    assert [(level, what[:36]) for _, level, what in found] == [
+        ("serious", "Locks that cannot be used, so that t"),
+        ("note", "The locks of one server could not be"),
+    ]
+    [counted] = [one["what"] for one in doctor.told() if "lease," in one["what"]]
+    assert counted == "1 lock, 1 lease, 0 waiting."
+
+
+@pytest.mark.parametrize(
+    ("since", "remaining", "tasks", "messages", "unmet"),
+    [
+        (MINUTES, HOUR - MINUTES, [("end", HOUR)], 0, MINUTES),
+        (MINUTES, HOUR - MINUTES, [("end", HOUR)], 5000, None),  # a backlog
+        (MINUTES, HOUR - MINUTES, [("end", HOUR)], None, None),
+        (MINUTES, HOUR - MINUTES, [("expiry", HOUR)], 0, None),  # no worker renews it
+        (MINUTES, HOUR - MINUTES, [], 0, None),
+        (200.0, HOUR - 200.0, [("end", HOUR)], 0, None),
+        (9 * HOUR, HOUR - 5.0, [("end", HOUR)], 0, None),  # a worker has it, for its ETA
+        (9 * HOUR, 2 * HOUR, [("start", HOUR)], 0, None),  # its ETA is an hour ahead
+        (MINUTES, 60.0, [("end", HOUR)], 0, MINUTES),  # its message has expired, or will
+        (MINUTES, 500.0, [("end", HOUR), ("end", 600.0)], 0, None),  # perhaps 100 s of 600
+        (61.0, 59.0, [("end", 120.0)], 0, 61.0),  # half of it
+        (0.6 * HOUR, 0.4 * HOUR, [("end", HOUR)], 1, 0.6 * HOUR),
+        (0.6 * HOUR, 0.4 * HOUR, [], 0, 0.6 * HOUR),
+    ],
+)
+def test_a_reservation_whose_message_nobody_has_is_told_within_minutes(
+    doctor, monkeypatch, since, remaining, tasks, messages, unmet
+):
+    """What is over of its time is known; a message that waits in a long queue is not lost."""
+    for nth, (until, seconds) in enumerate(tasks):
+        unique = {"lock_unique_until": until, "lock_unique_for": seconds}
+        doctor.declare(f"t{nth}", lock_key="a:<n>", **unique)
+    doctor.set(task_routes={"t*": {"queue": "mail"}})
+    monkeypatch.setattr(Site, "messages_in", lambda _self, queues: {"mail": messages}[queues[0]])
+    kept = RESERVED._replace(since=since, remaining=remaining)
+    doctor.at.put(lock("a:1 and others", reservation=kept))
+    is_known = bool(tasks) and tasks[0][1] <= since + remaining
+    found = ["nothing waits in mail" in one[2] for one in doctor.found("reservations")]
+    assert found == ([] if unmet is None else [is_known and messages == 0])
+
+
+@pytest.mark.parametrize(("ago", "many"), [(12, 1), (601, 0)])
+def test_only_a_stranger_that_came_lately_is_a_finding(doctor, server, app, ago, many):
+    """One that still has its turn elsewhere comes again within seconds."""
+    doctor.declare(**EXPORT)
+    runtime_of(app).process.identity.whose("f" * 16)
+    server.advance(ago)
+    found = [one for one in doctor.told() if one["check"] == "lines"]
+    assert [one["level"] for one in found] == ["warning"] * many
+    assert all("came 12 s ago" in one["what"] and "drain" in one["remedy"] for one in found)
