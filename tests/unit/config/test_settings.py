@@ -254,8 +254,8 @@ def test_a_task_of_several_keys_or_servers_is_not_parked(declared, conf, remedy)
         (
             "lock_ttl",
             (
-                "no such option: leave it out, as locks end by themselves, or give lock_expire for a"
-                " fixed expiry"
+                "no such option: leave it out, as locks end by themselves, or give lock_expire for"
+                " a fixed expiry"
             ),
         ),
         ("lock_name", "no such option: give lock_key"),
