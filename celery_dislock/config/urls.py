@@ -93,9 +93,10 @@ def redis_url(url: str) -> str:
 
 
 def redis_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert Celery's text for ``ssl_cert_reqs`` to redis-py's; ssl constants stay as they are."""
+    """Convert ``ssl_cert_reqs`` to redis-py's text, from Celery's or from a constant of ssl."""
     options = dict(options)
     wanted = options.get("ssl_cert_reqs")
+    wanted = getattr(wanted, "name", wanted)  # for asyncio, redis-py 5.0 takes no constant
     if isinstance(wanted, str):
         options["ssl_cert_reqs"] = wanted.removeprefix("CERT_").lower()
     return options

@@ -73,7 +73,7 @@ class TestSpelling:
             ("CERT_REQUIRED", "required"),
             ("CERT_NONE", "none"),
             ("required", "required"),
-            (ssl.CERT_OPTIONAL, ssl.CERT_OPTIONAL),
+            (ssl.CERT_OPTIONAL, "optional"),
             (None, None),
         ],
     )
