@@ -405,7 +405,7 @@ class TestWhatCannotClaimItsTurn:
     def aside(self, shop):
         return list(shop.other.records().aside)
 
-    def fail_early(self, shop, error):
+    def fail_early(self, shop, error, **options):
         """Declare it anew: it fails before its guard sees it, the first time."""
 
         def before_start(_, task_id, *__):
@@ -413,7 +413,7 @@ class TestWhatCannotClaimItsTurn:
                 raise error
 
         base = type("Base", (SingletonTask,), {"before_start": before_start, "abstract": True})
-        return shop.declare(base=base)
+        return shop.declare(base=base, **options)
 
     def test_a_key_that_cannot_be_built_sets_the_task_aside(self, shop, caplog):
         """At once, after its FAILURE: an argument was renamed while it was in line."""
@@ -475,15 +475,8 @@ class TestWhatCannotClaimItsTurn:
         with shop.held():
             shop.run(shop.declare())
             shop.run(shop.declare(name="shop.spy", lock_key="mine"), notes=TURN)
-            shop.run(self.fail_early_spy(shop), notes=TURN)
+            shop.run(self.fail_early(shop, ValueError(), name="shop.spy"), notes=TURN)
             assert shop.line == ["2"]
-
-    def fail_early_spy(self, shop):
-        def before_start(*_):
-            raise ValueError
-
-        base = type("Base", (SingletonTask,), {"before_start": before_start, "abstract": True})
-        return shop.declare(name="shop.spy", base=base)
 
 
 class TestGivingTurns:
