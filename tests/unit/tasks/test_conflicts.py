@@ -128,12 +128,17 @@ def test_a_retry_cannot_be_had_for_longer_than_the_option_says(app, lock_server,
 
 
 def test_a_task_that_is_put_off_keeps_the_headers_of_its_sender_alone(app, broker):
-    """RabbitMQ takes a message with its x-death header for one that goes round in circles."""
+    """RabbitMQ takes a message with its x-death header for one that goes round in circles.
+
+    A note that a newer release has written goes on, too.
+    """
     headers = {"tenant": "seven", "headers": {"trace": 1}, "x-y": 2, "ignore_result": True}
-    brokers = dict.fromkeys(["x-death", "x-first-death-queue", "x-delivery-count"], "added")
+    deaths = ["x-death", "x-first-death-queue", "x-last-death-reason", "x-delivery-count"]
+    brokers, notes = dict.fromkeys(deaths, "added"), {"sent": 5, "new": {"note": 1}}
     with held(app):
-        deliver(refused(app, "retry"), "2", headers={**headers, **brokers})
+        deliver(refused(app, "retry"), "2", headers={**headers, **brokers}, notes=notes)
     sent = broker.last.headers
+    assert sent["dislock"].items() >= notes.items()
     assert sent.items() >= headers.items()
     assert sent.keys() == {*headers, "id", "task", "retries", "eta", "dislock"}
 
