@@ -13,12 +13,11 @@ from celery.exceptions import TaskRevokedError
 from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import CONCURRENCY, LIMIT, PREFORK, Scene, fleets, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
 
 pytestmark = pytest.mark.acceptance
 
 EDITIONS = 20
-SENT_AGAIN = 20  # times; without the order that is proved, every third met its own key
 
 
 def editions_run(scene):
@@ -68,16 +67,6 @@ class TestUntilEnd:
 
 class TestLocksOff:
     """With --no-dislock there is no guard that frees a key."""
-
-    @pytest.mark.parametrize("pool", CONCURRENCY)
-    def test_who_has_its_result_and_sends_again_is_sent(self, start_fleet, scene, pool):
-        """The key is free before the result is stored, for one that fails, too."""
-        fleet = start_fleet(pool, "--no-dislock")
-        scene.open_gate()
-        for task in [scenarios.unique_to_the_end, scenarios.unique_that_fails] * SENT_AGAIN:
-            sent = fleet.send(task, scene.key)
-            assert sent.duplicate is False
-            sent.get(timeout=LIMIT, propagate=False)
 
     def test_who_sees_that_a_process_has_died_and_sends_again_is_sent(self, start_fleet, scene):
         """The main process stores that, and frees the key before."""

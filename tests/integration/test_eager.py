@@ -1,4 +1,7 @@
-"""What eager tasks do: a test for each row of the table in docs/how-to/test-your-tasks.md."""
+"""What eager tasks do: a test for each row of the table in docs/how-to/test-your-tasks.md.
+
+What they do about duplicates is in tests/unit/tasks/test_sending.py.
+"""
 
 from __future__ import annotations
 
@@ -68,24 +71,6 @@ def test_what_ends_an_eager_task_is_stored_if_results_are(dislock_server, app, d
     with dislock_server.hold("k"):
         dislock_server.assert_skipped(app.AsyncResult(task.delay().id))
     assert app.AsyncResult(task.delay().id).get() == 7
-
-
-def test_a_message_is_a_duplicate_until_the_first_has_ended(dislock_server, declared):
-    """In the body the first has not ended; after it, it has."""
-    found = []
-
-    def body():
-        if not found:
-            found.append(task.delay())
-        return 7
-
-    task = declared(body, lock_unique_until="end")
-    first = task.delay()
-    dislock_server.assert_duplicate(found[0])
-    assert found[0].id == first.id
-    again = task.delay()
-    assert not again.duplicate
-    assert again.get() == 7
 
 
 def test_a_retry_runs_under_the_lock_that_is_held(dislock_server, declared):

@@ -18,7 +18,7 @@ from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import execution_start, owners_start, shown_id, ticket_name
 from celery_dislock.messages.message import Message
-from celery_dislock.parking.store import Ticket
+from celery_dislock.parking.store import ENDED, Ticket
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Swept, Turn
 from celery_dislock.servers.store import Store
@@ -485,7 +485,9 @@ class TestAnotherTaskOfTheSameId:
         answer = broker.claim("a", 9, task="shop.spy")
         assert (answer, answer.holder, answer.place) == ("refused", {"id": "a", "parked": True}, 0)
         assert not broker.leave("a", "shop.spy")
-        assert not broker.withdraw("a", name="shop.spy")
+        assert not broker.move_out("a", name="shop.spy")
+        for delivery in ("", "delivery", ENDED):
+            assert not broker.withdraw("a", delivery, "shop.spy")
 
     def test_it_neither_takes_it_out_of_line_nor_runs_in_its_place(self, broker, held, server):
         """In line and at its turn: the other one goes on."""

@@ -87,15 +87,6 @@ class TestScripts:
         broker.run("b")
         assert broker.claim("a") == "granted"
 
-    def test_another_task_of_the_same_id_does_not_move_it(self, broker):
-        """Who may write to one queue sends a task of his own under the id of another's."""
-        broker.lines.leave(LOCK, "a:0:0")
-        broker.park("b", message=b'1 {"headers":{"task":"shop.pay"}}\n')
-        assert not broker.move_out("b", name="shop.spy")
-        for delivery in ("delivery", ENDED):
-            assert not broker.withdraw("b", delivery, "shop.spy")
-        assert broker.line() == ["b"]
-
 
 @pytest.fixture
 def shop(caplog):

@@ -350,6 +350,18 @@ class TestItsEnd:
         assert shop.ran == ["2"]
 
 
+def work_in_an_outage(shop, caplog, told, level):
+    """Let the turn of a task that does not run come in an outage, and again after it."""
+    shop.server.away = True
+    shop.work()
+    assert [r.levelno for r in caplog.records if told in r.message] == [level]
+    shop.server.away = False
+    shop.server.advance(60)
+    shop.sweep()
+    shop.work()
+    assert shop.ran == ["3"]
+
+
 class TestRevoked:
     """The main process discards it before any guard sees it."""
 
@@ -371,15 +383,8 @@ class TestRevoked:
 
     def test_a_lock_server_that_is_away_does_not_disturb_it(self, shop, parked, caplog):
         """Its turn runs out and comes again, and is discarded again; the log says so."""
-        shop.server.away = True
-        shop.work()
         told = f"Task shop.export[2] is revoked and stays in line {NAMED} until its next turn: "
-        assert [r.levelno for r in caplog.records if told in r.message] == [logging.WARNING]
-        shop.server.away = False
-        shop.server.advance(60)
-        shop.sweep()
-        shop.work()
-        assert shop.ran == ["3"]
+        work_in_an_outage(shop, caplog, told, logging.WARNING)
 
     @pytest.mark.parametrize("ticket", ["9:0:0", "2:1:0", "2:0:1", "bytes", ""])
     def test_a_revoked_task_leaves_the_line_for_itself_alone(self, shop, ticket):
@@ -405,7 +410,7 @@ class TestWhatCannotClaimItsTurn:
     def aside(self, shop):
         return list(shop.other.records().aside)
 
-    def fail_early(self, shop, error):
+    def fail_early(self, shop, error, **options):
         """Declare it anew: it fails before its guard sees it, the first time."""
 
         def before_start(_, task_id, *__):
@@ -413,7 +418,7 @@ class TestWhatCannotClaimItsTurn:
                 raise error
 
         base = type("Base", (SingletonTask,), {"before_start": before_start, "abstract": True})
-        return shop.declare(base=base)
+        return shop.declare(base=base, **options)
 
     def test_a_key_that_cannot_be_built_sets_the_task_aside(self, shop, caplog):
         """At once, after its FAILURE: an argument was renamed while it was in line."""
@@ -460,30 +465,16 @@ class TestWhatCannotClaimItsTurn:
         """It has its turn again, and ends so again; the log says so."""
         self.park(shop)
         self.fail_early(shop, error)
-        shop.server.away = True
-        shop.work()
         told = f"Parked task shop.export[2:0:0] {NAMED} cannot be run, and stays in line until "
-        assert [r.levelno for r in caplog.records if told in r.message] == [logging.ERROR]
-        shop.server.away = False
-        shop.server.advance(60)
-        shop.sweep()
-        shop.work()
-        assert shop.ran == ["3"]
+        work_in_an_outage(shop, caplog, told, logging.ERROR)
 
     def test_another_task_of_the_same_id_takes_nobody_out(self, shop):
         """Who may write to one queue sends a task of his own, with the id and the ticket."""
         with shop.held():
             shop.run(shop.declare())
             shop.run(shop.declare(name="shop.spy", lock_key="mine"), notes=TURN)
-            shop.run(self.fail_early_spy(shop), notes=TURN)
+            shop.run(self.fail_early(shop, ValueError(), name="shop.spy"), notes=TURN)
             assert shop.line == ["2"]
-
-    def fail_early_spy(self, shop):
-        def before_start(*_):
-            raise ValueError
-
-        base = type("Base", (SingletonTask,), {"before_start": before_start, "abstract": True})
-        return shop.declare(name="shop.spy", base=base)
 
 
 class TestGivingTurns:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, signals
+from celery_dislock import Dislock
 from celery_dislock.servers.store import Store
 from celery_dislock.worker import steps
 from tests.driven import Broker, LockServer, new_app
+from tests.integration.driven import listening
 
 
 @pytest.fixture
@@ -36,19 +37,8 @@ def broker(lock_server, monkeypatch):
 @pytest.fixture
 def heard():
     """Names and arguments of the lock signals that were sent, in order."""
-    events = []
-    receivers = []
-    for name in signals.__all__:
-
-        def receive(_name=name, **kwargs):
-            kwargs.pop("signal")
-            events.append((_name, kwargs))
-
-        getattr(signals, name).connect(receive, weak=False)
-        receivers.append((getattr(signals, name), receive))
-    yield events
-    for signal, receive in receivers:
-        signal.disconnect(receive)
+    with listening() as events:
+        yield events
 
 
 @pytest.fixture

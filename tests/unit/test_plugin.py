@@ -21,6 +21,14 @@ def app(plain_app):
     return plain_app
 
 
+@pytest.fixture
+def worker(app):
+    return SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here")
+
+
+def body(): ...
+
+
 def guarded(app, name):
     return "dislock_guard" in vars(type(app.tasks[name]))
 
@@ -67,10 +75,7 @@ def test_what_is_no_app_is_answered_with_the_way_to_give_a_url(wrong, told):
 
 def test_a_client_logs_which_tasks_it_cannot_guard(app, caplog):
     """One line, where Celery would log a traceback; a worker exits with that message instead."""
-
-    @app.task(name="keyed", lock_key="k:<x>", shared=False)
-    def keyed(): ...
-
+    app.task(name="keyed", lock_key="k:<x>", shared=False)(body)
     app.conf.dislock_enabled = True
     app.finalize()
     [record] = caplog.records
@@ -79,16 +84,13 @@ def test_a_client_logs_which_tasks_it_cannot_guard(app, caplog):
     assert record.exc_info is None
 
 
-def body(): ...
-
-
 @pytest.mark.parametrize("flag", [True, None])
-def test_dislock_guards_every_task_with_a_key(app, reachable, flag):
+def test_dislock_guards_every_task_with_a_key(app, worker, reachable, flag):
     """Without the flag only SingletonTasks lock; without a key nothing is locked."""
     app.task(name="keyed", lock_key="k", shared=False)(body)
     app.task(name="plain", shared=False)(body)
     app.task(name="singleton", base=SingletonTask, shared=False)(body)
-    LockStep(SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here"), dislock=flag)
+    LockStep(worker, dislock=flag)
     assert [guarded(app, name) for name in ("keyed", "plain", "singleton")] == [
         *(bool(flag), False, True)
     ]
@@ -105,10 +107,7 @@ class TestTasksThatComeLate:
 
     def test_a_task_that_is_used_before_the_app_is_final_is_guarded(self, app):
         """As an eager task of a test or a script is."""
-
-        @app.task(name="keyed", lock_key="k", shared=False)
-        def keyed(): ...
-
+        keyed = app.task(name="keyed", lock_key="k", shared=False)(body)
         assert keyed.name == "keyed"  # made now
         assert not app.finalized
         assert "dislock_guard" in vars(type(keyed._get_current_object()))
@@ -140,10 +139,7 @@ class TestTasksThatComeLate:
     def test_what_is_there_when_the_dislock_is_made_late_is_guarded(self):
         """The app may have been final before."""
         app = Celery("late", set_as_current=False)
-
-        @app.task(name="keyed", lock_key="k", shared=False)
-        def keyed(): ...
-
+        app.task(name="keyed", lock_key="k", shared=False)(body)
         app.finalize()
         app.conf.dislock_enabled = True
         Dislock(app)
@@ -153,25 +149,13 @@ class TestTasksThatComeLate:
 SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
 
 
-class TestCommandLine:
-    @pytest.fixture
-    def app(self, plain_app, reachable):
-        return plain_app
-
-    def test_a_task_that_was_bound_before_is_looked_at_again(self, app):
-        """A worker whose servers cannot do what a task asks for does not start."""
-
-        @app.task(name="reads", base=SingletonTask, lock_mode="shared", shared=False)
-        def reads(): ...
-
-        app.finalize()
-        assert app.tasks["reads"]
-        with pytest.raises(SystemExit, match="reads: lock_mode='shared': several lock servers"):
-            LockStep(
-                SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here"),
-                dislock=True,
-                dislock_url=SEVERAL,
-            )
+def test_a_task_that_was_bound_before_is_looked_at_again(app, worker, reachable):
+    """A worker whose servers cannot do what a task asks for does not start."""
+    app.task(name="reads", base=SingletonTask, lock_mode="shared", shared=False)(body)
+    app.finalize()
+    assert app.tasks["reads"]
+    with pytest.raises(SystemExit, match="reads: lock_mode='shared': several lock servers"):
+        LockStep(worker, dislock=True, dislock_url=SEVERAL)
 
 
 @pytest.mark.parametrize(

@@ -177,13 +177,6 @@ def test_a_turn_under_another_prefix_says_in_which_store_it_was_parked(app, brok
     assert "celery-dislock did not write" in caplog.text
 
 
-def test_a_task_that_was_replaced_in_its_line_is_skipped(app):
-    """The note says why."""
-    why = "a newer task took its place in line for lock 'k'"
-    deliver(declare(app), notes={"replaced": why})
-    assert str(app.AsyncResult("1").result) == why
-
-
 # Beside headers of anybody else
 
 # Celery reads these itself.  Whoever changes them changes what the message is.

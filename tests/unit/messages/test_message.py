@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kombu.utils.json import dumps
 
 from celery_dislock import SingletonTask
-from celery_dislock.messages.headers import HEADER, READERS, VERSION
+from celery_dislock.messages.headers import HEADER, VERSION
 from celery_dislock.messages.message import AS_IT_CAME, FORMAT, Message
 from tests.unit.deliveries import Producer, arrived, noted
 
@@ -77,16 +77,6 @@ def test_a_body_is_kept_byte_for_byte(body, encoding, kept):
     """Whatever a transport gives, bytes are kept; text is encoded as the message says."""
     found = Message.of(*delivery(body=body, encoding=encoding)).body
     assert (type(found), found) == (bytes, kept)
-
-
-def test_our_notes_and_the_brokers_are_left_behind():
-    """Notes were about this delivery, and RabbitMQ drops what seems to go round in circles."""
-    seen = {name: [{"queue": "q"}] for name in ("x-death", "x-first-death-queue", "x-last-death-x")}
-    headers = {**HEADERS, **noted(**dict.fromkeys(READERS, "note")), **seen, "x-tenant": 7}
-    assert Message.of(*delivery(headers)).headers == {**HEADERS, "x-tenant": 7}
-    stays = noted(sent=5, unique=["lock", "end"], new={"of": "a release that is newer"})
-    headers["dislock"] = {**stays["dislock"], **headers["dislock"]}
-    assert Message.of(*delivery(headers)).headers == {**HEADERS, "x-tenant": 7, **stays}
 
 
 BITS = "0." * 27

@@ -72,6 +72,15 @@ def test_a_key_is_made_of_the_model_that_the_body_gets(app, body, sent):
     assert ran == (7 if body is plain else (7, "e:17:csv:7:1"))
 
 
+def test_the_key_of_a_message_is_that_of_its_task(app, broker):
+    """Whether it names the defaults of the model or not."""
+    task = export(app, lock_unique_until="end")
+    assert [task.delay(sent).duplicate for sent in SAME[:2]] == [False, True]
+    assert not task.delay({"customer": {"id": 17}, "kind": "pdf"}).duplicate
+    deliver(task, broker.ids[0], SAME[1], headers=broker.sent[0].headers)
+    assert not task.delay(SAME[0]).duplicate
+
+
 def test_a_callable_gets_the_model(app):
     """As the body does."""
     task = export(app, lock_key=lambda order, n: f"{order.shard}:{n}")
