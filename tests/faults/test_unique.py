@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import time
@@ -18,9 +17,7 @@ from tests.acceptance.fleet import Worker, reservation_in
 from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.faults.unique_app import UNIQUE_FOR
 from tests.holding import wait_for
-from tests.integration.servers import MASTER_NAME, Watched, wait_for_replicas
 from tests.redis_server import RedisServer
-from tests.unit.deliveries import deliver
 
 pytestmark = pytest.mark.faults
 
@@ -140,147 +137,6 @@ class TestAway:
             own_redis_server.resume()
         wait_for(lambda: time.sleep(0.2) or away.send(), "reservations", LIMIT)
         assert warnings(caplog) == 1
-
-    @pytest.mark.parametrize(
-        "commands",
-        [
-            [("REPLICAOF", "127.0.0.1", "1")],
-            [("CONFIG", "SET", "maxmemory", "1")],
-            [("ACL", "SETUSER", "default", "resetkeys", "~other:*")],
-        ],
-        ids=["READONLY", "OOM", "NOPERM"],
-    )
-    def test_a_server_that_answers_errors(self, own_redis_server, away, caplog, commands):
-        """As one that does not answer: all is sent, with one warning, and it is left alone."""
-        with own_redis_server.client() as client:
-            for command in commands:
-                client.execute_command(*command)
-        before = time.monotonic()
-        assert away.send() is False
-        assert time.monotonic() - before < AT_ONCE
-        asked = len(away.proxy.commands)
-        for _ in range(5):
-            assert away.send() is False
-        late = (time.monotonic() - before) // sending.LEAVE_ALONE
-        assert len(away.proxy.commands) <= asked + 10 * late
-        assert warnings(caplog) == 1
-
-
-class Failing:
-    """An app whose lock server is a master behind Sentinels, which is about to fail."""
-
-    def __init__(self, watched, app, broker):
-        self.ran = []
-        self._watched = watched
-        self._app = app
-        self._broker = broker
-
-    def declare(self, **options):
-        """Declare a task that notes its editions."""
-
-        @self._app.task(name="edit", base=SingletonTask, lock_key="edit", shared=False, **options)
-        def edit(edition):
-            self.ran.append(edition)
-
-        return edit
-
-    def cut_off(self):
-        """Let the replicas hear nothing more of their master."""
-        old = self._watched.master
-        wait_for_replicas(old, 2)
-        for server in self._watched.servers:
-            if server is not old:
-                server.pause()
-        with old.client() as client:  # nothing is in the replicas' buffers, either
-            client.execute_command("CLIENT", "KILL", "TYPE", "replica")
-
-    def fail_over(self):
-        """Let the master die, and a replica take its place that knows nothing since the cut."""
-        old = self._watched.master
-        old.kill()
-        for server in self._watched.servers:
-            if server is not old:
-                server.resume()
-        new = self._watched.wait_for_master(other_than=old)
-        wait_for(lambda: set(self._watched.named()) == {new.port}, "all Sentinels name the next")
-
-    def reserved(self):
-        """The reservation of the key; see the function of this name."""
-        with self._watched.master.client(decode_responses=True) as client:
-            return reserved(client, "dislock:{edit}")
-
-    def reserved_for(self):
-        """The id of the task that the key is reserved for; None: it is free."""
-        found = self.reserved()
-        return found and found[1]
-
-    def left(self):
-        """All keys of ours on the master."""
-        with self._watched.master.client(decode_responses=True) as client:
-            return client.keys("dislock*")
-
-    def run_one(self, task):
-        """Run the task of the first message in the queue."""
-        message = json.loads(self._broker.rpop("celery"))
-        args, *_ = json.loads(base64.b64decode(message["body"]))
-        header = {"dislock": message["headers"]["dislock"]}
-        deliver(task, message["headers"]["id"], *args, headers=header)
-
-
-class TestFailovers:
-    """The replica that takes over does not know what the master was told last."""
-
-    @pytest.fixture
-    def failing(self, redis_program, redis_url, redis_client, tmp_path):
-        with Watched(tmp_path) as watched:
-            app = Celery("failing", broker=redis_url, set_as_current=False)
-            app.conf.dislock_url = watched.url
-            app.conf.dislock_transport_options = {"master_name": MASTER_NAME}
-            with contextlib.closing(app), Dislock(app):
-                yield Failing(watched, app, redis_client)
-
-    def test_a_failover_that_loses_a_reservation(self, failing):
-        """Two messages are sent, and both run; the first ends nothing of the second's."""
-        edit = failing.declare(lock_unique_until="end")
-        failing.cut_off()
-        first = edit.delay(1)
-        assert failing.reserved_for() == first.id
-        failing.fail_over()
-        assert failing.reserved_for() is None
-        second = edit.delay(2)
-        assert (second.duplicate, failing.reserved_for()) == (False, second.id)
-        failing.run_one(edit)
-        assert (failing.ran, failing.reserved_for()) == ([1], second.id)
-        failing.run_one(edit)
-        assert failing.ran == [1, 2]
-        assert failing.left() == []
-
-    def test_a_failover_that_loses_a_replacement(self, failing):
-        """The older message does not learn that it was replaced: it runs as well, and first."""
-        edit = failing.declare(lock_unique_until="start", lock_on_duplicate="replace")
-        first = edit.delay(1)
-        failing.cut_off()
-        second = edit.delay(2)
-        assert failing.reserved_for() == second.id
-        failing.fail_over()
-        assert failing.reserved_for() == first.id
-        for _ in range(2):
-            failing.run_one(edit)
-        assert failing.ran == [1, 2]
-        assert failing.reserved_for() is None
-
-    def test_a_failover_that_loses_an_end(self, failing):
-        """The key stays reserved for a task that is over, as after a purge: for lock_unique_for."""
-        edit = failing.declare(lock_unique_until="end", lock_unique_for=UNIQUE_FOR)
-        first = edit.delay(1)
-        failing.cut_off()
-        failing.run_one(edit)
-        assert failing.reserved_for() is None
-        failing.fail_over()
-        again = edit.delay(2)
-        assert (again.id, again.duplicate) == (first.id, True)
-        _, _, seconds = failing.reserved()
-        assert 0 <= seconds <= UNIQUE_FOR
 
 
 @contextlib.contextmanager

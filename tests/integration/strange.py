@@ -32,4 +32,4 @@ def damage(client: Any) -> None:
         record = f'1 {FAR} 9 60000 x 1 home 1 {{"headers": {one}, "routing_key": NaN}}'
         client.hset(tickets, f"t{number}:0:0", record)
     client.zadd(line, {"w@w:1/1": "+inf"})
-    client.hset(name_of("lined") + ":places", "w@w:1/1", f"1 {HUGE} {HUGE} x {HUGE} []")
+    client.hset(name_of("lined") + ":places", "w@w:1/1", f"1 {'9' * 5000} {HUGE} x {HUGE} []")

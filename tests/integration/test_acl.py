@@ -20,9 +20,8 @@ from celery_dislock.operating.web.metrics import make_wsgi_app
 from celery_dislock.scripts import Script
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import CALLED, check_scripts
-from celery_dislock.worker.steps import check_lock_server
 from tests.holding import name_of, wait_for
-from tests.integration.acl import RULES
+from tests.integration.acl import RULES, start_worker
 from tests.integration.test_async_servers import used
 from tests.integration.test_doctor import Report
 from tests.leaks import SECRET
@@ -95,14 +94,6 @@ def url_of(server: RedisServer, user: str) -> str:
 def without(command: str) -> str:
     """Return the documentation's rules but for one command."""
     return " ".join(rule for rule in RULES.split() if rule != f"+{command}")
-
-
-def start_worker(url: str) -> tuple[str, list[str]]:
-    """Do what a worker does under --dislock before it starts."""
-    app = Celery("shop", broker="memory://", set_as_current=False)
-    Dislock(app)
-    app.conf.update(dislock_url=url, dislock_enabled=True)
-    return check_lock_server(app)
 
 
 def test_the_page_allows_what_the_scripts_run_and_no_more():

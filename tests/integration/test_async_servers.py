@@ -16,6 +16,7 @@ from tests.integration.servers import (
     MASTER_NAME,
     RedisCluster,
     Watched,
+    is_master,
     wait_for_replicas,
 )
 from tests.redis_server import RedisServer
@@ -269,18 +270,8 @@ def owns(server, name):
 def writable(cluster, dead):
     """Tell whether the slots of a dead master have another one."""
     with next(one for one in cluster.servers if one is not dead).client() as client:
-        return client.execute_command("CLUSTER INFO")["cluster_state"] == "ok" and (
-            str(dead.port) not in str(client.execute_command("CLUSTER SLOTS"))
-            or any(
-                one.running and one is not dead and is_new_master(one)
-                for one in cluster.servers[3:]
-            )
-        )
-
-
-def is_new_master(server):
-    with server.client() as client:
-        return client.info("replication")["role"] == "master"
+        is_up = client.execute_command("CLUSTER INFO")["cluster_state"] == "ok"
+    return is_up and any(is_master(one) for one in cluster.servers[3:])
 
 
 def test_a_quorum_of_five_with_one_two_and_three_away(five):

@@ -607,6 +607,21 @@ class TestCluster:
         )
         round_trip(store)
 
+    def test_a_slot_that_moves_is_followed(self, connect, cluster):
+        """While a slot moves and after it has, a lock in it is renewed where it is."""
+        store = connect(cluster.url)
+        lock = name_on(cluster.masters, 0, "renewed")
+        take(store, "a/1", lock=lock)
+        asked = [([lock], "a/1", LONG)]
+        assert store.renew(asked, within=WITHIN) == [True]
+        with cluster.moving(lock, cluster.masters[0], cluster.masters[1]):
+            # The key has left already, but the slot is still the old node's: it says ASK.
+            for _ in range(2):
+                assert store.renew(asked, within=WITHIN) == [True]
+        for _ in range(2):  # now MOVED
+            assert store.renew(asked, within=WITHIN) == [True]
+        assert store.release([lock], "a/1") is True
+
     def test_a_lock_of_a_slot_that_moves_is_refused_and_kept(self, connect, cluster):
         """Its holder goes on, and is told to others; a free one is taken when the slot is there."""
         store = connect(cluster.url)

@@ -117,15 +117,3 @@ class TestPlaces:
         assert store.wait(LOCK, "first", 1.0)
         assert store.take_over([LOCK], "first", "second", NEW) == 0
         assert store.release([LOCK], "first")
-
-
-def test_a_mark_is_kept_for_its_time_beside_its_lock(store, redis_client):
-    """It is about one task, in the lock's slot, and has a TTL."""
-    assert store.recall(LOCK, "1") is None
-    store.remember(LOCK, "1", "ended 0", 30.0)
-    store.remember(LOCK, "1", "done 0", 600.0)
-    assert store.recall(LOCK, "1") == "done 0"
-    assert store.recall(LOCK, "2") is None
-    assert store.recall(LOCKS[1], "1") is None
-    assert redis_client.keys() == [f"{LOCK}:mark:1"]
-    assert 30_000 < redis_client.pttl(f"{LOCK}:mark:1") <= 600_000

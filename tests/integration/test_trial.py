@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import redis
-from celery import Celery
 
-from celery_dislock import Dislock, scripts
+from celery_dislock import scripts
 from celery_dislock.exceptions import ForbiddenError
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import complaints
-from celery_dislock.worker.steps import check_lock_server
 from proof.proxy import Proxy, cut, runs, swallow_reply
 from tests.conftest import BOTH
+from tests.integration import acl
 from tests.integration.test_doctor import Report
 from tests.redis_server import RedisServer
 
 ALWAYS = 1000  # times
 SOON = {"socket_timeout": 0.5}
+start_worker = partial(acl.start_worker, dislock_transport_options=SOON)
 SCRIPTS = {b"EVAL", b"EVALSHA", b"SCRIPT"}
 LUA = "runs Lua scripts"
 # What servers and proxies say that run no scripts, or not ours; and what helps.
@@ -45,14 +46,6 @@ WORDS = {
 def proxy(redis_url, redis_server):
     with Proxy(redis_server.port) as proxy:
         yield proxy
-
-
-def start_worker(url: str) -> tuple[str, list[str]]:
-    """Do what a worker does under --dislock before it starts."""
-    app = Celery("shop", broker="memory://", set_as_current=False)
-    Dislock(app)
-    app.conf.update(dislock_url=url, dislock_enabled=True, dislock_transport_options=SOON)
-    return check_lock_server(app)
 
 
 def runs_scripts(command):

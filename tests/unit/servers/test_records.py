@@ -49,6 +49,7 @@ def test_a_holder_that_cannot_be_read_is_shown_as_it_is(written):
     [
         ({"task": "t"}, "t[?] on ? (pid ?)"),  # something else has written it
         ({"task": ["x"], "id": {}}, "['x'][{}] on ? (pid ?)"),
+        ({"task": "\x1b", "worker": "\ud800"}, "\\x1b[?] on \\ud800 (pid ?)"),
     ],
 )
 def test_words_for_a_holder_of_any_shape(holder, words):

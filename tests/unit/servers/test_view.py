@@ -13,6 +13,7 @@ from celery_dislock.servers.view import (
     parse_reservation,
     state_of,
 )
+from celery_dislock.words import for_people
 
 NOW = 1_700_000_000_000  # ms
 NAME = "dislock:{export:7}"
@@ -105,6 +106,17 @@ def test_a_parked_task_that_nobody_can_read_has_its_ticket(record):
     """It is shown all the same, so that it can be dropped."""
     (turn,) = state_of(SERVER, NAME, reply(turns=[b"t%40:0:0", 0, record])).turns
     assert (turn.ticket, turn.id, turn.place) == ("t%40:0:0", "t@", 0)
+
+
+@pytest.mark.parametrize("number", [b"9" * 400, b"9" * 5000])
+def test_what_a_waiter_says_of_itself_is_bounded(number):
+    """Numbers that nobody can count to are left out, and what people see can be printed."""
+    counted = b"1 %b %b 30000 x 1 home 1 {}" % (number, number)
+    line = [b"w@w:1/1", b"inf", b"1 %b 30000 x 1 {}" % number, b"t:0:0#", b"nan", counted]
+    turns = [b"t:0:0", 0, counted, b"u:0:0", 0, parked(task="\ud800\x1b", id={})]
+    found = state_of(SERVER, NAME, reply(waiting=2, line=line, turns=turns))
+    assert [len(for_people(one.waiting)) < 30 for one in (*found.line, *found.turns)] == [True] * 4
+    assert all(one.who.isprintable() for one in (*found.line, *found.turns))
 
 
 def test_a_limit():
