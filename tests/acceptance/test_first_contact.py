@@ -48,12 +48,6 @@ app.conf.beat_schedule_filename = "schedule"
 @app.task(name="shop.export", base=SingletonTask, lock_on_conflict="skipp", shared=False)
 def export(): ...
 """
-BAD_OPTION_OF_A_PLAIN_TASK = """
-app.conf.dislock_enabled = True
-
-@app.task(name="shop.export", lock_key="k", lock_on_conflict="skipp", shared=False)
-def export(): ...
-"""
 REFUSED = "shop.export: lock_on_conflict='skipp': use one of 'skip', 'raise'"
 
 
@@ -108,21 +102,12 @@ def test_without_entry_points_the_import_alone_brings_the_flag(celery, write_app
     assert not any(word in said for word in ("--discard", "secret", "Traceback", " ready."))
 
 
-def test_the_flag_is_there_once(celery, write_app):
-    """An app with a Dislock has no second one, which click warns of."""
-    source = APP + "from celery_dislock import Dislock\nDislock(app)\n"
-    program = ("-W", "error::UserWarning", "-m", "celery")
-    status, said = celery("-A", write_app(source), "worker", "--help", program=program)
-    assert (status, said.count("--dislock / --no-dislock")) == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("source", "command"),
     [
         (BAD_OPTION, ["worker", "--pool", "solo"]),
         (BAD_OPTION + "export.s()", ["worker", "--pool", "solo", "--dislock"]),
         (BAD_OPTION, ["beat"]),
-        (BAD_OPTION_OF_A_PLAIN_TASK, ["worker", "--pool", "solo"]),
     ],
 )
 def test_a_bad_option_ends_a_command_in_one_message(celery, write_app, source, command):

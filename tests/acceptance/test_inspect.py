@@ -7,7 +7,6 @@ from celery import Celery
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, fleets, wait_for
-from tests.commands import Dislock
 
 pytestmark = pytest.mark.acceptance
 
@@ -49,32 +48,3 @@ def test_the_lease_of_a_task_that_runs_is_told(fleet, scene):
     scene.open_gate()
     result.get(timeout=LIMIT)
     wait_for("nothing is held", lambda: not leases(fleet))
-
-
-class TestDoctor:
-    def examine(self, *names, timeout="2"):
-        """Return the findings that name one of these workers."""
-        found = Dislock(scenarios.app).json("doctor", "--timeout", timeout)["findings"]
-        return [one for one in found if any(name in one["what"] for name in names)]
-
-    @pytest.fixture(autouse=True)
-    def _as_before(self):
-        """The command sets time limits for the broker, for its own process."""
-        options = dict(scenarios.app.conf.broker_transport_options)
-        yield
-        scenarios.app.conf.broker_transport_options = options
-
-    def test_workers_that_differ_are_named(self, start_fleet):
-        """One has another default, one does not lock, one is older; each with what follows."""
-        conf = {"dislock_watchdog_timeout": 77}
-        figures(start_fleet("threads", "--dislock", conf=conf), "ping")
-        figures(start_fleet("threads", "--no-dislock"), "ping")
-        figures(start_fleet("threads", app="tests.acceptance.older_app"), "ping")
-        found = self.examine("own2@here", "own3@here")
-        serious = [one for one in found if one["level"] == "serious"]
-        assert any("run tasks without their locks" in one["what"] for one in serious)
-        [older] = [one for one in found if "another version than this" in one["what"]]
-        assert "own3@here" in older["about"]
-        found = [one for one in self.examine("77.0 (own1@here)") if one["check"] == "options"]
-        assert scenarios.hold.name in {name for one in found for name in one["about"]}
-        assert {one["level"] for one in found} == {"warning"}
