@@ -40,12 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         mark = item.get_closest_marker("xdist_group")
         return mark.args[0] if mark else item.nodeid
 
+    places = {path: path.relative_to(TESTS) for path in {item.path for item in items}}
     for item in items:
         if not item.get_closest_marker("acceptance"):
-            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
+            item.add_marker(pytest.mark.xdist_group(places[item.path].as_posix()))
     yield
     sizes = Counter(map(group, items))
-    items.sort(key=lambda item: (TURN[item.path.relative_to(TESTS).parts[0]], -sizes[group(item)]))
+    items.sort(key=lambda item: (TURN[places[item.path].parts[0]], -sizes[group(item)]))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,7 +11,7 @@ import time
 from functools import partial
 
 import redis
-from celery import Celery, chain, group
+from celery import Celery
 from celery.exceptions import Ignore
 
 from celery_dislock import Dislock, SingletonTask
@@ -67,11 +67,6 @@ for strategy in STRATEGIES:
 
 
 @app.task
-def double(x):
-    return 2 * x
-
-
-@app.task
 def total(numbers):
     return sum(numbers)
 
@@ -81,23 +76,7 @@ def largest(numbers):
     return max(numbers)
 
 
-@app.task(lock_key="<key>", lock_on_conflict="raise")
-def fail(key):
-    raise ValueError(key)
-
-
 @app.task(lock_key=False)
 def note(key):
     """Note that somebody was told: as errback, and as callback."""
     notes.rpush(f"notes:{key}", "told")
-
-
-@app.task(bind=True, lock_key="<key>", lock_on_conflict="raise")
-def replace(self, x, kind, key):
-    """Let something take this task's place that wants the same key."""
-    one = ADD["raise"].s(x, 1, key=key)
-    if kind == "task":
-        return self.replace(one)
-    if kind == "chain":
-        return self.replace(chain(one, ADD["raise"].s(1, key=key)))
-    return self.replace(group(ADD["wait"].s(x, n, key=key) for n in range(3)))

@@ -192,10 +192,6 @@ class LeaseInRedis(NamedTuple):
         """Seconds from the acquisition to the expiry."""
         return (self.expires_ms - self.acquired_ms) / 1000
 
-    @property
-    def is_left_to_expire(self) -> bool:
-        return self.owner.startswith("~")
-
 
 class Scene:
     """The lock of one test: its key, what the tasks of that key report, and what is in Redis."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import uuid
 
 import celery
 import pytest
@@ -17,10 +16,8 @@ from tests.acceptance.canvas_app import (
     ADD,
     HOLD,
     add,
-    fail,
     largest,
     note,
-    replace,
     total,
 )
 from tests.acceptance.fleet import LIMIT, wait_for
@@ -96,40 +93,6 @@ def test_a_canvas_of_locked_tasks_gives_what_celery_gives(key, kind):
         build, expected = CANVASES[name]
         canvas = build(signatures(kind, f"{key}-{name}"))
         assert (name, canvas.delay().get(timeout=LIMIT)) == (name, expected)
-
-
-def test_links_and_errbacks_are_called(key, scene):
-    """A callback of the same key finds the lock free, and an errback hears of the failure."""
-    linked = ADD["raise"].apply_async((1, 1, key), link=ADD["raise"].s(5, key=key))
-    assert linked.get(timeout=LIMIT) == 2
-    (child,) = wait_for("the link is called", lambda: linked.children)
-    assert child.get(timeout=LIMIT) == 7
-    failed = fail.apply_async((key,), link_error=note.si(key))
-    with pytest.raises(ValueError, match=key):
-        failed.get(timeout=LIMIT)
-    wait_until_told(scene)
-
-
-@pytest.mark.parametrize("kind", ["task", "chain", "group"])
-def test_a_replaced_task_keeps_its_place(key, kind):
-    """self.replace() works alone, in a chain, in a group and in a chord, within one key."""
-    expected = {"task": 2, "chain": 3, "group": 6}[kind]
-
-    def given(canvas):
-        return canvas.delay().get(timeout=LIMIT)
-
-    def as_number(result):
-        return sum(result) if isinstance(result, list) else result
-
-    assert as_number(given(replace.s(1, kind, key))) == expected
-    in_chain = chain(ADD["raise"].si(0, 1, key), replace.s(kind, key))
-    assert as_number(given(in_chain)) == expected
-    others = [uuid.uuid4().hex for _ in range(2)]
-    in_group = group(replace.s(1, kind, other) for other in others)
-    assert list(map(as_number, given(in_group))) == [expected] * 2
-    if kind != "group":
-        in_chord = chord([replace.s(1, kind, other) for other in others], total.s())
-        assert given(in_chord) == 2 * expected
 
 
 @pytest.mark.parametrize("strategy", REFUSED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, ROOT
 from tests.forked import run_python
-from tests.programs import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,23 +33,11 @@ WAYS = {
     "not imported": APP + TASK.replace("BASE", "None"),
     "imported by tasks that the worker loads": APP + 'app.conf.include = ["first_contact_tasks"]',
 }
-WITHOUT_ENTRY_POINTS = """
-import importlib.metadata
-importlib.metadata.entry_points = lambda **_: []
-from celery.__main__ import main
-main()
-"""
 BAD_OPTION = """
 from celery_dislock import SingletonTask
 app.conf.beat_schedule_filename = "schedule"
 
 @app.task(name="shop.export", base=SingletonTask, lock_on_conflict="skipp", shared=False)
-def export(): ...
-"""
-BAD_OPTION_OF_A_PLAIN_TASK = """
-app.conf.dislock_enabled = True
-
-@app.task(name="shop.export", lock_key="k", lock_on_conflict="skipp", shared=False)
 def export(): ...
 """
 REFUSED = "shop.export: lock_on_conflict='skipp': use one of 'skip', 'raise'"
@@ -76,11 +62,8 @@ def celery(tmp_path: Path):
     """Run a celery command to its end; return its exit status and all that it says."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
 
-    def run_celery(*command: str, program: tuple[str, ...] = ()) -> tuple[int, str]:
-        if program:
-            done = run(sys.executable, *program, *command, cwd=tmp_path, env=env, status=None)
-        else:
-            done = run_python("celery", *command, folder=tmp_path, env=env)
+    def run_celery(*command: str) -> tuple[int, str]:
+        done = run_python("celery", *command, folder=tmp_path, env=env)
         return done.returncode, done.stdout + done.stderr
 
     return run_celery
@@ -95,34 +78,12 @@ def test_the_flag_works_wherever_the_package_is_installed(start_fleet, write_app
     assert result.get(timeout=LIMIT) == {"locked": True}
 
 
-def test_without_entry_points_the_import_alone_brings_the_flag(celery, write_app):
-    """The package may stand on PYTHONPATH, installed by nobody."""
-    url = "redis://:secret@127.0.0.1:1/0"
-    app = write_app(WAYS["imported last"])
-    program = ("-c", WITHOUT_ENTRY_POINTS)
-    status, said = celery(
-        "-A", app, "worker", "--pool", "solo", "--dislock", "--dislock-url", url, program=program
-    )
-    assert (status, "Cannot start with locks: lock server redis://" in said) == (1, True)
-    assert "--no-dislock" in said
-    assert not any(word in said for word in ("--discard", "secret", "Traceback", " ready."))
-
-
-def test_the_flag_is_there_once(celery, write_app):
-    """An app with a Dislock has no second one, which click warns of."""
-    source = APP + "from celery_dislock import Dislock\nDislock(app)\n"
-    program = ("-W", "error::UserWarning", "-m", "celery")
-    status, said = celery("-A", write_app(source), "worker", "--help", program=program)
-    assert (status, said.count("--dislock / --no-dislock")) == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("source", "command"),
     [
         (BAD_OPTION, ["worker", "--pool", "solo"]),
         (BAD_OPTION + "export.s()", ["worker", "--pool", "solo", "--dislock"]),
         (BAD_OPTION, ["beat"]),
-        (BAD_OPTION_OF_A_PLAIN_TASK, ["worker", "--pool", "solo"]),
     ],
 )
 def test_a_bad_option_ends_a_command_in_one_message(celery, write_app, source, command):

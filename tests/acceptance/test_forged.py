@@ -31,24 +31,6 @@ def test_a_message_that_says_it_was_replaced_ends_alone(fleet, scene):
 
 
 @PREFORK
-def test_forged_owners_end_no_lease(fleet, scene):
-    """The holder's name, a hundred thousand names and numbers are ignored, with one warning."""
-    holder = scene.hold(fleet)
-    owner = scene.lease.owner
-    for forged in ([owner], [f"{owner}{n}" for n in range(100_000)], [1, 2]):
-        before = len(scene.line)
-        headers = noted(given_up=forged, held=owner)
-        parked = fleet.send(QUEUE, scene.key, headers=headers)
-        scene.wait_for_line(before + 1)
-        assert fleet.times_it_says(parked.id, "given_up=", "held=", "ignored") == 1
-    assert scene.lease.owner == owner
-    assert not fleet.says("no task can take a lock")
-    scene.open_gates(holder)
-    assert holder.get(timeout=LIMIT)
-    scene.wait_for_report("end", 4)
-
-
-@PREFORK
 def test_a_name_that_cannot_be_encoded_ends_no_worker(fleet, scene):
     """The main process reads the headers before any child does; the tasks run, locked or not."""
     lock = "dislock:{\ud800}"

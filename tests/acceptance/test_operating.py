@@ -7,13 +7,10 @@ import os
 import signal
 
 import pytest
-from celery import Celery
 from celery.exceptions import TaskRevokedError
 
-from celery_dislock.operating.cli.doctor import ask_workers
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
-from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.commands import Dislock
 
 pytestmark = [
@@ -52,21 +49,6 @@ def test_the_holder_is_terminated_and_the_next_in_line_runs(fleet, scene):
     scene.open_gate()
     assert parked.get(timeout=LIMIT)["held"] is True
     scene.assert_exclusive(dead=[dead])
-
-
-@PREFORK
-def test_a_holder_that_is_not_terminated_learns_that_it_lost_the_lock(fleet, scene):
-    """Its next renewal finds the lease gone; another has the lock by then."""
-    holder = fleet.send(scenarios.hold_renewed, scene.key)
-    begun(scene, holder)
-    answer = dislock("free", scene.key, "--yes", "--json")
-    assert (answer.exit_code, outcome(answer)) == (0, "freed")
-    wait_for(
-        "the worker says so",
-        lambda: fleet.says(scene.key, "is lost: the server no longer has it"),
-    )
-    scene.open_gate()
-    assert holder.get(timeout=LIMIT)["held"] is False
 
 
 @pytest.fixture
@@ -112,13 +94,3 @@ def test_a_worker_that_dies_hands_a_paused_lock_to_nobody(fleet, scene):
     dislock("resume", scene.key)
     assert parked.get(timeout=LIMIT)["held"] is True
     scene.wait_until_free()
-
-
-def test_a_rabbitmq_that_is_full_is_told_as_such(tmp_path):
-    """Its disk or memory is nearly full, so it reads no messages, and its clients wait for ever."""
-    with own_rabbitmq(tmp_path) as rabbitmq:
-        app = Celery("shop", broker=rabbitmq.url, set_as_current=False)
-        assert ask_workers(app, 0.2).error == ""
-        rabbitmq.control("set_disk_free_limit", "100000GB")
-        wait_for("the alarm", lambda: "blocked" in ask_workers(app, 0.2).error)
-        app.close()

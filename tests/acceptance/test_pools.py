@@ -8,7 +8,7 @@ from celery import states
 
 from celery_dislock import LockLostError
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, fleets, wait_for
 from tests.acceptance.scenarios import BRIEF
 
 pytestmark = pytest.mark.acceptance
@@ -28,19 +28,6 @@ def test_of_many_sends_of_a_key_one_runs(fleet, scene):
     (winner,) = (r for r in results if r.state != states.REVOKED)
     assert winner.get(timeout=LIMIT)["held"] is True
     assert [event["id"] for event in scene.reported("begin")] == [winner.id]
-
-
-@fleets("prefork", "threads")
-def test_executions_of_a_key_never_overlap(fleet, scene, redis_client):
-    """Short tasks of a few keys, sent in a crowd, run one after another for each key."""
-    scenes = [Scene(f"{scene.key}-{number}", redis_client) for number in range(3)]
-    results = [fleet.send(scenarios.step, each.key, 0.03) for _ in range(CROWD) for each in scenes]
-    for result in results:
-        wait_for("every caller hears of its task", result.ready)
-        assert result.state in {states.SUCCESS, states.REVOKED}
-    for each in scenes:
-        assert each.reported("end", error=None)
-        each.assert_exclusive()
 
 
 @fleets("prefork", "gevent")

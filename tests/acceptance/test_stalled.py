@@ -69,19 +69,6 @@ def test_a_process_that_cannot_renew_keeps_its_lock(fleet, scene, how):
 
 
 @PREFORK
-def test_the_cap_ends_it(fleet, scene):
-    """The renewals of the main process count: at the cap a stopped process loses its lock."""
-    first = fleet.send(scenarios.outlive_cap, scene.key)
-    with stopped(scene):
-        scene.wait_until_free()
-        second = fleet.send(scenarios.outlive_cap, scene.key)
-        scene.wait_for_report("begin", times=2)
-    scene.open_gate()
-    assert first.get(timeout=LIMIT)["held"] is False
-    second.get(timeout=LIMIT)
-
-
-@PREFORK
 def test_a_stopped_process_that_is_killed_releases(fleet, scene):
     """The lease that the main process has renewed ends with the process, long before its expiry."""
     result = fleet.send(scenarios.hold_steadily, scene.key)
@@ -104,22 +91,6 @@ def test_a_worker_that_is_stopped_loses_its_locks(start_fleet, scene):
     wait_for("the child is told", lambda: fleet.says("is lost", scene.key, first.id))
     scene.open_gate()
     assert first.get(timeout=LIMIT)["held"] is False
-
-
-def test_without_it_a_stopped_process_loses_its_lock(start_fleet, scene):
-    """With dislock_renew_for_stalled=False the next has its turn, and the first is told."""
-    conf = {"dislock_renew_for_stalled": False}
-    fleet = start_fleet("prefork", "--dislock", conf=conf)
-    first = fleet.send(scenarios.hold_renewed, scene.key)
-    with stopped(scene):
-        scene.wait_until_free()
-        second = fleet.send(scenarios.hold_renewed, scene.key)
-        scene.wait_for_report("begin", times=2)
-    wait_for("the first is told", lambda: fleet.says("is lost", scene.key, first.id))
-    scene.open_gate()
-    assert first.get(timeout=LIMIT)["held"] is False
-    assert second.get(timeout=LIMIT)["held"] is True
-    assert not fleet.says(STALLED)
 
 
 def test_a_warm_shutdown_goes_on_renewing(start_fleet, scene):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import uuid
 
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import states
-from celery.result import AsyncResult
 from kombu import Connection, Queue
 
 from tests.acceptance import scenarios
@@ -23,7 +21,7 @@ from tests.acceptance.fleet import (
     fleets,
     wait_for,
 )
-from tests.acceptance.scenarios import BRIEF, LONG
+from tests.acceptance.scenarios import LONG
 
 pytestmark = pytest.mark.acceptance
 
@@ -63,24 +61,6 @@ def test_those_who_wait_leave_a_slot_to_a_parked_task(fleet, scene):
         assert result.get(timeout=LONG / 2)["held"] is True
     began = scene.begun
     assert began[:2] == [holder.id, parked.id]
-    scene.assert_exclusive()
-
-
-def test_waiting_holds_up_nothing_in_its_process(start_fleet, scene):
-    """Beside a waiter, the watchdog renews and other tasks run, in one and the same process."""
-    fleet = start_fleet("gevent")
-    scene.begin(fleet, scenarios.hold_renewed)
-    second = fleet.send(scenarios.hold_or_wait, scene.key)
-    scene.wait_for_line(1)
-    wait_for(
-        "the lease is renewed for two timeouts more",
-        lambda before=scene.lease.extended_by: scene.lease.extended_by > before + 2 * BRIEF,
-    )
-    other = fleet.send(scenarios.step, f"{scene.key}-other")
-    assert other.get(timeout=LIMIT) == {"held": True}
-    assert not scene.reported("begin", id=second.id)
-    scene.open_gate()
-    assert second.get(timeout=LIMIT)["held"] is True
     scene.assert_exclusive()
 
 
@@ -165,47 +145,6 @@ def test_a_rejected_message_is_buried_by_the_broker(rabbitmq, rabbitmq_pair, sce
     finally:
         rabbitmq.control("clear_policy", "bury")
     scene.open_gate()
-
-
-# The same task twice
-
-
-@PREFORK
-@pytest.mark.parametrize("name", ["hold", "hold_or_wait", "hold_shared", "hold_one_of_two"])
-def test_a_copy_is_put_off_and_never_runs_beside_the_task(fleet, scene, name):
-    """Whatever the strategy and the kind of lock: both run, one after the other."""
-    task = getattr(scenarios, name)
-    task_id = str(uuid.uuid4())
-    result = fleet.send(task, scene.key, task_id=task_id)
-    scene.wait_for_report("begin")
-    fleet.send(task, scene.key, task_id=task_id)
-    wait_for("the copy is put off", lambda: fleet.says("put off", task_id))
-    assert result.state == states.PENDING
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
-    scene.wait_for_report("end", times=2, id=task_id, error=None)
-    scene.assert_exclusive()
-
-
-@PREFORK
-def test_a_copy_of_a_task_that_has_succeeded_is_acknowledged_unrun(fleet, scene):
-    """With lock_dedupe_redelivered the work is done once, and its result stays."""
-    task_id = str(uuid.uuid4())
-    for _ in range(2):
-        result = fleet.send(scenarios.hold_once, scene.key, task_id=task_id)
-    wait_for("the copy is put off", lambda: fleet.says("put off", task_id))
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
-    wait_for("the copy is seen", lambda: fleet.says("acknowledged unrun", task_id))
-    assert len(scene.reported("begin")) == 1
-    assert AsyncResult(task_id, app=result.app).state == states.SUCCESS
-    another = fleet.send(scenarios.hold_once, scene.key)
-    assert another.get(timeout=LIMIT)["held"] is True
-    for one in (task_id, another.id):
-        mark = f"{scene.lock}:mark:{one}"
-        wait_for("the mark says done", lambda mark=mark: scene.redis.get(mark)[:4] == "done")
-        assert 0 < scene.redis.pttl(mark) <= LONG * 1000
-        scene.redis.delete(mark)
 
 
 # A task that goes on in another execution

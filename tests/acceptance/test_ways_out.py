@@ -299,22 +299,6 @@ def test_death_of_the_child_and_redelivery(fleet, scene):
     assert_released(EITHER, fleet, scene, result.id, dead=[first["pid"]])
 
 
-def test_replacement_of_the_child(start_worker, scene):
-    """A child that ends after its task has released before."""
-    fleet = start_worker("--max-tasks-per-child", "1")
-    results = []
-    for _ in range(2):
-        results.append(fleet.send(scenarios.step, scene.key))
-        assert results[-1].get(timeout=LIMIT) == {"held": True}
-        assert scene.is_free
-    pids = {event["pid"] for event in scene.reported("begin")}
-    assert len(pids) == len(results)
-    for pid in pids:
-        wait_for("the child is replaced", lambda pid=pid: is_gone(pid))
-    assert_released(ITSELF, fleet, scene, results[0].id)
-    assert len([r for r in scene.releases if r["id"] == results[1].id]) == 1
-
-
 @pytest.mark.parametrize("how", ["the body ends", "the child is killed", "it is terminated"])
 def test_a_lock_that_was_lost_is_not_released(fleet, scene, how):
     """An execution that ends after its lock was taken from it leaves that of the next holder."""

@@ -149,27 +149,6 @@ def test_who_has_the_token_pauses_a_lock(serve, redis_url):
     assert server.token.partition("=")[2] not in printed
 
 
-def test_a_proxy_in_front_is_believed_only_if_it_is_trusted(serve):
-    """Behind it the page has another name and another path, and asks for the token."""
-    forwarded = {"X-Forwarded-For": "192.0.2.7", "X-Forwarded-Proto": "https"}
-    host = {"Host": "ops.example.com"}
-    args = ("--allow-host", "ops.example.com", "--url-prefix", "/locks", "--allow-actions")
-    behind = serve(*args, "--trusted-proxy", "127.0.0.1")
-    assert behind.ask("/api/locks", **host, **forwarded)[0] == 403
-    _, _, headers = behind.ask(f"/{behind.token}", **host, **forwarded)
-    assert {"Path=/locks/", "Secure"} <= set(headers["Set-Cookie"].split("; "))
-    given = {**host, **forwarded, **behind.cookie(**host, **forwarded)}
-    assert behind.ask("/api/locks", **given)[0] == 200
-    form = {"name": "dislock:{export:7}", "limit": "0"}
-    assert behind.ask("/api/limit", form, **given, Origin="http://ops.example.com")[0] == 403
-    assert behind.ask("/api/limit", form, **given, Origin="https://ops.example.com")[0] == 200
-    assert "asked from 192.0.2.7" in behind.stop()[1]
-    alone = serve()
-    assert alone.ask("/api/locks")[0] == 200
-    assert alone.ask("/api/locks", **forwarded)[0] == 403
-    assert alone.ask("/api/locks", **host)[0] == 400
-
-
 def test_what_is_no_http_is_refused_and_others_are_served(serve):
     """Broken lines, lengths and hosts, over a socket: an error, or the end of the connection."""
     server = serve("--allow-actions")

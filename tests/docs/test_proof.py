@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proof.controls import CONTROLS
-from proof.page import FENCED, PARTS, PROMISES, quoted, render
+from proof.page import FENCED, PARTS, PROMISES, render
 
 COUNTS = {"holds": 1000, "tasks": 7, "faults: kill a process": 2}
 RUN = {"what": "run", "date": "2026-11-01", "machine": "m", "with": "v", "server": "redis"}
@@ -39,30 +39,8 @@ def test_a_promise_has_a_verdict(result, verdict):
     assert page.index("> **At most one live lease") < page.index(verdict) < page.index("> **No exp")
 
 
-def test_runs_without_beats_prove_nothing_of_beats():
-    """Five servers have none, nor had the first runs."""
-    page = render([run(1), {**run(2, ticks=9), "server": "cluster"}])
-    verdict = page.partition("> Several beats run")[2].partition("It would be broken")[0]
-    assert "Cluster" in verdict
-    assert "one Redis" not in verdict
-
-
 def test_every_part_that_is_judged_is_of_a_promise():
     """The page leaves out none of what the checker and the controls are about."""
     judged = {part for parts in PROMISES.values() for part in parts}
     assert judged == set(PARTS)
     assert {control[1] for control in CONTROLS.values()} <= judged
-
-
-def test_a_row_of_a_table_is_quoted_as_a_sentence():
-    """It has what happens, and what becomes of it; not the tests."""
-    assert quoted("| it is revoked in line").endswith(
-        "it ends as REVOKED at its turn, and the next one has its turn."
-    )
-
-
-def test_what_was_not_run_is_not_claimed():
-    """Without a result the page has no figure, and says so."""
-    page = render([])
-    assert "No run has been kept yet." in page
-    assert page.count("| not tried |") == sum(len(one.shown_in) for one in CONTROLS.values())

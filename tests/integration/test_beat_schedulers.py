@@ -422,18 +422,6 @@ def test_an_entry_rescheduled_in_redbeat(redbeat):
     assert len(world.sent) == len({one.id for one in world.sent}) == 2
 
 
-def test_an_entry_that_is_added_to_redbeat(redbeat):
-    """Added while nobody leads, it is sent by the next leader, and noted under its name."""
-    world = World({"often": EVERY}, kept=redbeat)
-    world.run(7)
-    kill_as_it_sends(world, "after")
-    redbeat.scheduler.Entry("new", "new", EVERY, app=world.beats[0].app).save()
-    world.run(TIMEOUT + 5 * EVERY)
-    news = world.ticks("new")
-    assert len(news) >= 4
-    assert len(news) == sum(one.entry == "new" for one in world.sent)
-
-
 @pytest.mark.parametrize("offset", [-STEP, 0, STEP], ids=["before", "at", "after"])
 @pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin"])
 def test_a_kill_at_the_minute_of_a_crontab(kept, offset, zone):

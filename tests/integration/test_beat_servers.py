@@ -129,22 +129,6 @@ def test_a_record_that_no_beat_has_written_is_as_none(redis_url, client, beats, 
         assert record_of(client) != written
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["a b", "two\nlines", "}{", "é\u20ac", "\x00", "", "-", LOCK, "1" * US],
-    ids=lambda name: repr(name[:9]),
-)
-def test_any_name_of_an_entry_will_do(redis_url, client, beats, name):
-    """Each beat has the record of its entry, whatever the entry is called."""
-    one = beats(redis_url, [name])
-    goes_on(one)
-    assert record_of(client, name.encode()).startswith(b"1 ")
-    one.close()
-    after = beats(redis_url, [name])
-    after.app.sent = one.app.sent
-    goes_on(after)
-
-
 @pytest.mark.parametrize("key", [LOCK, RECORDS, f"{LOCK}:limit", f"{LOCK}:line"])
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_key_of_another_type(redis_url, client, beats, key, leads, caplog):
@@ -158,15 +142,6 @@ def test_a_key_of_another_type(redis_url, client, beats, key, leads, caplog):
         assert key in stands_by(one, caplog)
         client.delete(key)
     goes_on(one)
-
-
-def test_a_server_that_is_emptied(redis_url, client, beats, caplog):
-    """The leader says that its lease is lost, takes the lock again, and sends no tick twice."""
-    one = beats(redis_url)
-    goes_on(one)
-    client.flushall()
-    goes_on(one)
-    assert "its lease has ended" in caplog.text
 
 
 def test_a_full_server(own_redis_server, beats, caplog):

@@ -15,7 +15,6 @@ from tests.commands import Dislock
 from tests.holding import wait_for
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
 from tests.leaks import SECRET
-from tests.redis_server import RedisServer
 
 
 class Report:
@@ -133,21 +132,3 @@ def test_a_cluster(redis_program, tmp_path):
         assert not report.away
         [(level, what)] = report.found("server")
         assert (level, "slots of these nodes" in what) == ("serious", True)
-
-
-def test_several_servers(redis_program, tmp_path):
-    """One of three may be away, and that is a warning; two are the end."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(RedisServer(tmp_path / str(nth))) for nth in range(3)]
-        urls = [server.url for server in servers]
-        with Locks.from_url(urls) as locks, locks.lock("a"):
-            report = Report(urls)
-            assert report.found("server") == []
-            assert [level for level, _ in report.found("persistence")] == ["warning"]
-            servers[1].kill()
-            report = Report(urls)
-            [(level, what)] = report.found("server")
-            assert (level, "1 of 3" in what, "No other may fail" in what) == ("warning", True, True)
-            assert any("1 lease" in what for _, what in report.all("locks"))  # the others are read
-        servers[2].kill()
-        assert Report(urls).away

@@ -12,19 +12,16 @@ from click.testing import CliRunner
 from lupa.lua51 import LuaError
 
 from celery_dislock import SingletonTask
-from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import REPLACED, notes_of
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock
 from celery_dislock.parking.store import Lines
-from celery_dislock.servers.overview import Overview, find_parked
-from celery_dislock.servers.records import in_words
+from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Done, Granted, Handed, Parked, Refused
 from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.actions import Actions
-from celery_dislock.words import plain
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, Broker
@@ -92,25 +89,6 @@ def other(server) -> Worker:
 
 
 class TestFreeing:
-    def test_the_lease_that_was_shown_ends(self, worker, server):
-        """A lease is freed by its owner and its token; nothing is left."""
-        (token,) = worker.take("a").tokens
-        for other in (token - 1, token + 1):  # another lease of the same owner
-            assert worker.actions.free(LOCK, "a", other) is False
-        assert worker.actions.free(LOCK, "a", token) is True
-        assert worker.actions.free(LOCK, "a", token) is False
-        assert server.names() == set()
-
-    def test_a_parked_task_has_its_turn(self, worker):
-        """Its message is published by whoever frees the lock, and the lock is reserved for it."""
-        worker.take("a")
-        worker.park("p")
-        worker.park("q")
-        assert worker.free() is True
-        assert worker.given() == ["p"]
-        assert [one.owner for one in worker.overview.lock(LOCK).holders] == ["p:0:0#"]
-        assert isinstance(worker.claim("p"), Granted)
-
     def test_a_parked_task_of_another_broker_stays_first(self, worker, other):
         """Its message cannot be published from here; a sweep of its own worker does that."""
         worker.take("a")
@@ -228,20 +206,6 @@ class TestDropping:
         assert message == Message.from_bytes(message_of("p", **headers))
 
 
-def test_a_parked_task_is_found_by_ticket_and_by_id(worker, monkeypatch):
-    """Wherever in a long line it stands, or with its turn."""
-    monkeypatch.setattr("celery_dislock.servers.overview.SEARCHED", 3)
-    worker.take("a")
-    for number in range(8):
-        worker.park(f"t{number}", message=message_of(f"t{number}"))
-    worker.release("a")
-    for number in (0, 1, 4, 7):
-        for wanted in (f"t{number}", f"t{number}:0:0"):
-            (place,) = find_parked(worker.overview, LOCK, wanted)
-            assert place.id == f"t{number}"
-    assert find_parked(worker.overview, LOCK, "t") == []
-
-
 def test_a_reservation_is_freed_by_hand(redis_url):
     """After a purge, say: the next message is sent.  What was reserved since is left alone."""
     with Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False) as app:
@@ -283,12 +247,6 @@ class TestPause:
         assert worker.lines.limit(LOCK, None) == 0
         assert isinstance(worker.store.wait(LOCK, "w0", 1.0), Handed)
         assert worker.overview.lock(LOCK).waiting == waiters - 1
-
-    def test_who_would_pass_the_line_is_not_admitted(self, worker):
-        """fair=False passes waiters, not an operator."""
-        worker.lines.limit(LOCK, 0)
-        assert isinstance(worker.take("a", terms=Terms(fair=False)), Refused)
-        assert isinstance(worker.take("a", terms=Terms(fair=False), place=LONG), Refused)
 
     def test_a_parked_task_stays_in_line(self, worker):
         """Its turn comes with the end of the pause, neither by a release nor by the sweep."""
@@ -334,13 +292,6 @@ class TestPause:
         server.advance(2)
         worker.lines.sweep([LOCK])
         assert worker.given() == ["t"]
-
-    def test_it_lasts_until_it_is_taken_back(self, worker, server):
-        """A pause that nobody takes back lasts for years: no task runs because days have passed."""
-        worker.lines.limit(LOCK, 0)
-        server.advance(10**8)
-        assert server.ttls()[f"{LOCK}:limit"] == -1
-        assert isinstance(worker.take("a"), Refused)
 
     def test_a_limit_that_cannot_be_read_admits_nobody(self, worker, server):
         """A later version may have written it: the lock is damaged, and says so."""
@@ -411,15 +362,6 @@ class TestLimit:
         assert isinstance(take([tenant], "c", LONG, "{}", terms=Terms(limit=3)), Granted)
         assert isinstance(take([tenant], "d", LONG, "{}", terms=Terms(limit=3)), Refused)
 
-    def test_a_note_of_any_text_is_a_note(self, worker):
-        """Newlines and quotes neither end the record nor break the refusal."""
-        note = '1 9\n{"x":"\\"} ¡%s\0'
-        worker.lines.limit(LOCK, 0, note=note)
-        assert worker.overview.lock(LOCK).limit_note == note
-        holder = worker.take("a").holder
-        assert holder["note"] == note
-        assert plain(note) in in_words(holder)
-
 
 @pytest.fixture
 def quorum(redis_program, tmp_path):
@@ -434,17 +376,6 @@ def quorum(redis_program, tmp_path):
 
 
 class TestActions:
-    def test_locks_are_listed_while_one_of_several_servers_is_away(self, quorum):
-        """The others have the same locks; without a majority nobody knows."""
-        store, actions, servers = quorum
-        overview = Overview(store.lock_server, "dislock")
-        actions.limit(LOCK, 0)
-        servers[0].stop()
-        assert [one.name for one in overview.locks()] == [LOCK]
-        servers[1].stop()
-        with pytest.raises(StoreError):
-            list(overview.locks())
-
     def test_locks_are_listed_while_one_of_several_servers_hangs(self, quorum):
         """To connect to it leaves time for the others; whichever of them it is."""
         _, actions, servers = quorum

@@ -84,34 +84,6 @@ def test_an_unused_plugin_imports_nothing(tmp_path):
     run(*command, env=environment)
 
 
-WORKER = """
-import subprocess, sys
-from celery.exceptions import TaskRevokedError
-
-@pytest.fixture
-def worker(dislock_server):
-    dislock_server.use(app)
-    broker, backend = app.conf.broker_url, app.conf.result_backend
-    at = ["-b", broker, "--result-backend", backend]
-    command = [sys.executable, "-m", "celery", "-A", "shop", *at, "worker", "--dislock"]
-    worker = subprocess.Popen([*command, "-P", "solo", "--dislock-url", dislock_server.url])
-    yield
-    worker.terminate()
-    worker.wait()
-
-def test_a_process(dislock_server, worker):
-    assert export.delay(7).get(timeout=30) == 7
-    with dislock_server.hold("export:7"), pytest.raises(TaskRevokedError):
-        export.delay(7).get(timeout=30)
-"""
-
-
-def test_a_worker_process_uses_the_server(users):
-    """Under --dislock, and with the broker and the result backend on it, too."""
-    outcome = users(WORKER)
-    assert "1 passed" in outcome.stdout, outcome.stdout
-
-
 CELERYS = """
 from celery.contrib.pytest import celery_worker  # pytest-celery has one for containers
 
@@ -231,52 +203,6 @@ Dislock(app)
 def pay(n):
     Order.objects.filter(pk=n).update(paid=True)
 """,
-    "manage.py": """
-import os, sys
-from django.core.management import execute_from_command_line
-os.environ["DJANGO_SETTINGS_MODULE"] = "settings"
-execute_from_command_line(sys.argv)
-""",
-    # For Django's own test runner.
-    "orders/tests.py": """
-from django.db import transaction
-from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
-from celery_dislock.testing import DislockServer
-from orders.tasks import Order, app, pay
-
-class WithLocks:
-    def setUp(self):
-        super().setUp()
-        self.locks = DislockServer().__enter__()
-        self.addCleanup(self.locks.__exit__, None, None, None)
-        self.locks.use(app)
-
-class TestTransactions(WithLocks, TransactionTestCase):
-    def test_on_commit(self):
-        with transaction.atomic():
-            order = Order.objects.create()
-            transaction.on_commit(lambda: pay.delay(order.pk))
-            self.assertEqual(self.locks.run_parked(), 0)
-        self.assertEqual(self.locks.run_parked(), 1)
-        order.refresh_from_db()
-        self.assertTrue(order.paid)
-
-class TestCallbacks(WithLocks, TestCase):
-    def test_on_commit(self):
-        with self.captureOnCommitCallbacks(execute=True):
-            transaction.on_commit(lambda: pay.delay(1))
-        self.locks.assert_duplicate(pay.delay(1))
-
-class TestSettings(WithLocks, SimpleTestCase):
-    @override_settings(CELERY_TASK_ALWAYS_EAGER=True)
-    def test_eager(self):
-        with self.locks.hold("pay:1"):
-            self.locks.assert_skipped(pay.delay(1))
-            with override_settings(CELERY_DISLOCK_ENABLED=False), self.assertRaises(Exception):
-                pay.delay(1).get()  # it runs, and a SimpleTestCase has no database
-            self.locks.assert_skipped(pay.delay(1))
-""",
-    # For pytest-django.
     "test_it.py": """
 import pytest
 from django.db import transaction
@@ -317,26 +243,16 @@ def test_settings(server, db, settings, again):
 }
 
 
-def in_django(folder, *command):
+def test_pytest_django(tmp_path):
+    """What is sent on commit, and what a test overrides; Django's settings have a prefix."""
+    need("pytest_django")
     for name, text in DJANGO.items():
-        path = folder / name
+        path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    return run(sys.executable, *command, cwd=folder)
-
-
-def test_djangos_own_runner(tmp_path):
-    """What is sent on commit, and what a test overrides; Django's settings have a prefix."""
-    need("django")
-    ran = in_django(tmp_path, *STRICT, "manage.py", "test")
-    assert "Ran 3 tests" in ran.stderr, ran.stderr
-
-
-def test_pytest_django(tmp_path):
-    """The same with its marks and fixtures."""
-    need("pytest_django")
     off = [f"-pno:{name}" for names in PLUGINS.values() for name in names]
-    ran = in_django(tmp_path, "-m", "pytest", "-q", "--ds", "settings", *STRICT, *off)
+    command = [sys.executable, "-m", "pytest", "-q", "--ds", "settings", *STRICT, *off]
+    ran = run(*command, cwd=tmp_path)
     assert "4 passed" in ran.stdout, ran.stdout
 
 

@@ -1,14 +1,11 @@
-"""The page with a real lock server: mounted in frameworks, and with very many locks."""
+"""The page with a real lock server, mounted in a framework."""
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 from celery import Celery
-from werkzeug.wrappers import Response
 
 from celery_dislock import Dislock
 from celery_dislock.locks.runtime import Process
@@ -16,10 +13,9 @@ from celery_dislock.operating.locks import AppLocks, rows
 from celery_dislock.operating.web import Page
 from celery_dislock.parking.process import runtime_of
 from tests.holding import name_of
-from tests.pages import Visitor, ann
+from tests.pages import Visitor
 
 MOUNT = "/ops/locks"
-HOLDER = json.dumps({"task": "shop.export", "id": "id-1", "worker": "celery@w1", "pid": 7})
 
 
 @pytest.fixture
@@ -46,46 +42,7 @@ def held(redis_url):
         yield
 
 
-@pytest.fixture
-def page(app):
-    return Page(app, user=ann, allow_actions=True)
-
-
-def in_django(page, stack):
-    """Show the page in a view, which hands on who is logged in."""
-    from django.conf import settings
-    from django.core.handlers.wsgi import WSGIHandler
-    from django.http import HttpResponse
-    from django.test import override_settings
-    from django.urls import re_path
-    from django.views.decorators.csrf import csrf_exempt
-
-    @csrf_exempt
-    def locks(request, path=""):
-        environ = {**request.environ, "SCRIPT_NAME": MOUNT, "PATH_INFO": path}
-        answer = Response.from_app(page, environ | {"shop.user": request.COOKIES.get("who")})
-        return HttpResponse(answer.data, status=answer.status_code, headers=dict(answer.headers))
-
-    import django
-
-    if not settings.configured:
-        settings.configure(TIME_ZONE="UTC")  # as in schedulers.py
-    django.setup()
-    stack.enter_context(
-        override_settings(
-            ROOT_URLCONF=__name__,
-            ALLOWED_HOSTS=["*"],
-            MIDDLEWARE=["django.middleware.csrf.CsrfViewMiddleware"],
-        )
-    )
-    urlpatterns[:] = [re_path(rf"^{MOUNT[1:]}(?P<path>/.*)?$", locks)]
-    return WSGIHandler()
-
-
-urlpatterns: list[object] = []  # of the Django site
-
-
-def in_flask(page, _stack):
+def in_flask(page):
     """Mount the page beside an application, which knows who a request comes from."""
     from flask import Flask, request
     from werkzeug.middleware.dispatcher import DispatcherMiddleware
@@ -101,38 +58,18 @@ def in_flask(page, _stack):
     return flask
 
 
-def in_starlette(page, _stack):
-    """Mount the page in an ASGI application, and this in a WSGI server, for the test's client."""
-    a2wsgi = pytest.importorskip("a2wsgi")
-    from starlette.applications import Starlette
-    from starlette.routing import Mount
+def test_it_is_mounted_in_a_framework(app, held):
+    """Its addresses are right below the mount, and the framework says at each request who asks.
 
-    def told(environ, start_response):
-        headers = dict(environ["asgi.scope"]["headers"])
-        environ["shop.user"] = headers.get(b"cookie", b"").decode().removeprefix("who=") or None
-        return page(environ, start_response)
-
-    routes = [Mount(MOUNT, app=a2wsgi.WSGIMiddleware(told))]
-    return a2wsgi.ASGIMiddleware(Starlette(routes=routes))
-
-
-@pytest.fixture
-def stack():
-    """What a framework needs for as long as the test runs."""
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.mark.parametrize("mounted", [in_django, in_flask, in_starlette])
-def test_it_is_mounted_in_a_framework(mounted, app, held, stack):
-    """Its addresses are right below the mount, and the framework says at each request who asks."""
+    How Django and Starlette have it is run as the page of the documentation says.
+    """
     admins = {"ann"}
     page = Page(
         app,
         user=lambda environ: environ["shop.user"],
         allow_actions=lambda environ: environ["shop.user"] in admins,
     )
-    visitor = Visitor(mounted(page, stack))
+    visitor = Visitor(in_flask(page))
     assert visitor.get(MOUNT).location.endswith(f"{MOUNT}/")
     assert visitor.get(f"{MOUNT}/").text.startswith("<!doctype html>")
     assert "setInterval" in visitor.get(f"{MOUNT}/static/page.js").text

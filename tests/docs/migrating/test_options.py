@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
-import redis
 
 from celery_dislock.exceptions import DuplicateTaskError
 from tests.docs.migrating.libraries import (
@@ -19,7 +18,6 @@ from tests.docs.migrating.libraries import (
     QUICK,
     Library,
     about,
-    database,
     expiry_of,
     locks_of,
     messages,
@@ -94,28 +92,6 @@ class TestOptions:
         task = ours(lock_on_duplicate="return")
         first, second = task.delay(7), task.delay(7)
         assert (second.id, second.duplicate) == (first.id, True)
-
-    @of(CELERY_SINGLETON)
-    def test_settings_for_all_tasks_of_singleton(self, app, theirs, ours, redis_url, library):
-        """The app's defaults for a duplicate, the expiry, the names, the server and redis-py."""
-        app.conf.singleton_raise_on_duplicate = True
-        app.conf.dislock_on_duplicate = "raise"
-        app.conf.singleton_lock_expiry = app.conf.dislock_unique_for = 60
-        app.conf.singleton_key_prefix, app.conf.dislock_prefix = "shop-theirs:", "shop-ours"
-        url = database(redis_url, 1)
-        app.conf.singleton_backend_url = app.conf.dislock_url = url
-        app.conf.singleton_backend_kwargs = {"client_name": "theirs"}
-        app.conf.dislock_transport_options = {"client_name": "ours"}
-        with redis.Redis.from_url(url, decode_responses=True) as other:
-            for task, names in (
-                (theirs(library, {}), "shop-theirs:*"),
-                (ours(), "shop-ours:*:unique"),
-            ):
-                task.delay(7)
-                assert expiry_of(other, other.keys(names)) == about(60)
-                with pytest.raises(Exception, match=r"duplicate|is there already"):
-                    task.delay(7)
-            assert {"theirs", "ours"} <= {client["name"] for client in other.client_list()}
 
     @of(CELERY_SINGLETON)
     def test_clear_locks_leaves_ours(self, app, theirs, ours, redis_client, library):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
-from types import SimpleNamespace
+from datetime import datetime, timezone
 
 import pytest
 from celery import Celery
 from celery.beat import ScheduleEntry
 from celery.schedules import crontab, schedule
 
-from celery_dislock.beat.entries import copy_of, is_over, name_of, to_time, to_us
+from celery_dislock.beat.entries import copy_of, is_over
 
 NOW = datetime(2024, 5, 6, 0, 10, tzinfo=timezone.utc)
 
@@ -20,38 +19,6 @@ def app():
     app = Celery("entries", set_as_current=False)
     app.now = lambda: NOW
     return app
-
-
-@pytest.mark.parametrize("zone", [timezone.utc, timezone(timedelta(hours=2)), None])
-def test_a_time_goes_there_and_back(zone):
-    """In the zone in which the entry has its times, to the microsecond."""
-    when = datetime(2024, 5, 6, 7, 8, 9, 123457, tzinfo=zone)
-    assert to_time(to_us(when), SimpleNamespace(last_run_at=when)) == when
-
-
-def test_an_entry_that_was_never_sent():
-    """It has no time, and gets one of its server's."""
-    assert to_us(None) == 0
-    assert to_us(to_time(5, SimpleNamespace(last_run_at=None))) == 5
-
-
-def test_a_copy_leaves_the_entry_alone(app):
-    """It is of the same class, and has the app."""
-    entry = ScheduleEntry("daily", "task", schedule=schedule(5.0), app=app)
-    copy = copy_of(entry, options={"queue": "q"})
-    assert (type(copy), copy.app, copy.name, copy.options) == (
-        ScheduleEntry,
-        app,
-        "daily",
-        {"queue": "q"},
-    )
-    assert entry.options == {}
-
-
-@pytest.mark.parametrize("name", ["daily", 7, b"\xff", None, "\ud800"])
-def test_any_name_is_text(name):
-    """Text that can be sent."""
-    assert name_of(SimpleNamespace(name=name)).encode()
 
 
 @pytest.mark.parametrize(

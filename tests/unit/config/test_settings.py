@@ -27,6 +27,9 @@ DOCS = Path(__file__).parents[3] / "docs"
 SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
 
 
+TIMEOUTS = "lock_wait_timeout, lock_watchdog_timeout or lock_expire"
+
+
 def refused(**declared):
     with pytest.raises(SettingsError) as caught:
         task_options("shop.export", declared, {})
@@ -180,7 +183,7 @@ def test_a_default_that_is_overruled_is_checked_all_the_same():
         (
             {"raise_on_duplicate": True},
             "celery-singleton",
-            "lock_on_duplicate='raise', or lock_on_c",
+            "lock_on_duplicate='raise', or",
         ),
         ({"lock_expiry": 60}, "celery-singleton", "lock_unique_for, or lock_expire when"),
         ({"challenge_lock_on_startup": True}, "celery-singleton", "locks end by themselves"),
@@ -251,13 +254,7 @@ def test_a_task_of_several_keys_or_servers_is_not_parked(declared, conf, remedy)
         ("lockkey", "no such option; did you mean 'lock_key'?"),
         ("watchdog_timeout", "no such option; did you mean 'lock_watchdog_timeout'?"),
         # The names of redis-py, Redisson and others, with lock_ in front.
-        (
-            "lock_ttl",
-            (
-                "no such option: leave it out, as locks end by themselves, or give lock_expire for"
-                " a fixed expiry"
-            ),
-        ),
+        ("lock_timeout", f"no such option: give {TIMEOUTS}"),
         ("lock_name", "no such option: give lock_key"),
         ("lock_colour", "no such option"),
     ],

@@ -7,7 +7,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from celery import Celery
 
+from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import facts
 from celery_dislock.operating.site import Site
@@ -283,3 +285,42 @@ def test_only_a_stranger_that_came_lately_is_a_finding(doctor, server, app, ago,
     found = [one for one in doctor.told() if one["check"] == "lines"]
     assert [one["level"] for one in found] == ["warning"] * many
     assert all("came 12 s ago" in one["what"] and "drain" in one["remedy"] for one in found)
+
+
+def test_the_messages_of_a_queue_are_counted_once():
+    """A queue that is not there has none; what is not known is not concluded from."""
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    with app.connection_for_write() as connection:
+        connection.default_channel.queue_declare(queue="slow")
+        site = Site(None, "dislock", app)
+        for _ in range(2):
+            connection.SimpleBuffer("slow").put("x")
+            assert site.messages_in(["slow", "nowhere"]) == 1
+    assert Site(None, "dislock").messages_in(["slow"]) is None
+    away = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+    assert Site(None, "dislock", away).messages_in(["celery"]) is None
+    assert away.conf.broker_transport_options == {}
+    away.close()
+    app.close()
+
+
+def test_the_tasks_that_may_have_a_key(app):
+    """By what their keys begin with; with the queue that each is routed to."""
+
+    def report(corp_id): ...
+
+    unique = {"base": SingletonTask, "lock_unique_until": "end", "shared": False}
+    app.task(name="a", lock_key="a:<corp_id>", **unique)(report)
+    app.task(name="b", lock_key=["b", "a:b"], lock_unique_for=60, **unique)(report)
+    app.task(name="c:c", **unique)(report)
+    app.task(name="d", lock_key="a:<corp_id>", base=SingletonTask, shared=False)(report)
+    app.conf.task_routes = {"a": {"queue": "slow"}, "b": {"queue": "routed"}}
+    for key, found in (
+        ("a:7", [(3600.0, "slow")]),
+        ("a:b and others", [(3600.0, "slow"), (60.0, "routed")]),
+        ("c%3Ac:9f", [(3600.0, "celery")]),
+        ("x", []),
+    ):
+        tasks = Site(None, "dislock", app).tasks_of(key)
+        assert [(one.unique_for, one.queue) for one in tasks] == found
+        assert Site(None, "dislock").tasks_of(key) == []

@@ -188,21 +188,6 @@ def test_what_is_left_is_sent_at_the_end_of_the_process(sender, read):
     assert of(read(), "acquisitions_total") == {("at_once", "shop.export", "w"): 1}
 
 
-def test_an_end_during_a_flush_waits_for_it(sender, monkeypatch):
-    """Two of them at once would add the queue up twice; the one that comes second goes without."""
-    monkeypatch.setattr(counting, "FINISH_WITHIN", 0.001)
-    sender.add()
-
-    def send(calls):
-        assert sender.flush()
-        sender.add()
-        sender.counters.finish()
-        return sender(calls)
-
-    sender.counters.flush(send)
-    assert [one for one in sender.sent if one != "woken"] == [1]
-
-
 # OpenTelemetry.
 
 
