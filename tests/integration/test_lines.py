@@ -99,6 +99,18 @@ class TestTurns:
             assert broker.given() == ["a"]
         assert lasted == [5, 10, 20, 40, 80, 160, *[LAST_TURN] * 4]
 
+    @pytest.mark.parametrize("marked", [True, False])
+    def test_a_copy_does_not_run_beside_it_nor_before_its_result(self, broker, held, marked):
+        """Its own task is named as the holder, and it has no place: so the copy comes again."""
+        broker.park("a")
+        broker.end("first")
+        broker.claim("a")
+        for at in ("its body", "its result"):
+            for ask in (broker.ask, broker.park):
+                told = ask("a", copy=3, marked=marked)
+                assert (told, told.holder["id"], told.place) == ("refused", "a", 0), at
+            broker.end("a", copy=2, settles=TURN)  # the lock is free then
+
     def test_a_request_that_comes_late_parks_no_task_that_has_run(self, broker, held):
         """The one that was sent in its place was granted the lock, which became free meanwhile."""
         broker.ask("a")
@@ -171,6 +183,21 @@ class TestTurns:
         broker.end("first")
         broker.leave("second")
         assert broker.claim("third").token > newest
+
+    def test_a_copy_that_claims_again_lets_others_in(self, broker, server):
+        """Its process died and held several of a limit: those in line do not wait for a sweep."""
+        for task in "ab":
+            broker.ask(task, ttl=60, limit=2)
+        for task in "cde":
+            broker.park(task, limit=2)
+        for task in "ab":
+            broker.end(task)
+        assert broker.given() == ["c", "d"]
+        for task in "cd":
+            broker.claim(task, ttl=60, limit=2)
+        server.advance(61)
+        assert broker.claim("c", 3, ttl=60, limit=2) == "granted"
+        assert broker.given() == ["e"]
 
     @pytest.mark.parametrize("place", [0.0, 60.0])
     def test_a_newcomer_does_not_pass_one_whose_turn_has_run_out(self, broker, held, server, place):

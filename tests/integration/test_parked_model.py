@@ -417,6 +417,7 @@ class ParkedMachine(RuleBasedStateMachine):
             copy = answer.holder.get("id") == execution.task
             execution.at = "put_off" if copy else "enlist"
             assert copy or ask
+            assert (answer.place == 0) is copy
         elif answer == "granted":
             execution.at = "body"
         else:

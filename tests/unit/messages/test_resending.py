@@ -13,6 +13,7 @@ from kombu import Exchange, Queue
 
 from celery_dislock.messages.message import Message, undelayed
 from celery_dislock.messages.resending import in_time, publish, retried
+from tests.unit.deliveries import noted
 
 BITS = "0." * 26
 NOW_OR_SOON = ("", "first")
@@ -162,3 +163,14 @@ def test_a_retry_whose_body_has_chosen_a_queue_goes_there(app):
     """It is what ``self.retry(queue="other")`` asks for."""
     options = {"queue": "other", "exchange": "first", "routing_key": "first"}
     assert retried(app, options, Context({"id": "1"})).items() >= options.items()
+
+
+def test_a_retry_has_the_headers_of_its_task_alone(app):
+    """Not those of the broker, nor notes of the delivery; with those that belong to the message."""
+    came = noted(sent=5, unique=["lock", "end"], put_off=3, ticket=["lock", "1:0:0"])
+    copied = {"tenant": 7, "x-death": [], "x-delivery-count": 3, **noted(held="1@w", sent=4)}
+    options = retried(app, {"headers": copied}, Context({"id": "1", **came}))
+    assert options["headers"] == {"tenant": 7, **noted(sent=5, unique=["lock", "end"])}
+    foreign = retried(app, {"headers": {"trace": 1}}, Context({"headers": {"trace": 1}, **came}))
+    assert foreign["headers"] == {"trace": 1, **noted(sent=5, unique=["lock", "end"])}
+    assert retried(app, {"headers": None}, Context({"id": "1"}))["headers"] == {}
