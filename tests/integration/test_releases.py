@@ -248,6 +248,19 @@ def test_the_ticket_of_a_task_that_is_done_is_ended_after_any_outage(driven, dec
     assert len(driven.client.keys("dislock:{k}:done:*")) == 1
 
 
+def test_a_key_of_a_task_that_is_done_is_free_after_an_outage(driven, declare):
+    """Messages would be dropped until its time is over."""
+    task = declare(
+        lambda: driven.fault(scripts.RELEASE_UNIQUE, "-ERR not now", times=1),
+        lock_unique_until="end",
+    )
+    task.delay()
+    assert driven.run_parked() == 1
+    assert driven.client.exists("dislock:{k}:unique")
+    driven.advance(2)
+    assert not driven.client.exists("dislock:{k}:unique")
+
+
 def test_an_acquisition_that_was_not_answered_is_given_up(driven):
     """Though the server granted it: nobody knows of that lease."""
     driven.fault(scripts.ACQUIRE, lose_reply)

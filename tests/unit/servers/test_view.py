@@ -111,8 +111,8 @@ def test_a_parked_task_that_nobody_can_read_has_its_ticket(record):
 @pytest.mark.parametrize("number", [b"9" * 400, b"9" * 5000])
 def test_what_a_waiter_says_of_itself_is_bounded(number):
     """Numbers that nobody can count to are left out, and what people see can be printed."""
-    counted = b"1 %b %b 30000 x 1 home 1 {}" % (number, number)
-    line = [b"w@w:1/1", b"inf", b"1 %b 30000 x 1 {}" % number, b"t:0:0#", b"nan", counted]
+    since, counted = (b"1 %b 30000 x 1 home 1 {}" % one for one in (number + b" 0", b"0 " + number))
+    line = [b"w@w:1/1", b"inf", b"1 %b 30000 x 1 {}" % number, b"t:0:0#", b"nan", since]
     turns = [b"t:0:0", 0, counted, b"u:0:0", 0, parked(task="\ud800\x1b", id={})]
     found = state_of(SERVER, NAME, reply(waiting=2, line=line, turns=turns))
     assert [len(for_people(one.waiting)) < 30 for one in (*found.line, *found.turns)] == [True] * 4

@@ -18,7 +18,11 @@ class Edits:
 
     def __init__(self, app, server, broker, **options):
         self.ran = []
-        self.task = declare(app, self.ran.append, **options)
+
+        def edit(doc):
+            self.ran.append(doc)
+
+        self.task = declare(app, edit, **options)
         self._server, self._broker = server, broker
 
     def send(self, doc):
