@@ -58,7 +58,7 @@ def worker(one):
 
 
 def test_two_environments_on_one_redis(stack, redis_url, redis_client):
-    """Locks, lines, unique keys and beats of one are not those of the other; each name says whose."""
+    """Locks, lines, unique keys and beats of one are not those of the other."""
     # In one process kombu has one pool of connections for what has one URL.
     urls = (redis_url, redis_url.replace("127.0.0.1", "localhost"))
     both = [environment(stack, name, url) for name, url in zip(NAMES, urls, strict=True)]
