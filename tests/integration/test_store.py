@@ -215,6 +215,17 @@ class TestPacking:
             assert all(isinstance(part, (str, bytes)) for part in command), command
 
 
+def test_a_server_that_comes_back_is_used_again(own_redis_server):
+    """After a restart the old connections are replaced, without an error to the caller."""
+    store = Store(own_redis_server.url)
+    take(store, "a/1")
+    assert renew(store, "a/1") is True
+    own_redis_server.restart()
+    take(store, "b/1")
+    assert renew(store, "b/1") is True
+    store.close()
+
+
 class Interrupted(BaseException):
     """As a soft time limit or a terminated task raises it, from a signal handler."""
 
