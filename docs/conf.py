@@ -56,6 +56,7 @@ nitpick_ignore = [
     ("py:class", "click.exceptions.ClickException"),  # a base; click has no inventory
     ("py:class", "timedelta"),  # imported for type checkers only
     *(("py:class", name) for name in ("P", "R", "LockedTask", "DeclaredOptions")),  # as above
+    *(("py:class", name) for name in ("PlainOptions", "Reservation", "End")),  # as above
 ]
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True

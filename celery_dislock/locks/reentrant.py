@@ -64,7 +64,7 @@ class ReentrantLock:
     Args:
         runtime: What the app's locks share.
         key: See :meth:`celery_dislock.Dislock.lock`.
-        options: See :class:`celery_dislock.config.plain.PlainOptions`.
+        options: The options of :meth:`celery_dislock.Dislock.lock`, by their names.
         on_lost: What ``on_lost`` is if it is not given.
 
     Raises:

@@ -25,6 +25,7 @@ import asyncio, signal, sys, threading, time
 from celery_dislock import Dislock
 from celery_dislock.exceptions import StoreError
 from celery_dislock.servers.store import Store
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have set to ignore
 clear = Store.clear
 def slowly(*args, **kwargs):
     time.sleep(0.4)

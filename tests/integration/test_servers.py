@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import queue
 import re
@@ -137,6 +138,7 @@ class TestTls:
         round_trip(connect(tls_server.tls_url, options))
         used(tls_server.tls_url, transport_options=options)
 
+    @pytest.mark.filterwarnings("ignore:unclosed")  # asyncio leaves it to the garbage collector
     @pytest.mark.parametrize(
         ("without", "told"), [("ssl_ca_certs", "(?i)certificate"), ("ssl_certfile", None)]
     )
@@ -151,6 +153,7 @@ class TestTls:
             take(connect(tls_server.tls_url, options), "a/1")
         with pytest.raises(StoreError):
             used(tls_server.tls_url, transport_options=options)
+        gc.collect()
 
     @pytest.mark.skipif("ssl_validate_ocsp" in ASYNC_TLS, reason="it is an option there, too")
     def test_an_option_that_asyncio_does_not_have_is_named(self, tls_server, options):

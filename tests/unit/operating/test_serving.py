@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 from types import SimpleNamespace
@@ -73,6 +74,7 @@ def test_the_port_that_was_taken_is_known_for_each_kind_of_server(server):
     assert _port_of(server) == 8766
 
 
+@pytest.mark.filterwarnings("ignore:unclosed")  # by waitress
 def test_a_port_that_is_taken_is_told(dislock):
     """The exit code is 1."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -80,3 +82,5 @@ def test_a_port_that_is_taken_is_told(dislock):
         done = dislock("web", "--port", str(port))
     assert done.exit_code == FOUND
     assert f"Error: cannot listen at 127.0.0.1:{port}: [Errno 98]" in done.output
+    del done
+    gc.collect()
