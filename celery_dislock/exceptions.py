@@ -287,3 +287,9 @@ class ForbiddenError(StoreError):
 
 class UnreachableError(StoreError):
     """No connection to the lock server could be made; no command was sent."""
+
+
+def add_note(exc: BaseException, text: str) -> None:
+    """Add a note, like ``BaseException.add_note`` of Python 3.11."""
+    notes: list[str] = getattr(exc, "__notes__", [])
+    exc.__notes__ = [*notes, text]  # type: ignore[attr-defined]

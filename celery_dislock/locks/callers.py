@@ -89,7 +89,7 @@ class CallerLease:
     lease: Lease
     runtime: object = None
     execution: bool = False
-    entries: dict[object, int] = field(default_factory=dict)
+    entries: dict[object, object] = field(default_factory=dict)
     running: Running | None = None
     block: object = None
     caller: ref[Caller] | None = None

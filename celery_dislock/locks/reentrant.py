@@ -18,7 +18,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import seconds
-from celery_dislock.exceptions import EventLoopError, LockLostError, NotOwnerError, SettingsError
+from celery_dislock.exceptions import (
+    EventLoopError,
+    LockLostError,
+    NotOwnerError,
+    SettingsError,
+    add_note,
+)
 from celery_dislock.keys.templates import check_written, keys_of
 from celery_dislock.locks.callers import (
     CallerLease,
@@ -89,7 +95,7 @@ class ReentrantLock:
         self._runtime = runtime
         self._made: Lock | None = None
         # What this object has acquired, in order, and the block: see CallerLease.entries.
-        self._own: dict[object, tuple[CallerLease, int]] = {}
+        self._own: dict[object, tuple[CallerLease, object]] = {}
 
     def acquire(
         self,
@@ -214,7 +220,7 @@ class ReentrantLock:
 
     def __enter__(self) -> Lease:
         frame = sys._getframe(1)  # noqa: SLF001 -- CPython's, as inspect uses it
-        return self.enter(id(frame), frame)
+        return self.enter((id(frame), frame.f_code), frame)
 
     def __exit__(
         self,
@@ -222,15 +228,16 @@ class ReentrantLock:
         exc: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
-        self.leave(id(sys._getframe(1)), exc)  # noqa: SLF001
+        frame = sys._getframe(1)  # noqa: SLF001
+        self.leave((id(frame), frame.f_code), exc)
 
-    def enter(self, block: int, frame: FrameType | None = None) -> Lease:
+    def enter(self, block: object, frame: FrameType | None = None) -> Lease:
         """
         Begin a block, which waits for the lock.
 
         Args:
-            block: What identifies the block: a ``with`` statement begins and ends in one frame,
-                whose address no other frame has meanwhile.
+            block: What identifies the block: a ``with`` statement begins and ends in one frame.
+                Another may have its address before or after, but not with the same code.
             frame: That frame, which ``on_lost="raise"`` interrupts; None: the asyncio task.
         """
         entry = object()
@@ -248,18 +255,22 @@ class ReentrantLock:
             raise
         return answer.lease
 
-    def leave(self, block: int, exc: BaseException | None) -> None:
+    def leave(self, block: object, exc: BaseException | None) -> None:
         """
         End a block that was begun by :meth:`enter`; *exc*: what has ended its body.
 
-        A block of an ExitStack ends in another frame than it began, and one that the garbage
-        collector closes in another asyncio task.  If this object has begun no other, it is that.
-        Otherwise it is the latest one here.
+        One of an ExitStack ends in another frame, and one that the garbage collector closes in
+        another asyncio task.  It is the latest one here, else the only one of this object.
         """
         begun = [(one, held, its) for one, (held, its) in list(self._own.items()) if its]
-        own = [one for one in begun if one[2] == block] or (begun if len(begun) == 1 else [])
+        own = [one for one in begun if one[2] == block]
+        here = self.held
+        if not own and here is None:
+            live = [one for one in begun if one[0] in one[1].entries]
+            own = live if len(live) == 1 else []
         entry, held = own[-1][:2] if own else (None, None)
-        if held is None or (entry not in held.entries and self.held not in {None, held}):
+        if held is None or (entry not in held.entries and here not in {None, held}):
+            self._own.pop(entry, None)
             latest = self._latest(of_block=True)  # if not of a stack: released, and taken again
             held, entry = latest or (held, entry)
         if held is not None:
@@ -267,9 +278,9 @@ class ReentrantLock:
         elif exc is None:
             raise self._not_owner()
         else:
-            _note(exc, f"lock {self.key!r} is not held here any more")
+            add_note(exc, f"lock {self.key!r} is not held here any more")
 
-    def has_begun(self, block: int) -> bool:
+    def has_begun(self, block: object) -> bool:
         """Return whether this object has begun a block that has not ended."""
         return any(its == block for _, its in list(self._own.values()))
 
@@ -291,7 +302,7 @@ class ReentrantLock:
         error = LockLostError(self.key, held.lease.why_ended)
         if exc is None:
             raise error
-        _note(exc, str(error))
+        add_note(exc, str(error))
 
     if not TYPE_CHECKING:  # a type checker is to refuse `async with`, too
 
@@ -350,7 +361,7 @@ class ReentrantLock:
         return held if held is not None and held.is_of(lock, self._runtime) else None
 
     def _take(
-        self, entry: object, block: int, *, blocking: bool, timeout: float | None
+        self, entry: object, block: object, *, blocking: bool, timeout: float | None
     ) -> CallerLease | Conflict:
         """
         Take the lock, perhaps again.
@@ -406,16 +417,18 @@ class ReentrantLock:
         if timeout is None and (hint := caller.hint(lock)):
             _warn_of_wait(self.key, caller.thread.name + caller.label, hint)
 
-    def _entered(self, held: CallerLease, entry: object, block: int, caller: Caller) -> CallerLease:
-        for old, (its, _) in list(self._own.items()) if self._own else ():
-            if old not in its.entries:  # released by another lock object
+    def _entered(
+        self, held: CallerLease, entry: object, block: object, caller: Caller
+    ) -> CallerLease:
+        for old, (its, its_block) in list(self._own.items()) if self._own else ():
+            if not its_block and old not in its.entries:  # released by another lock object
                 self._own.pop(old, None)
         if block or caller.kind != "task":
             self._own[entry] = held, block
         held.entries[entry] = block
         return held
 
-    def _refuse_to_interrupt(self, block: int) -> None:
+    def _refuse_to_interrupt(self, block: object) -> None:
         """Raise an error if ``on_lost`` could interrupt nothing here."""
         remedy = refusal()
         if not block and "lock_on_lost" in self._stated:
@@ -439,9 +452,3 @@ def _warn_of_wait(key: str, thread: str, hint: str) -> None:
         "%s waits without a limit for lock %r: %s. If nobody else does that, it waits for itself.",
         *(thread, key, hint),
     )
-
-
-def _note(exc: BaseException, text: str) -> None:
-    """Add a note, like ``BaseException.add_note`` of Python 3.11."""
-    notes: list[str] = getattr(exc, "__notes__", [])
-    exc.__notes__ = [*notes, text]  # type: ignore[attr-defined]

@@ -477,3 +477,53 @@ class TestTasks:
 
             assert pool(task.apply).get()
             assert pool(dislock.lock(KEY).acquire, False)
+
+
+class Wrapped:
+    """A lock whose block is begun and ended by methods, not by a statement of its own."""
+
+    def __init__(self, lock):
+        self._lock = lock
+
+    def __enter__(self):
+        return self._lock.__enter__()
+
+    def __exit__(self, *exc_info):
+        return self._lock.__exit__(*exc_info)
+
+
+def ends_what_it_took(lock):
+    """It acquires the lock, and leaves the end to a stack."""
+    lock.acquire()
+    with ExitStack() as stack:
+        stack.push(lock)
+
+
+def ends_what_another_object_has_released(lock, other):
+    """It is released in its block by another object, and the lock object is used meanwhile."""
+    with lock:
+        other.release()
+        yield
+
+
+@pytest.mark.parametrize("how", ["stack", "released", "wrapped"])
+def test_an_end_elsewhere_ends_no_block_of_another_thread(redis_url, how):
+    """The lock object is shared by all threads, and admits several."""
+    with Dislock.from_url(redis_url) as dislock, ThreadPoolExecutor(1) as thread:
+        lock, other = dislock.lock(KEY, limit=2), dislock.lock(KEY, limit=2)
+        begun = None
+        if how == "released":
+            begun = ends_what_another_object_has_released(lock, other)
+            thread.submit(next, begun).result()
+        elif how == "wrapped":
+            begun = Wrapped(lock)
+            thread.submit(begun.__enter__).result()
+        with lock as lease:
+            if how == "stack":
+                thread.submit(ends_what_it_took, lock).result()
+            elif how == "released":
+                thread.submit(next, begun, None).result()
+            else:
+                thread.submit(begun.__exit__, None, None, None).result()
+            assert lease.held
+            assert [one.token for one in lock.holders()] == [lease.token]
