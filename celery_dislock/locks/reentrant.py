@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.view import Holder
 
 MAY_WAIT = seconds(at_least=0)  # check of a maximum wait
-WARNED_MOST = 1000  # keys that are remembered as warned of
 
 logger = logging.getLogger("celery_dislock")
 
@@ -214,9 +213,8 @@ class ReentrantLock:
             StoreError: The lock server did not answer.
         """
         store = self._runtime.process.store_here
-        return [
-            held for name in self._runtime.lock_names(self.keys) for held in store.holders(name)
-        ]
+        names = self._runtime.lock_names(self.keys)
+        return [held for name in names for held in store.holders(name)]
 
     def __enter__(self) -> Lease:
         frame = sys._getframe(1)  # noqa: SLF001 -- CPython's, as inspect uses it
@@ -322,10 +320,8 @@ class ReentrantLock:
     def _lock_here(self, caller: Caller | None = None) -> Lock:
         """Return the lock on the caller's store; made again after a fork, or a close()."""
         process = self._runtime.process
-        if caller is not None and caller.kind != "task":
-            store = process.store
-        else:
-            store = process.store_here
+        by_thread = caller is not None and caller.kind != "task"
+        store = process.store if by_thread else process.store_here
         lock = self._made
         if lock is None or lock.store is not store:
             self._made = lock = self._runtime.lock(self.keys, self._options, store, fair=self._fair)
@@ -445,7 +441,7 @@ class ReentrantLock:
         return NotOwnerError(self.key, ", ".join(holder.who for holder in holders), hint)
 
 
-@lru_cache(WARNED_MOST)
+@lru_cache(1000)  # keys that are remembered as warned of
 def _warn_of_wait(key: str, thread: str, hint: str) -> None:
     """Log once that a thread may begin to wait for itself."""
     logger.warning(
