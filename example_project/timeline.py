@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from celery import Task
     from celery.worker import WorkController
 
-    from celery_dislock import Lease
-    from celery_dislock.locks.attempt import Conflict
+    from celery_dislock import Conflict, Lease
 
 ENDS = ("released", "lost", "killed")  # events after which a lock is held no more
 _files: list[Path] = []  # at most one: where this process records
