@@ -32,7 +32,6 @@ from celery_dislock.scripts import (
     SWEEP,
     TICK,
     TICKS,
-    WITHDRAW,
 )
 from celery_dislock.servers.connections import Wire
 from celery_dislock.servers.store import Store
@@ -55,7 +54,7 @@ def _rewrite(scripts: Sequence[Script], old: str, new: str) -> None:
 # All scripts that can hand a lock on.
 HAND_ON = (
     *(ACQUIRE, ACQUIRE_UNIQUE, PARK, PARK_UNIQUE, RELEASE, RELEASE_UNIQUE, RELEASE_DEAD),
-    *(DROP, FREE, GIVE_BACK, LEAVE, LIMIT, SWEEP, WITHDRAW),
+    *(DROP, FREE, GIVE_BACK, LEAVE, LIMIT, SWEEP),
 )
 
 

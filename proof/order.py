@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ACQUIRES = (scripts.ACQUIRE, scripts.ACQUIRE_UNIQUE)
 PARKS = (scripts.PARK, scripts.PARK_UNIQUE)
 RELEASES = (scripts.RELEASE, scripts.RELEASE_UNIQUE)
-LEAVES = (scripts.LEAVE, scripts.WITHDRAW, scripts.DROP)
+LEAVES = (scripts.LEAVE, scripts.DROP)
 FOREVER = float("inf")
 
 

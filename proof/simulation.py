@@ -40,7 +40,6 @@ from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DislockError, StoreError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.reentrant import ReentrantLock
-from celery_dislock.messages.headers import STORE, notes_in
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.tasks.request import release_after_death
 from celery_dislock.worker import stalled
@@ -610,7 +609,6 @@ class History:
                 for name in ready:
                     self.take(["go", name, "answer"])
             elif workers or self.queue or (self.parks and self.parked()):
-                self.take_over_lost()
                 self.take(["pass", 0.0])
             else:
                 return
@@ -628,12 +626,6 @@ class History:
     def progress(self) -> int:
         """How much has ended, of what must end once."""
         return len(self.ran) + len(self.excused) + self.locked
-
-    def take_over_lost(self) -> None:
-        """Do as an operator does with `celery dislock drain --lost`."""
-        names = {notes_in(copy.headers).get(STORE) for copy in self.queue} - {None}
-        for name in () if self.is_kept else names:
-            self.processes[0].parking.identity.take_over(name)
 
     @property
     def is_kept(self) -> bool:

@@ -29,7 +29,6 @@ from celery_dislock.config.settings import AppSettings
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.messages import unrun
 from celery_dislock.messages.headers import TICKET, notes_in
-from celery_dislock.parking import identity, park
 from celery_dislock.parking.process import ParkingProcess
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.tasks import acquisition, conflicts, guard, request, sending
@@ -148,12 +147,10 @@ class Worker:
         self.net, self.broker, self.body = process.net, broker, body
         self.results.told = told
         self.runtime.inside = process
-        server: Any = process.net
         process.parking = parking = WorkerProcess(self.app.conf, AppSettings(), Publisher(self.app))
         parking.store = parking.loop_store = parking.__dict__["quick_store"] = process.store
         parking.lines, parking.watchdog = process.lines, process.watchdog
         parking.channel = process.channel
-        parking.identity = identity.StoreIdentity(server, "dislock")
         vars(parking).update(pid=process.number, owner_name=process.owner_name)
         self.app.__dict__["_dislock_sender"] = sending.Sender(
             self.app,
@@ -245,8 +242,6 @@ def driven(net: Net, seed: str) -> Iterator[None]:
         for module, name, value in (
             (unrun, "random", rng),
             (sending, "token_hex", lambda _: f"{next(numbers):016x}"),
-            (identity, "token_hex", lambda _: f"{next(numbers):016x}"),
-            (park, "uuid4", lambda: SimpleNamespace(hex=f"{next(numbers):032x}")),
             (request, "is_child", lambda pid: pid is not None),
             (request, "is_alive", lambda _: False),
             (stalled, "is_child", lambda pid: pid is not None),

@@ -41,8 +41,6 @@ RETRY_UNTIL = "retry_until"  # UNIX time at which lock_on_conflict="retry" gives
 HELD = "held"  # owner whose lease this delivery takes over
 GIVEN_UP = "given_up"  # owners that got no reply, and may hold the lock
 TICKET = "ticket"  # lock and ticket of a parked task that has its turn
-STORE = "store"  # name of the store in whose line the task was parked
-LEFT = "left"  # delivery that took it out of a line, and that it goes on with
 REPLACED = "replaced"  # why a parked task lost its place in line
 SINCE = "since"  # when it first asked for its lock in vain: UNIX time, for metrics
 
@@ -56,7 +54,6 @@ ID_MOST = 1000  # characters of a task's id in a reservation
 MESSAGES_MOST = 10**12  # of one key, that replace each other
 MARK = re.compile("[0-9a-f]{1,32}|-")
 SURROGATE = re.compile("[\ud800-\udfff]")
-STORE_NAME = re.compile("[0-9a-f]{16}")
 
 logger = logging.getLogger("celery_dislock")
 
@@ -72,10 +69,6 @@ class Notes:
         held_by: Owner whose lease this delivery takes over.
         given_up: Owners of this task that got no reply from the lock server, and may hold the lock.
         parked: Lock and ticket of a parked task that has its turn; see :func:`own_turn`.
-        store: Name of the store in whose line the task was parked; None if the message does not
-            say.
-        drained: Whether that store was drained to this one; not in a header.
-        left: Delivery that has taken the task out of a line, and that this one goes on with.
         replaced: Why the task lost its place in line.
         since: UNIX time at which the task first asked for its lock in vain; None if nobody
             measures it.
@@ -86,21 +79,12 @@ class Notes:
     held_by: str | None = None
     given_up: list[str] = field(default_factory=list)
     parked: tuple[str, str] | None = None
-    store: str | None = None
-    drained: bool = False
-    left: str | None = None
     replaced: str | None = None
     since: float | None = None
 
     @classmethod
-    def of(cls, request: Context, prefix: str) -> Notes:
-        """
-        Read the notes of a delivery; invalid notes are ignored, with one warning for all.
-
-        Args:
-            request: Celery's request of the delivery.
-            prefix: Prefix of the locks' names in Redis: ``dislock_prefix``.
-        """
+    def of(cls, request: Context) -> Notes:
+        """Read the notes of a delivery; invalid notes are ignored, with one warning for all."""
         notes, given = cls(), _header_of(request)
         if given is None or _version(given) > VERSION:
             return notes
@@ -115,9 +99,6 @@ class Notes:
                 ignored.append(f"{name}={reprlib.repr(note)}")
             else:
                 setattr(notes, attribute, value)
-        if notes.parked and notes.store is None and not _is_under(prefix, notes.parked[0]):
-            ignored.append(f"{TICKET}={reprlib.repr(members[TICKET])}")
-            notes.parked = None
         if notes.parked and notes.parked[1] != own_ticket(request):
             notes.parked = None
         if ignored:
@@ -301,10 +282,6 @@ def _ticket(given: Any, task_id: str) -> tuple[str, str] | None:
     return (lock, ticket) if is_lock and is_own else None
 
 
-def _store(given: Any, _task_id: str) -> str | None:
-    return given if isinstance(given, str) and STORE_NAME.fullmatch(given) else None
-
-
 def readable_reason(given: object, _task_id: str = "") -> str | None:
     """Return a reason from a message if it can be shown; else None."""
     is_text = isinstance(given, str) and 0 < len(given) <= REASON_MOST and given.isprintable()
@@ -319,8 +296,6 @@ READERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     HELD: ("held_by", _owner),
     GIVEN_UP: ("given_up", _owners),
     TICKET: ("parked", _ticket),
-    STORE: ("store", _store),
-    LEFT: ("left", readable_reason),
     REPLACED: ("replaced", readable_reason),
     SINCE: ("since", _time),
 }

@@ -143,7 +143,7 @@ def _locks_of_running_tasks() -> Iterator[tuple[Request, str]]:
         guard = getattr(request.task, "dislock_guard", None)
         if guard is not None and guard.options.lock_limit is not None:
             with suppress(Exception):  # of a user's callable, for a key; then the body does not run
-                for name in guard.lock_names(request.args, request.kwargs):
+                for name in guard.runtime.lock_names(guard.keys_of(request)):
                     yield request, name
 
 

@@ -13,37 +13,29 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
-from uuid import uuid4
+from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import owners_start
 from celery_dislock.locks.lease import PARKED as PARKED_BEFORE
 from celery_dislock.locks.lease import Conflict
 from celery_dislock.messages.headers import (
-    LEFT,
     SINCE,
-    STORE,
-    notes_of,
     own_ticket,
-    readable_reason,
     with_notes,
 )
 from celery_dislock.messages.message import TaskParked
 from celery_dislock.messages.unrun import acknowledge
-from celery_dislock.parking.store import ANYBODY, UNBOUNDED, Bounds, Ticket
+from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from celery_dislock.servers.requests import Ending
 
 if TYPE_CHECKING:
-    from celery.app.task import Context
-
     from celery_dislock.locks.lease import Lease
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.parking.process import ParkingProcess
-    from celery_dislock.parking.store import Lines
 
 PARKED = "PARKED"  # state of the result while a task is in line
 
@@ -105,10 +97,9 @@ class Parking:
             StoreError: The lock server did not answer.  The task may be in line.
         """
         message = self._delivery.message
-        notes: dict[str, Any] = {STORE: self._process.identity.name()}
         if self._delivery.notes.since is not None:
-            notes[SINCE] = self._delivery.notes.since
-        message = replace(message, headers=with_notes(message.headers, notes))
+            notes = {SINCE: self._delivery.notes.since}
+            message = replace(message, headers=with_notes(message.headers, notes))
         place = min(conflict.place, bounds.most or conflict.place)
         self._store_state(conflict, place)
         return self._answer(message.to_bytes(), bounds)
@@ -131,21 +122,12 @@ class Parking:
 
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         delivery, lock, attempt = self._delivery, self._delivery.lock, self._delivery.attempt
-        came_from, goes_on = (delivery.notes.parked or ("",))[0], goes_on_with(delivery)
-        # Its turn is for another lock if its lock_key was changed while it was parked.
-        if came_from not in {"", lock.names[0]} and self._lines.move_out(
-            came_from, self._ticket, goes_on, delivery.sent_to
-        ):
-            delivery.end_reservation()
-            acknowledge_done(delivery)
         ticket = Ticket(
             self._ticket,
             owners_start(delivery.id),
-            marked=bool(came_from),
+            marked=delivery.notes.parked is not None,
             message=message,
-            goes_on=goes_on,
             task=delivery.sent_to,
-            drained=bool(came_from) and delivery.notes.drained,
             mode=lock.terms.mode,
             limit=limit if isinstance(limit := lock.terms.limit, int) else limit[0],
             bounds=bounds,
@@ -165,7 +147,7 @@ class Parking:
             raise parked
         if isinstance(answer, Done):
             delivery.end_reservation()  # which it took when it was put off
-            acknowledge_done(delivery)
+            acknowledge(delivery, f"it has run under lock {lock.key!r} before")
         if isinstance(answer, Granted):
             attempt.has_begun = True
             self.has_claimed = answer.claimed
@@ -185,56 +167,3 @@ class Parking:
             logger.warning(
                 "Task %s is parked, and its result does not say so: %s", delivery, reason_of(exc)
             )
-
-
-def acknowledge_done(delivery: Delivery) -> NoReturn:
-    """End a copy of a parked task whose work is done; raises Ignore."""
-    acknowledge(delivery, f"it has run under lock {delivery.lock.key!r} before")
-
-
-def goes_on_with(delivery: Delivery) -> str:
-    """
-    Name the delivery that has taken this task out of a line, and that this one goes on with.
-
-    A worker for which the task has other locks, or none, has taken it out, and has then put it off
-    or died.  A broker that delivers a turn again may give that delivery another name.
-    """
-    notes = delivery.notes
-    again = notes.parked is not None and is_redelivered(delivery.request)
-    return notes.left or (ANYBODY if again else "")
-
-
-def is_redelivered(request: Context) -> bool:
-    """Tell whether the broker says that it has delivered this message before."""
-    return bool((request.delivery_info or {}).get("redelivered"))
-
-
-def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> None:
-    """
-    Take a task out of the line in which it was parked before its ``lock_key`` was changed.
-
-    Its turn is for the old lock.  It asks for its present locks like a task that was never parked.
-    If it is put off, its message names the delivery that has left the line: a worker that has the
-    old ``lock_key`` does not take it for a copy then, nor does this one if a reply is lost.
-
-    Raises:
-        Ignore: This delivery is a copy, because another one of the task has left that line.
-        StoreError: The lock server did not answer.  The task may have left the line.
-    """
-    notes = delivery.notes
-    notes.left = delivery_of(delivery.request)
-    if not lines.withdraw(*turn, notes.left, delivery.sent_to):
-        if not is_redelivered(delivery.request):
-            acknowledge_done(delivery)
-        notes.left = ANYBODY
-    notes.parked = None
-
-
-def delivery_of(request: Context) -> str:
-    """
-    Name a delivery, or the one that has left its line before it.
-
-    A redelivery has the same name if the broker's client keeps its tag.
-    """
-    names = notes_of(request).get(LEFT), (request.properties or {}).get("delivery_tag")
-    return next(filter(None, map(readable_reason, names)), None) or uuid4().hex

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.locks.runtime import Process, Runtime
 from celery_dislock.messages.delivery import end_reservation
 from celery_dislock.messages.headers import reservation_of
-from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.parking.store import Lines
 from celery_dislock.scripts.names import sweep_lock
@@ -35,7 +34,6 @@ class ParkingProcess(Process):
 
     Attributes:
         lines: The parked tasks of this broker.
-        identity: The name by which tasks that were parked elsewhere are told from these.
         sweep_name: Name in Redis of the lock under which one worker at a time sweeps.
     """
 
@@ -47,7 +45,6 @@ class ParkingProcess(Process):
         self._publisher = publisher if self.store.lock_server.keeps_lines else None
         home, prefix = self.store.home, settings.dislock_prefix
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
-        self.identity = StoreIdentity(self.store.lock_server, prefix)
         self.sweep_name = sweep_lock(prefix, home)
 
     @property

@@ -24,8 +24,9 @@ from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import REPLACED, TICKET, notes_in, readable_reason
 from celery_dislock.messages.message import Message, store_end
 from celery_dislock.messages.resending import publish
-from celery_dislock.parking.store import log_unrunnable, withdraw
+from celery_dislock.parking.store import log_unrunnable, set_aside
 from celery_dislock.redaction import reason_of
+from celery_dislock.scripts import HAS_LEFT
 from celery_dislock.servers.replies import Turn
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Publisher:
                     self._revoke(message, reason)
                 else:  # its own worker tells its chord and chain
                     publish(self._app, message, {REPLACED: reason})
-                if lines.leave(lock, ticket) and known:  # otherwise that worker logs it
+                if lines.leave(lock, ticket) == HAS_LEFT and known:  # otherwise that worker logs it
                     logger.info("Task %s skipped: %s. It does not run.", message, reason)
                     ended[message.headers["id"]] = reason
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
@@ -163,7 +164,7 @@ class Publisher:
                 return
             if state in states.READY_STATES:
                 why = f"its result is {state}, and it does not claim its turns"
-                withdraw(lines, (lock, ticket), ticket, why)
+                set_aside(lines, (lock, ticket), ticket, why)
 
     def _revoke(self, message: Message, reason: str) -> None:
         task = self._app.tasks[message.headers["task"]]
@@ -199,7 +200,7 @@ def _read(lines: Lines, turn: Turn, written: bytes) -> tuple[Message | None, lis
     except ValueError as exc:
         if written:  # if empty, the script has set it aside already
             try:
-                given = lines.set_aside(turn.lock, turn.ticket, written)
+                given = lines.set_aside(turn.lock, turn.ticket)
             except StoreError as error:
                 away = error
         log_unrunnable(turn.ticket, turn.lock, exc, away)

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 
 DIGITS_MOST = 15  # of a limit
-ANYBODY = "*"  # stands for whichever delivery has left a line; as in _parked.lua
-ENDED = "-"  # instead of a delivery: nobody goes on with the task
+OVER, ENDED, RUNS, ASIDE = "over", "ended", "runs", "aside"  # how a task leaves; see leave.lua
 ASIDE_PAGE = 20  # tickets that were set aside and are read in one round trip, with their messages
 NAMES_TOGETHER = 500  # locks of the index that are read in one round trip
 FIRST = b"0"  # cursor of the first page, and after the last one
@@ -69,9 +68,7 @@ class Ticket(NamedTuple):
     owners: str  # prefix of the owners of all deliveries of the task
     marked: bool  # the message says that it was parked
     message: bytes = b""  # stored if the task is parked; empty: do not park
-    goes_on: str = ""  # the delivery that left this line before, and that this one goes on with
     task: str = ""  # the task's name; empty: not known
-    drained: bool = False  # and it was parked in a store that was drained to this one
     mode: str = "exclusive"  # or "shared"
     limit: int = 1  # maximum number of leases of an exclusive lock
     bounds: Bounds = UNBOUNDED  # of the line
@@ -144,8 +141,8 @@ class Lines:
                 scripts.PARK if reservation is None else scripts.PARK_UNIQUE,
                 lock,
                 *(owner, milliseconds(ttl), holder, MODES[ticket.mode], ticket.limit, self._home),
-                *(ticket.name, ticket.owners, ticket.marked + ticket.drained, ticket.message),
-                *(*ticket.bounds, ticket.goes_on, _written(ticket.task)),
+                *(ticket.name, ticket.owners, int(ticket.marked), ticket.message),
+                *(*ticket.bounds, _written(ticket.task)),
                 *("" if is_apart else self._names, listed),
                 *(() if reservation is None else reservation.begins),
             )
@@ -170,52 +167,23 @@ class Lines:
             return Full(waiting, refused(*lease))
         return Done()
 
-    def leave(self, lock: str, ticket: str, task: str = "") -> bool:
+    def leave(self, lock: str, ticket: str, how: str = OVER, task: str = "") -> int:
         """
-        Take a parked task that has ended out of line, and give its turn to the next.
-
-        Returns:
-            Whether the ticket was there: in line, running or replaced.
-        """
-        call = (self._home, ticket, b"", 1, "", _written(task))
-        return bool(self._asked(scripts.LEAVE, lock, *call)[0])
-
-    def move_out(self, lock: str, ticket: str, goes_on: str = "", task: str = "") -> bool:
-        """
-        Take a parked task out of the line of a lock that the task no longer uses.
+        Take a parked task out of line, and give its turn to the next.
 
         Args:
             lock: Name of the lock in Redis.
             ticket: The task's ticket.
-            goes_on: See :class:`Ticket`.
+            how: OVER: it has ended.  The others change nothing if it has claimed its turn.  ENDED:
+                it has ended, and may have sent itself again.  RUNS: it runs without a lock.  ASIDE:
+                nobody can run it, and people can look at it.
             task: The task's name.
 
         Returns:
-            True if the task's work was done under that lock; False if the task must run under its
-            new lock.
+            HAS_LEFT: it was in line, had its turn or had lost its place, or it runs and nothing is
+            known of it; LEFT_BEFORE: it has claimed its turn, was set aside or is done; NOT_THERE.
         """
-        call = (self._home, ticket, b"", 0, goes_on, _written(task))
-        return bool(self._asked(scripts.LEAVE, lock, *call)[0] == scripts.RAN_HERE)
-
-    def withdraw(self, lock: str, ticket: str, delivery: str = "", task: str = "") -> bool:
-        """
-        Take a parked task that cannot claim its turn out of line, and give its turn to the next.
-
-        Args:
-            lock: Name of the lock in Redis.
-            ticket: The task's ticket.
-            delivery: Name of the delivery that goes on with the task, under other locks or without
-                one; empty to set the task aside; ENDED if it has ended itself.
-            task: The task's name.
-
-        Returns:
-            True if the task was in line or had its turn.  With *delivery*, also True if the server
-            knows nothing of the task, or if the same delivery asks again.  False if the task has
-            claimed its turn, was set aside, or is done, or if there is no task to set aside: then
-            nothing was changed.
-        """
-        call = (self._home, ticket, delivery, _written(task))
-        return bool(self._asked(scripts.WITHDRAW, lock, *call)[0])
+        return int(self._asked(scripts.LEAVE, lock, self._home, ticket, how, _written(task))[0])
 
     def drop(self, lock: str, ticket: str, note: str) -> Dropped | None:
         """
@@ -262,30 +230,14 @@ class Lines:
         """Forget what was set aside under a ticket."""
         self._server.run(scripts.ASIDE, [lock], FIRST, 1, ticket)
 
-    def claims(self, lock: str, tickets: Sequence[str] = ()) -> list[str]:
+    def set_aside(self, lock: str, ticket: str) -> list[Turn]:
         """
-        Return the tickets that were claimed, and whose work is not done.
-
-        Args:
-            lock: Name of the lock in Redis.
-            tickets: More that were claimed, in another store; those of which something is known
-                here are left as they are.
-        """
-        return [text(one) for one in self._server.run(scripts.CLAIMS, [lock], *tickets)]
-
-    def set_aside(self, lock: str, ticket: str, message: bytes) -> list[Turn]:
-        """
-        Take a parked task out of line, and keep *message* for people to inspect.
-
-        Args:
-            lock: Name of the lock in Redis.
-            ticket: The task's ticket.
-            message: The bytes to keep; empty to keep nothing.
+        Take a parked task out of line whose message cannot be read, and keep it for people.
 
         Returns:
             The turns that are given now; the caller must publish them.
         """
-        call = (self._home, ticket, message, 0, ANYBODY, "")
+        call = (self._home, ticket, ASIDE, "")
         return turns(self._server.run(scripts.LEAVE, [lock], *call)[1])
 
     def enlist(self, lock: str) -> None:
@@ -392,11 +344,9 @@ def _written(task: str) -> str:
     return f'"task":{dumps(task)}' if task else ""
 
 
-def withdraw(
-    lines: Lines, turn: tuple[str, str], what: str, why: object, task: str = "", delivery: str = ""
-) -> None:
+def set_aside(lines: Lines, turn: tuple[str, str], what: str, why: object, task: str = "") -> None:
     """
-    Take a parked task out of line that cannot claim its turn, and give the turn to the next.
+    Set a parked task aside that cannot claim its turn, and give the turn to the next.
 
     Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or left
     the line.
@@ -407,11 +357,10 @@ def withdraw(
         what: Name of the task for the log.
         why: Why the task cannot claim its turn, for the log.
         task: The task's name; empty: not known.
-        delivery: See :meth:`Lines.withdraw`.
     """
     lock, ticket = turn
     try:
-        if lines.withdraw(lock, ticket, delivery, task) and not delivery:
+        if lines.leave(lock, ticket, ASIDE, task) == scripts.HAS_LEFT:
             log_unrunnable(what, lock, why)
     except StoreError as exc:
         log_unrunnable(what, lock, why, exc)

@@ -165,11 +165,8 @@ class Sweep:
             self._round, self._sweeps = None, False
             return later
         self._sweeps = True
-        is_first = self._round is None
         this = self._round = self._round or Round(process.lines, until=later)
         self._sweep(this.take())
-        if is_first and this.total:
-            self._confirm_name()
         left = this.steps_left
         if not left:
             self._round = None
@@ -187,13 +184,6 @@ class Sweep:
             process.end_unclaimed(lock, swept.unclaimed)
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
-
-    def _confirm_name(self) -> None:
-        """Keep the store's name, which ends by itself; the lines do not wait for that."""
-        try:
-            self._process.identity.confirm()
-        except StoreError as exc:  # damaged, or it has no name yet and the server is full
-            self._process.lock_server_failed(exc)
 
     def end(self) -> None:
         """Release the lease, so that another worker can sweep."""

@@ -48,14 +48,11 @@ MARK = Script.load("mark")
 PARK = Script.load("park")
 LEAVE = Script.load("leave")
 DROP = Script.load("drop")
-WITHDRAW = Script.load("withdraw")
 GIVE_BACK = Script.load("give_back")
 SWEEP = Script.load("sweep")
 ENLIST = Script.load("enlist")
 LINES = Script.load("lines")
 ASIDE = Script.load("aside")
-STORE = Script.load("store")
-CLAIMS = Script.load("claims")
 RESERVE = Script.load("reserve")
 CONFIRM = Script.load("confirm")
 UNRESERVE = Script.load("unreserve")
@@ -72,7 +69,7 @@ TICKS = Script.load("ticks")
 REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # of acquire.lua and park.lua
 REPLACED_BY = 5  # of _begins.lua
 UNLISTED = 6  # of park.lua
-NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
+NOT_THERE, HAS_LEFT, LEFT_BEFORE = range(3)  # of leave.lua
 
 TAKE_UP_MS = int(NUMBER.findall(read_lua("_record"))[0])
 

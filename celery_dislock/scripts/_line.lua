@@ -69,12 +69,15 @@ end
 
 -- Returns nothing if a parked task's record cannot be read, or there is none; see _parked.lua.
 local function parse_ticket(record)
-  local joined, times, ttl, mode, limit, home, message =
-    string.match(record or '', '^1 (%d+) (%d+) (%d+) ([xs]) (%d+) (%S+) (.*)$')
-  if not joined or #joined > 18 or #times > 15 or #ttl > TIME_DIGITS or #limit > 15 then return nil end
+  local joined, times, ttl, home, length, rest =
+    string.match(record or '', '^1 (%d+) (%d+) (%d+) (%S+) (%d+) (.*)$')
+  if not joined or #joined > 18 or #times > 15 or #ttl > TIME_DIGITS or #length > 15 then return nil end
+  local starts = #rest - length  -- of the message, after a space
+  local mode, limit = string.match(string.sub(rest, 1, starts), '^([xs]) (%d+) $')
+  if not mode or #limit > 15 then return nil end
   return {
-    joined = tonumber(joined), times = tonumber(times), ttl = tonumber(ttl), mode = mode,
-    limit = tonumber(limit), home = home, message = message,
+    joined = tonumber(joined), times = tonumber(times), ttl = tonumber(ttl), home = home, mode = mode,
+    limit = tonumber(limit), message = string.sub(rest, starts + 1),
   }
 end
 

@@ -3,9 +3,10 @@
 --
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
 --   <lock>:line        has "<ticket>#" while it waits for its turn
---   <lock>:tickets     ticket -> "1 joined_us times ttl_ms mode limit home message" until its turn is claimed
+--   <lock>:tickets     ticket -> "1 joined_us times ttl_ms home length mode limit message" until its turn is
+--                      claimed
 --                      "bytes" -> length of all these records together
---   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
+--   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms mode limit", from its claim until it is done
 --   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
 --   <lock>:done:<owner>    for COPY_MS: a delivery that was acknowledged as its ticket is in line, or that
 --                          has ended as the line is full
@@ -16,6 +17,8 @@
 --     settles_ms IN_BODY while its body runs; then until when its result and what follows are on their
 --                way: a copy that comes meanwhile waits, one that comes later finds that its process died
 --     home       the broker that its message came from: a worker of another one cannot publish it
+--     length     of the message, which is last
+--     mode, limit   of the lease that it waits for.  It is granted on these terms, whatever its code says by now
 --     message    bytes
 --
 -- During a turn a lease of the owner "<ticket>#" holds the lock.  The message is given to the caller to
@@ -30,9 +33,6 @@ local TURNS_MOST = 100           -- given by one script; the script that claims 
 local TURN_MOST_MS = 300000      -- longest turn
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
 local UNREPORTED_MOST, UNREPORTED_BYTES = 100, 262144  -- replaced tasks in one reply
-local DONE_WITH_LOCK = '1'      -- a mark; any other is the delivery that has taken the task out of this
-                                -- line, and goes on with it: under other locks, or without one
-local ANYBODY = '*'             -- stands for any delivery that has left its name
 local IN_BODY = 0                -- settles_ms of a claim
 local TOTAL = 'bytes'            -- the field beside the tickets
 
@@ -69,8 +69,8 @@ end
 local function read_ticket(lock, ticket) return parse_ticket(redis.call('HGET', lock.tickets, ticket)) end
 
 local function write_ticket(lock, ticket, parked)
-  local record = string.format('1 %.0f %d %.0f %s %.0f %s ',
-    parked.joined, parked.times, parked.ttl, parked.mode, parked.limit, parked.home) .. parked.message
+  local record = string.format('1 %.0f %d %.0f %s %d %s %.0f ',
+    parked.joined, parked.times, parked.ttl, parked.home, #parked.message, parked.mode, parked.limit) .. parked.message
   local before = redis.call('HSTRLEN', lock.tickets, ticket)
   redis.call('HSET', lock.tickets, ticket, record)
   redis.call('HINCRBY', lock.tickets, TOTAL, #record - before)
@@ -91,25 +91,27 @@ local function count_tickets(lock)
   return redis.call('HLEN', lock.tickets) - redis.call('HEXISTS', lock.tickets, TOTAL)
 end
 
--- Returns joined_us, claimed_ms, settles_ms.
 local function parse_claim(record)
-  local joined, claimed, settles = string.match(record, '^1 (%d+) (%d+) (%d+)$')
-  return tonumber(joined) or 0, tonumber(claimed) or 0, tonumber(settles) or IN_BODY
+  local joined, claimed, settles, mode, limit = string.match(record, '^1 (%d+) (%d+) (%d+) ([xs]) (%d+)$')
+  return {
+    joined = tonumber(joined) or 0, claimed = tonumber(claimed) or 0, settles = tonumber(settles) or IN_BODY,
+    mode = mode or 'x', limit = tonumber(limit) or 1,
+  }
 end
 
 -- End the claims of processes that died, and of which no copy has come in time.  If nobody sweeps, all end.
 local function tidy_claims(lock)
   local claims = redis.call('HGETALL', lock.running)
   for i = 1, #claims, 2 do
-    local _, claimed, settles = parse_claim(claims[i + 1])
-    local ends = settles ~= IN_BODY and settles + COPY_MS or claimed + CLAIMED_MS
+    local claim = parse_claim(claims[i + 1])
+    local ends = claim.settles ~= IN_BODY and claim.settles + COPY_MS or claim.claimed + CLAIMED_MS
     if ends <= now then redis.call('HDEL', lock.running, claims[i]) end
   end
 end
 
-local function write_claim(lock, ticket, joined, claimed, settles)
-  redis.call('HSET', lock.running, ticket,
-    string.format('1 %.0f %.0f %.0f', joined, claimed, settles))
+local function write_claim(lock, ticket, claim)
+  redis.call('HSET', lock.running, ticket, string.format('1 %.0f %.0f %.0f %s %.0f',
+    claim.joined, claim.claimed, claim.settles, claim.mode, claim.limit))
   live_at_least(lock.running, CLAIMED_MS)
 end
 
@@ -123,25 +125,16 @@ local function forget(lock, ticket)
   return drop_ticket(lock, ticket) or was_running
 end
 
--- What marks the task of a ticket as done, if anything.
-local function mark_of(lock, ticket) return redis.call('GET', lock.name .. DONE .. ticket) end
-
--- *goes_on* is the delivery that the asker goes on with: a mark with its name says nothing against it.
-local function is_done(lock, ticket, goes_on)
-  local mark = mark_of(lock, ticket)
-  return mark and (mark == DONE_WITH_LOCK or mark ~= goes_on and goes_on ~= ANYBODY)
-end
-
-local function mark_done(lock, ticket, mark)
-  redis.call('SET', lock.name .. DONE .. ticket, mark, 'PX', COPY_MS)
-end
+-- Whether the task of a ticket, or a delivery, is done.
+local function is_done(lock, name) return redis.call('EXISTS', lock.name .. DONE .. name) == 1 end
+local function mark_done(lock, name) redis.call('SET', lock.name .. DONE .. name, '1', 'PX', COPY_MS) end
 
 -- Take a task out of line that must not run.  Its message is kept until its end is reported.
 local function replace(lock, ticket, message)
   redis.call('HSET', lock.name .. REPLACED, ticket, message)
   keep(lock.name .. REPLACED)
   forget(lock, ticket)
-  mark_done(lock, ticket, DONE_WITH_LOCK)
+  mark_done(lock, ticket)
 end
 
 -- Without a record nothing is kept.

@@ -2,4 +2,4 @@
 
 local REFUSED, GRANTED, PARKED, DONE_BEFORE, FULL = 0, 1, 2, 3, 4  -- of acquire.lua and park.lua
 local UNLISTED = 6  -- of park.lua; 5 is that of _unique.lua
-local NOT_THERE, LEFT, RAN_HERE = 0, 1, 2                          -- of leave.lua
+local NOT_THERE, HAS_LEFT, LEFT_BEFORE = 0, 1, 2                   -- of leave.lua

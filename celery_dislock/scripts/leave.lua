@@ -1,32 +1,40 @@
--- leave.lua: take a parked task out of line, and give its turn on.
+-- leave.lua: take a parked task out of line that nobody parks again, and give its turn on.
 --
 -- KEYS[1]   lock
--- ARGV      home      the caller's broker
+-- ARGV      home     the caller's broker
 --           ticket
---           aside     a message that cannot be read, to be kept for people to see; empty: nothing
---           over      1: no copy of it must run any more   0: it runs elsewhere, unless it was done here
---           goes_on   as for park.lua
---           task      as for park.lua: another task of its id is left where it is
+--           how      over: it has ended, and no copy of it must run, wherever it was
+--                    ended: the same of one that has not claimed its turn; it may have sent itself again, so copies run
+--                    runs: it runs without a lock; no other copy of its turn must
+--                    aside: nobody can run it; what is stored of it is kept for people to see
+--           task     as for park.lua: another task of its id is left where it is
 --
--- Returns   {left, turns}   left: 1 it was there, waiting, running or replaced   0 it was not
---                                 2 it was done here, and over is 0: nothing was changed
--- Touches all keys of the lock.  Sent twice, the second answers 0.
+-- Returns   {left, turns}   left: 1 it was there, waiting or with its turn, or had lost its place; or with "runs"
+--                                 nothing is known of it
+--                                 2 it has claimed its turn, was set aside or is done: nothing was changed
+--                                 0 it was not there
+-- Touches all keys of the lock.  Sent twice, the second answers 0 or 2.
 
 -- include: _parked
 -- include: _states
 
-local ticket, aside, over, goes_on, task
-home, ticket, aside, over, goes_on, task = unpack(ARGV)
-over = over == '1'
+local ticket, how, task
+home, ticket, how, task = unpack(ARGV)
 local lock = open_whole(KEYS[1])
-local record = redis.call('HGET', lock.tickets, ticket)
+local record = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)
   or redis.call('HGET', lock.name .. REPLACED, ticket)
-if record and not is_of(record, task) then return {NOT_THERE, turns} end
-if not over and is_done(lock, ticket, goes_on) then return {RAN_HERE, turns} end
+local has_claimed = redis.call('HEXISTS', lock.running, ticket) == 1
 
-local was_there = forget(lock, ticket)
-if redis.call('HDEL', lock.name .. REPLACED, ticket) == 1 then was_there = true end
-if was_there and over then mark_done(lock, ticket, DONE_WITH_LOCK) end
-if aside ~= '' then set_aside(lock, ticket, aside) end
+if record and not is_of(record, task) then return {NOT_THERE, turns} end
+if has_claimed and how ~= 'over' then return {LEFT_BEFORE, turns} end
+if not (record or has_claimed) then
+  local is_known = is_done(lock, ticket) or redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1
+  if is_known or how ~= 'runs' then return {is_known and LEFT_BEFORE or NOT_THERE, turns} end
+  write_first(lock.name)
+end
+
+forget(lock, ticket)
+redis.call('HDEL', lock.name .. REPLACED, ticket)
+if how == 'aside' then set_aside(lock, ticket, record) elseif how ~= 'ended' then mark_done(lock, ticket) end
 recall_and_hand_off(lock)
-return {was_there and LEFT or NOT_THERE, turns}
+return {HAS_LEFT, turns}

@@ -16,7 +16,6 @@ from celery_dislock.scripts.names import (
     index_of_counts,
     index_of_lines,
     mark_of,
-    store_of,
     sweep_lock,
     unique_of,
     wake_list,
@@ -54,7 +53,7 @@ class Life:
         self._home = home = f"{{{tag}}}"
         self.news = wake_list(lock, "b")
         self._counts = f"{index_of_counts(prefix, tag)}:of"
-        self._lists = index_of_lines(prefix, home), f"{store_of(prefix)}:{home}"
+        self._lines = index_of_lines(prefix, home)
         self._sweep = sweep_lock(prefix, tag)
         self._index = index_of_counts(prefix, tag)
 
@@ -66,19 +65,17 @@ class Life:
             *(lock + end for end in KINDS),
             *(wake_list(lock, owner) for owner in "abcd"),
             *(mark_of(lock, "t"), *done),
-            *(*self._lists, self._sweep, self._index, self._counts),
+            *(self._lines, self._sweep, self._index, self._counts),
         ]
 
     def steps(self) -> Iterator[Step]:
         """Yield the calls of the scripts, in their order.  The first takes its key alone, too."""
         lock, home = [self._lock], self._home
-        lines, store = self._lists
         yield scripts.MARK, [mark_of(self._lock, "t")], ("x", TTL_MS)
         yield scripts.COUNT, [self._index], (self._counts, TTL_MS, 9, 9, "field", 1)
         yield scripts.COUNTS, [self._index], ()
-        yield scripts.ENLIST, [lines], (self._lock,)
-        yield scripts.LINES, [lines], (0, 1)
-        yield scripts.STORE, [store], ("name", "", "")
+        yield scripts.ENLIST, [self._lines], (self._lock,)
+        yield scripts.LINES, [self._lines], (0, 1)
         yield scripts.RELEASE, [self._sweep], ("a", 0)
         # A lease, and a beat that has another token.
         beat = [self._lock, beat_of(self._lock)]
@@ -97,10 +94,8 @@ class Life:
         yield scripts.FREE, lock, ("b", LATER, home, 1)
         yield scripts.GIVE_BACK, lock, ("t:0:0",)
         yield scripts.SWEEP, lock, (home,)
-        yield scripts.CLAIMS, lock, ()
         yield scripts.DROP, lock, (home, "t:0:0", '"note":1')
-        yield scripts.WITHDRAW, lock, (home, "u:0:0", "-", "")
-        yield scripts.LEAVE, lock, (home, "u:0:0", "message", 1, "", "")
+        yield scripts.LEAVE, lock, (home, "u:0:0", "aside", "")
         yield scripts.ASIDE, lock, (0, 1, "u:0:0")
         yield scripts.LIMIT, lock, ("", 0, "", home)
         yield scripts.TAKE_OVER, lock, ("b", "c", "{}")
@@ -117,5 +112,5 @@ class Life:
 
     def _parking(self, script: Script, task: str, *begins: Argument) -> Step:
         asked = f"{task}@1", *TERMS, self._home, f"{task}:0:0", f"{task}@", 0, MESSAGE
-        bounds = 0, BYTES_MOST, "skip", "", ""
-        return script, [self._lock], (*asked, *bounds, self._lists[0], 0, *begins)
+        bounds = 0, BYTES_MOST, "skip", ""
+        return script, [self._lock], (*asked, *bounds, self._lines, 0, *begins)

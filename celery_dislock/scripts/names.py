@@ -54,16 +54,6 @@ def index_of_lines(prefix: str, home: str) -> str:
     return f"{prefix}:lines:{home}"
 
 
-def store_of(prefix: str) -> str:
-    """Name the hash with the name of a store, beside the lists of lines; no home is called so."""
-    return f"{prefix}:lines:@store"
-
-
-def moved_to(prefix: str, lock: str) -> str:
-    """Name the lock of the same key under another prefix."""
-    return f"{prefix}:{{{lock.partition(':{')[2]}"
-
-
 def sweep_lock(prefix: str, home: str) -> str:
     """Name the lock under which one worker at a time sweeps the lines of one broker."""
     return f"{prefix}:sweep:{{{home}}}"
@@ -83,12 +73,6 @@ _OF_A_LOCK = re.compile(
     rf"(.*?:\{{[^}}]*\}}(?::and:[0-9a-f]+)?)({'|'.join(sorted(KINDS, key=len, reverse=True))})",
     re.DOTALL,
 )
-
-
-def claimed_in(redis_key: str) -> str | None:
-    """Return the name of the lock whose claims a Redis key has; None if it has others."""
-    name = redis_key.removesuffix(_ENDS["RUNNING"])
-    return name if name != redis_key else None
 
 
 def lock_in(redis_key: str) -> str | None:

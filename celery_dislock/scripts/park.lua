@@ -5,13 +5,11 @@
 --           home, ticket
 --           same_task  owners of the same task begin with this
 --           marked     0: the message does not say that it was parked   1: it does; if nothing is known of
---                      the task, as after a failover, it runs or is parked again   2: it does, and that
---                      server was drained since; if nothing is known of the task, it is done
+--                      the task, as after a failover, it runs or is parked again
 --           message    empty: only ask
 --           most, most_bytes   tasks that may wait in line, 0: any number; and of their records together
 --           overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room;
 --                      that is the one that comes, if it was sent before the first in line
---           goes_on    the delivery that has taken the task out of this line; *: any   empty: none
 --           task       its name: "task":"...", as its message writes it; empty: not known
 --           index      of lines, see _index.lua; empty: on another node, and the client lists the line
 --           listed     Redis TIME in microseconds of this node before that; 0: it is not listed yet
@@ -25,13 +23,14 @@
 --   {4, turns, waiting, lease...}           the line is full, or was when this owner asked before
 --   {6, turns, listed}                      it was not put in line: list the line, and ask again with this time
 -- Touches all keys of the lock, and the index.  A task that waits already keeps its place, and so does one that ran in a
--- process that died.  Safe to send twice: the owner is given the same token, the ticket has the same place.
+-- process that died.  Who was parked is granted the lock on the terms of its ticket, not on those asked for.
+-- Safe to send twice: the owner is given the same token, the ticket has the same place.
 
 -- include: _states
 -- include: _free
 
 local owner, ttl, holder, mode, limit, its_home, ticket, same_task, marked, message, most, most_bytes,
-  overflow, goes_on, task, index, listed = unpack(ARGV)
+  overflow, task, index, listed = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
 if marked == '0' and message == '' and count_keys(name, name .. LINE, name .. TICKETS, name .. HANDED,
@@ -44,6 +43,7 @@ end
 
 home, limit, most, most_bytes = its_home, tonumber(limit), tonumber(most), tonumber(most_bytes)
 
+local asked = {mode = mode, limit = limit}  -- the terms of one of which nothing is known
 local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
 local lock = open_whole(name)
 
@@ -52,15 +52,18 @@ local function waiting() return count_tickets(lock) - redis.call('ZCARD', lock.h
 
 -- This delivery is over.  If it could claim a turn, a late copy of its request must not: for nobody.
 local function in_line()
-  if marked ~= '0' then mark_done(lock, owner, DONE_WITH_LOCK) end
+  if marked ~= '0' then mark_done(lock, owner) end
   local rank = redis.call('ZRANK', lock.line, member_of(ticket))
   local replaced = message ~= '' and unreported(lock) or {}
   return {PARKED, turns, rank and rank + 1 or waiting(), replaced, in_the_way(lock)}
 end
 
-local function claim(joined)
-  local token = grant(lock, owner, ttl, mode, holder)
-  write_claim(lock, ticket, joined, now, IN_BODY)
+-- *terms* have the mode and the limit.
+local function claim(joined, terms)
+  local token = grant(lock, owner, ttl, terms.mode, holder)
+  write_claim(lock, ticket, {
+    joined = joined, claimed = now, settles = IN_BODY, mode = terms.mode, limit = terms.limit,
+  })
   return token
 end
 
@@ -70,10 +73,10 @@ local function list() if index ~= '' then list_line(index, name) end end
 local function is_unlisted() return index == '' and now_us >= listed + LISTED_US end
 local function list_first() return {UNLISTED, turns, string.format('%.0f', now_us)} end
 
-local function put_in_line(joined, its_home, its_message)
+local function put_in_line(joined, terms, its_home, its_message)
   list()
   write_ticket(lock, ticket, {
-    joined = joined, times = 0, ttl = ttl, mode = mode, limit = limit, home = its_home,
+    joined = joined, times = 0, ttl = ttl, home = its_home, mode = terms.mode, limit = terms.limit,
     message = its_message,
   })
   join(lock, ticket, joined)
@@ -129,49 +132,49 @@ end
 -- or this request is late.  So is one whose delivery is over.
 local function parked_before(record)
   local parked = parse_ticket(record)
-  local may_claim = not parked or marked ~= '0' and not mark_of(lock, owner)
+  local may_claim = not parked or marked ~= '0' and not is_done(lock, owner)
   recall_and_hand_off(lock, may_claim and member_of(ticket))
   if not (may_claim and lease_of(lock, member_of(ticket))) then return in_line() end  -- its turn brings its message
   forget(lock, ticket)
-  if parked and not admits(lock, mode, limit) then  -- it was parked in another mode
-    return put_in_line(parked.joined, parked.home, parked.message)
+  if parked and not admits(lock, parked.mode, parked.limit) then  -- an operator has lowered the limit
+    return put_in_line(parked.joined, parked, parked.home, parked.message)
   end
-  local token = claim(parked and parked.joined or now_us)
+  local token = claim(parked and parked.joined or now_us, parked or asked)
   recall_and_hand_off(lock)  -- shared tasks leave the line together
   return {GRANTED, turns, token, 1}
 end
 
 -- It has claimed its turn before.  Unless its result is on its way, that process has died.
 local function ran_before(record)
-  local joined, _, settles = parse_claim(record)
-  if settles > now then
-    return {REFUSED, turns, NO_PLACE, settles - now, '', as_holder(ticket), NOT_KNOWN}
+  local before = parse_claim(record)
+  if before.settles > now then
+    return {REFUSED, turns, NO_PLACE, before.settles - now, '', as_holder(ticket), NOT_KNOWN}
   end
-  if admits(lock, mode, limit) then
-    local token = claim(joined)
+  if admits(lock, before.mode, before.limit) then
+    local token = claim(before.joined, before)
     recall_and_hand_off(lock)  -- what else that process held
     return {GRANTED, turns, token, 1}
   end
   if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end
   if is_unlisted() then return list_first() end
   redis.call('HDEL', lock.running, ticket)
-  return put_in_line(joined, home, message)
+  return put_in_line(before.joined, before, home, message)
 end
 
 -- Nothing is known of it.
 local function new()
   recall_and_hand_off(lock)
-  local was_full = marked == '0' and mark_of(lock, owner)  -- so this delivery is over: its request is late
+  local was_full = marked == '0' and is_done(lock, owner)  -- so this delivery is over: its request is late
   if not was_full and admits(lock, mode, limit) and not line_exists(lock) then
     -- Of a request that brings the message, a late copy may come when the task is done: it finds a mark.
-    if marked ~= '0' or message ~= '' then return {GRANTED, turns, claim(now_us), 1} end
+    if marked ~= '0' or message ~= '' then return {GRANTED, turns, claim(now_us, asked), 1} end
     return {GRANTED, turns, grant(lock, owner, ttl, mode, holder), 0}
   end
   if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end
   if is_unlisted() then return list_first() end
   local room = was_full and NO_ROOM or make_room(#message + 80)  -- with what is written before it
   if room == NO_ROOM then
-    if marked == '0' then mark_done(lock, owner, DONE_WITH_LOCK) end  -- else it is put off
+    if marked == '0' then mark_done(lock, owner) end  -- else it is put off
     return {FULL, turns, waiting(), in_the_way(lock)}
   end
   if room == OLDEST then  -- it is parked, and replaced at once
@@ -179,7 +182,7 @@ local function new()
     replace(lock, ticket, message)
     return in_line()
   end
-  return put_in_line(joins_at(lock), home, message)
+  return put_in_line(joins_at(lock), asked, home, message)
 end
 
 local mine = lease_of(lock, owner)
@@ -194,7 +197,7 @@ if not (parked or ran) then
   if message ~= '' and redis.call('HGET', lock.name .. REPLACED, ticket) == message then
     return in_line()  -- sent again, and replaced at once the first time: its end is not reported yet
   end
-  if is_done(lock, ticket, goes_on) or marked ~= '0' and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
+  if is_done(lock, ticket) or marked ~= '0' and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
     return {DONE_BEFORE, turns}
   end
 end
@@ -206,5 +209,4 @@ if other then return {REFUSED, turns, NO_PLACE, about(other)} end
 
 if parked then return parked_before(parked) end
 if ran then return ran_before(ran) end
-if marked == '2' then return {DONE_BEFORE, turns} end
 return new()

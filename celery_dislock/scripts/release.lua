@@ -104,11 +104,12 @@ for _, found in ipairs(more) do
   if hands_off and found.may_wait then leave_line(lock, owner) end
   if claim or found.parked then write_first(lock.name) end
   if claim and settles_ms > 0 then
-    local joined, claimed = parse_claim(claim)
-    write_claim(lock, ticket, joined, claimed, now + settles_ms)
+    local settling = parse_claim(claim)
+    settling.settles = now + settles_ms
+    write_claim(lock, ticket, settling)
   elseif claim or found.parked then
     forget(lock, ticket)
-    mark_done(lock, ticket, DONE_WITH_LOCK)
+    mark_done(lock, ticket)
   end
   if hands_off then recall_and_hand_off(lock) end
 end

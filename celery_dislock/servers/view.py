@@ -38,12 +38,15 @@ REPEAT = "Set it again while all of them answer, or take it back"
 _MS, _US, _COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
 LIMIT_RECORD = re.compile(rb"1 %b %b (.*)" % (_COUNT, _MS), re.DOTALL)
 _WAITS = re.compile(rb"1 %b %b ([xs]) %b (.*)" % (_MS, _MS, _COUNT), re.DOTALL)
-_PARKED = re.compile(rb"1 %b %b %b ([xs]) %b (\S+) 1 (.*)" % (_US, _COUNT, _MS, _COUNT), re.DOTALL)
+_PARKED = re.compile(
+    rb"1 %b %b %b (\S+) %b ([xs]) %b 1 (.*)" % (_US, _COUNT, _MS, _COUNT, _COUNT), re.DOTALL
+)
 _RESERVED = re.compile(
     rb"2 ([swrd]) %b \d+ (\S+) %b \S+ %b [01] (\S{1,100}) .*" % (_MS, _MS, _COUNT)
 )
+HOME = 4  # index of the broker among those fields
 _STATES = {"s": "being sent", "w": "waiting", "r": "running", "d": "ended"}
-_MESSAGE = b'1 {"'  # how a message begins, after the seven fields of such a record
+_MESSAGE = b'1 {"'  # how a message begins, after the fields of such a record
 
 
 class Holder(NamedTuple):
@@ -359,7 +362,7 @@ def _since(now_ms: int, joined: bytes) -> float:
 
 def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Waiter:
     parked = _PARKED.fullmatch(record)
-    message: Mapping[str, Any] = parsed(parked[7]) if parked else {}
+    message: Mapping[str, Any] = parsed(parked[8]) if parked else {}
     headers = message.get("headers")
     if not isinstance(headers, dict):
         message, headers = {}, {}
@@ -369,7 +372,7 @@ def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Waiter:
     return Waiter(
         place=nth,
         waiting=max(0.0, now_ms / 1000 - int(parked[1]) / 1e6) if parked else 0.0,
-        mode=NAMES[parked[4].decode()] if parked else "exclusive",
+        mode=NAMES[parked[6].decode()] if parked else "exclusive",
         parked=True,
         ticket=ticket,
         turns=int(parked[2]) if parked else 0,
@@ -379,7 +382,7 @@ def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Waiter:
         args=" ".join(filter(None, given)) or None,
         exchange=bounded_text(message.get("exchange")),
         routing_key=bounded_text(message.get("routing_key")),
-        broker=bounded_text(text(parked[6])) if parked else None,
+        broker=bounded_text(text(parked[4])) if parked else None,
     )
 
 
@@ -408,4 +411,4 @@ def parked_message(kept: bytes) -> tuple[bytes, str | None]:
     """
     start = max(kept.find(_MESSAGE), 0)
     record = kept[:start].split()
-    return kept[start:], text(record[6]) if len(record) == 7 else None  # noqa: PLR2004
+    return kept[start:], text(record[HOME]) if len(record) > HOME else None

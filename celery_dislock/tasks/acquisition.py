@@ -14,7 +14,7 @@ from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableE
 from celery_dislock.locks.lease import AT_ONCE, PUT_OFF, Lease
 from celery_dislock.messages.headers import OWNERS_MOST
 from celery_dislock.messages.unrun import put_off
-from celery_dislock.parking.park import Parking, leave_old_line
+from celery_dislock.parking.park import Parking
 from celery_dislock.servers.replies import Replaced
 
 if TYPE_CHECKING:
@@ -58,17 +58,13 @@ class Acquisition:
         self._first: Callable[[], Lease | Conflict] = partial(
             delivery.lock.try_acquire, delivery.attempt
         )
-        turn, parks = delivery.notes.parked, delivery.options.parks
-        was_parked = turn is not None or delivery.notes.left is not None
-        if was_parked or delivery.notes.retry_until is not None:
-            self._keep_what_was_parked(parks=parks, was_parked=was_parked)
-        if delivery.is_eager or not self._process.can_park:
-            return
-        if (parks or was_parked) and len(delivery.lock.names) == 1:
+        was_parked = delivery.notes.parked is not None
+        if was_parked and not delivery.options.parks:  # its record may be lost
+            delivery.options = replace(delivery.options, lock_on_conflict="queue")
+        can_park = self._process.can_park and not delivery.is_eager
+        if can_park and delivery.options.parks and len(delivery.lock.names) == 1:
             self.parking = Parking(delivery, self._process)
             self._first = self.parking.ask
-        elif turn:
-            self._first = partial(self._ask_for_several, turn)
 
     def ask(self) -> Lease | Conflict | None:
         """Take the lock if it is free, or claim a parked task's turn; one round trip."""
@@ -134,20 +130,6 @@ class Acquisition:
         if owner is not None:
             notes.given_up = [*notes.given_up, owner][-OWNERS_MOST:]
         put_off(delivery, f"lock {key!r} cannot be had: {error}", error=error)
-
-    def _keep_what_was_parked(self, *, parks: bool, was_parked: bool) -> None:
-        """Do not let a changed ``lock_on_conflict`` drop a task that was parked or put off."""
-        delivery, options = self.delivery, self.delivery.options
-        if len(delivery.lock.names) > 1:  # several keys have no line
-            if options.lock_on_conflict in {"skip", "raise", "reject"}:
-                delivery.options = replace(options, lock_on_conflict="retry")
-        elif was_parked and not parks:
-            delivery.options = replace(options, lock_on_conflict="queue")
-
-    def _ask_for_several(self, turn: tuple[str, str]) -> Lease | Conflict:
-        """Take the locks for a task that has several keys now, and was parked when it had one."""
-        leave_old_line(self._process.lines, self.delivery, turn)
-        return self.delivery.lock.try_acquire(self.delivery.attempt)
 
     def _asked(
         self, ask: Callable[[], T], *, first: bool = False, may_run: bool = True

@@ -24,7 +24,7 @@ from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import shown_id, task_id_of_reserved, task_name
 from celery_dislock.locks.lease import Conflict
 from celery_dislock.messages.message import TaskParked, store_end
-from celery_dislock.messages.unrun import PUT_OFF_FIRST, PUT_OFF_MOST, acknowledge, put_off, skip
+from celery_dislock.messages.unrun import PUT_OFF_FIRST, acknowledge, put_off, skip
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import Full
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.replies import Replaced
     from celery_dislock.tasks.acquisition import Acquisition
 
-TO_ITS_LINE_MOST = 10.0  # seconds by which a turn of another lock server is put off
-TO_ITS_LINE_TIMES = 100  # puts-off after which the turn may be forged: it is put off for longer
 WARNED_MOST = 1000  # tasks and keys that are remembered as warned of
 SENT_BY_HOLDER = (
     "that task has sent this one: if it waits for this one's result in its body, it waits for "
@@ -137,7 +135,7 @@ def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess
         delivery.ending = delivery.if_done
         if delivery.notes.parked is not None:
             try:
-                process.lines.leave(*delivery.notes.parked, delivery.sent_to)
+                process.lines.leave(*delivery.notes.parked, task=delivery.sent_to)
             except StoreError as exc:
                 process.lock_server_failed(exc)
         raise
@@ -276,17 +274,13 @@ def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     put_off(delivery, reason, at_most=conflict.remaining, level=level)
 
 
-def put_off_to_its_line(delivery: Delivery, store: str, server: str, prefix: str) -> NoReturn:
+def refuse_turn_elsewhere(delivery: Delivery, prefix: str) -> None:
     """
-    Put off a task that has its turn in another store; raises Ignore.
+    Put off a task that has its turn for a lock under another prefix; raises Ignore.
 
-    A worker that uses that store gets it then, or it is sent on when that store is drained.
+    Its line would give it another turn if it ran here.  A worker with that prefix gets it then.
     """
-    reason = (
-        f"it has its turn for lock {delivery.lock.key!r} on another lock server, or under another "
-        f"prefix, than this worker uses ({server}, prefix {prefix}). If no worker with those "
-        f"settings is left, run `celery dislock drain`; if their data is lost, with --lost {store}"
-    )
-    is_new = delivery.notes.put_off < TO_ITS_LINE_TIMES
-    at_most = TO_ITS_LINE_MOST if is_new else PUT_OFF_MOST
-    put_off(delivery, reason, at_most=at_most, level=logging.WARNING)
+    lock, _ = delivery.notes.parked or ("", "")
+    if not lock.startswith(f"{prefix}:{{"):
+        reason = f"it has its turn for {lock}, and this worker's locks have the prefix {prefix}"
+        put_off(delivery, reason, level=logging.WARNING)

@@ -13,11 +13,12 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
-from celery_dislock.keys.templates import in_order
+from celery_dislock.keys.templates import in_order, key_of
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.channel import TRACING
 from celery_dislock.locks.interruption import Running, StopTask
@@ -25,9 +26,6 @@ from celery_dislock.locks.lease import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.messages.delivery import Delivery, Outbox
 from celery_dislock.messages.headers import Notes, own_turn, reservation_of
 from celery_dislock.messages.unrun import skip
-from celery_dislock.parking.identity import DRAINED, ELSEWHERE
-from celery_dislock.parking.park import leave_old_line
-from celery_dislock.scripts.names import moved_to
 from celery_dislock.servers.bridge import wait_for
 from celery_dislock.servers.records import describe
 from celery_dislock.servers.replies import Replaced
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery import Task
-    from celery.app.task import Context
+    from celery.worker.request import Request
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Lease
@@ -154,15 +152,9 @@ class Guard:
         """Run the body under the task's lock, or end the delivery if the lock cannot be taken."""
         if self.runtime.off:
             return body(*args, **kwargs)
-        # An eager task's arguments have taken no way through a serializer.
-        built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
-        delivery = self._delivery(task, request, in_order(built))
-        if self._limits is not None:
-            limits = limits_in_order(built, self._limits)
-            delivery.lock.terms = delivery.lock.terms._replace(limit=limits)
+        delivery = self._delivery(task, request, args, kwargs)
         previous = current.set(delivery.attempt)
         try:
-            self._refuse_turn_elsewhere(delivery)
             return self._run(delivery, partial(body, *args, **kwargs))
         except Replaced as exc:
             conflicts.end_replaced(delivery, exc, self.runtime.process)
@@ -196,27 +188,6 @@ class Guard:
     def unawaited(self) -> SettingsError:
         """Make the error of an ``async def`` body that the pool of this process does not await."""
         return SettingsError(self.name, "worker_pool", self.runtime.unawaited_by, UNAWAITED)
-
-    def _refuse_turn_elsewhere(self, delivery: Delivery) -> None:
-        """
-        Put off a task that has its turn on another lock server, or under another prefix.
-
-        If it ran here, the other line would give it a second turn, and it would run twice.  If that
-        line was taken over, the turn is one for the lock of the same key here.
-        """
-        notes, prefix = delivery.notes, self.runtime.settings.dislock_prefix
-        if notes.parked is None or notes.store is None or not self.can_park:
-            return
-        process = self.runtime.process
-        try:
-            whose = process.identity.whose(notes.store)
-        except StoreError as exc:
-            process.lock_server_failed(exc)
-            whose = ELSEWHERE
-        if whose == ELSEWHERE:
-            conflicts.put_off_to_its_line(delivery, notes.store, process.store.server, prefix)
-        lock, ticket = notes.parked
-        notes.parked, notes.drained = (moved_to(prefix, lock), ticket), whose == DRAINED
 
     def _run(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
         """Take the lock, run the body, and end the lease as the body's outcome asks for."""
@@ -314,27 +285,15 @@ class Guard:
         elif lease is not None:
             lease.reservation = attempt.reservation
 
-    def _leave_old_line(self, delivery: Delivery) -> None:
-        """Take a task that takes no lock any more out of the line in which it was parked."""
-        turn = delivery.notes.parked
-        if turn is None or not self.can_park:
-            return
-        try:
-            leave_old_line(self.runtime.process.lines, delivery, turn)
-        except StoreError as exc:
-            logger.warning(
-                "Task %s runs without a lock, and stays in line for lock %s: it may run again: %s",
-                *(delivery, turn[0], exc),
-            )
-
     def _take(self, delivery: Delivery, copies: Copies | None) -> Lease | None:
         """Return the lease; None if the body runs without one."""
         if not self._locks:
-            self._leave_old_line(delivery)
             self._begin(delivery)
             return None
         if delivery.notes.replaced is not None:
             skip(delivery, delivery.notes.replaced)
+        if delivery.notes.parked is not None:
+            conflicts.refuse_turn_elsewhere(delivery, self.runtime.settings.dislock_prefix)
         asking = Acquisition(delivery, self.runtime)
         answer = asking.ask()
         if isinstance(answer, Conflict):
@@ -361,21 +320,37 @@ class Guard:
             return 0.0
         return lease.held_for + delay + self.timeout if is_held else 0.0
 
-    def _delivery(self, task: Task, request: Context, keys: Sequence[str]) -> Delivery:
-        """Create the Delivery, and attach it to the request."""
-        process = self.runtime.process
+    def _delivery(self, task: Task, request: Context, args: Any, kwargs: Any) -> Delivery:
+        """
+        Create the Delivery, and attach it to the request.
+
+        A task that was parked has the lock that it waited for, whatever its code says by now.
+        """
+        process, notes = self.runtime.process, Notes.of(request)
+        if notes.parked is not None and (request.is_eager or not (self._locks and self.can_park)):
+            notes.parked = None
+        limits: int | Sequence[int] | None = None
+        if notes.parked is not None:
+            keys: Sequence[str] = [key_of(notes.parked[0])]
+        else:
+            # An eager task's arguments have taken no way through a serializer.
+            built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
+            keys = in_order(built)
+            if self._limits is not None:
+                limits = limits_in_order(built, self._limits)
         who: About = {"task": task.name, "id": shown_id(request.id), "host": process.host}
         renewed = None if self.interval is None else self.timeout
         holder = describe(who, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
         attempt = Attempt(process.owner_name(start), holder, sender=task)
-        notes = Notes.of(request, self.runtime.settings.dislock_prefix)
         if notes.put_off:
             attempt.how = PUT_OFF
         if notes.since is not None:
             waited = time.time() - notes.since
             attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
         lock = self.runtime.lock(keys, self.options)
+        if limits is not None:
+            lock.terms = lock.terms._replace(limit=limits)
         if TRACING in sys.modules:
             lock.channel.begins(attempt)
         delivery: Delivery = Delivery(task, request, lock, attempt, notes)
@@ -398,6 +373,11 @@ class Guard:
     def can_park(self) -> bool:
         """Whether this process can park tasks."""
         return not self.runtime.off and self.runtime.process.can_park
+
+    @property
+    def has_lock(self) -> bool:
+        """Whether this task takes a lock."""
+        return self._locks and not self.runtime.off
 
     def keys(self, args: Any, kwargs: Any, serializer: str = "") -> Sequence[str]:
         """
@@ -422,6 +402,16 @@ class Guard:
             Exception: As for :meth:`keys`, whose arguments it takes.
         """
         return self.runtime.lock_names(self.keys(args, kwargs, serializer))
+
+    def keys_of(self, request: Request) -> Sequence[str]:
+        """
+        Return the keys that a worker's request locks: that which it was parked for, or by its call.
+
+        Raises:
+            Exception: As for :meth:`keys`.
+        """
+        turn = self.turn_of(Context(request.request_dict)) if self.can_park else None
+        return [key_of(turn[0])] if turn else self.keys(request.args, request.kwargs)
 
     def turn_of(self, request: Context) -> tuple[str, str] | None:
         """Return the lock and the ticket of the turn that a request brings; None if none."""

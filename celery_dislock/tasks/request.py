@@ -28,7 +28,7 @@ from kombu.asynchronous import get_event_loop
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.messages.events import revoked, worker_tells_revoked
-from celery_dislock.messages.headers import LEFT, TICKET, notes_in
+from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
 from celery_dislock.words import plain
 
@@ -43,7 +43,6 @@ PID_MAX = 2**22  # highest process id on Linux
 CHECK_EVERY = 0.05  # seconds between two checks of a process that is about to end
 # The state to store after one of our own, by the event that Celery sends.
 AFTER_OURS = {"task-started": states.STARTED, "task-revoked": states.REVOKED}
-PARKED_BEFORE = {TICKET, LEFT}  # notes
 # What a pool process died of, as Celery tells its main process.
 DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
 
@@ -116,7 +115,7 @@ def _release_dead(guard: Guard, request: Any, owner_start: str) -> int:
     """
     if guard.runtime.off:
         return 0
-    names, options = guard.lock_names(request.args, request.kwargs), guard.options
+    names, options = guard.runtime.lock_names(guard.keys_of(request)), guard.options
     at_least = options.lock_at_least_for if options.release_on_failure else None
     return guard.runtime.process.store.release_dead(names, owner_start, at_least)
 
@@ -124,7 +123,7 @@ def _release_dead(guard: Guard, request: Any, owner_start: str) -> int:
 def _keys_in_words(guard: Guard, request: Any) -> str:
     """Name the keys of an execution for the log."""
     try:
-        return ", ".join(map(repr, guard.keys(request.args, request.kwargs)))
+        return ", ".join(map(repr, guard.keys_of(request)))
     except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
         return f"unknown: {plain(repr(exc))}"
 
@@ -168,7 +167,7 @@ def keep_and_tell(request: Any) -> bool:
     """Keep the message of a task that may be sent again; tell whether it was parked before."""
     if not request.task.dislock_guard.runtime.off:
         keep_message(request)
-    return not PARKED_BEFORE.isdisjoint(notes_in(request.message.headers))
+    return TICKET in notes_in(request.message.headers)
 
 
 def scheduled(consumer: Consumer) -> Iterator[Request]:

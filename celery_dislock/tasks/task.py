@@ -274,11 +274,14 @@ def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) ->
     turn = guard.turn_of(request) if guard.can_park else None
     if turn is None:
         return
-    why, delivery = retval, ""
-    if state != states.FAILURE:
-        why, delivery = f"it has ended as {state}", store.ENDED
     what, lines = f"{request.task}[{turn[1]}]", guard.runtime.process.lines
-    store.withdraw(lines, turn, what, why, request.task, delivery)
+    if state == states.FAILURE:
+        store.set_aside(lines, turn, what, retval, request.task)
+        return
+    try:
+        lines.leave(*turn, store.ENDED, request.task)
+    except StoreError as exc:
+        store.log_unrunnable(what, turn[0], f"it has ended as {state}", exc)
 
 
 def _leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
@@ -291,12 +294,12 @@ def _leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
     guard: Guard | None = getattr(sender, "dislock_guard", None)
     if guard is None or not guard.can_park:
         return
-    Notes.of(request, guard.runtime.settings.dislock_prefix)  # warns of those that are forged
+    Notes.of(request)  # warns of those that are forged
     turn = guard.turn_of(request)
     if turn is None:
         return
     try:
-        guard.runtime.process.lines.leave(*turn, request.task)
+        guard.runtime.process.lines.leave(*turn, task=request.task)
     except StoreError as exc:
         logger.warning(
             "Task %s[%s] is revoked and stays in line for lock %r until its next turn: %s",

@@ -24,10 +24,10 @@ from celery_dislock.exceptions import DislockError
 from celery_dislock.hooks import watch_consumer
 from celery_dislock.messages.headers import HEADER, own_turn
 from celery_dislock.messages.message import result_is_ignored
-from celery_dislock.parking.park import delivery_of, is_redelivered
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.parking.store import withdraw
+from celery_dislock.parking.store import RUNS, set_aside
 from celery_dislock.redaction import reason_of
+from celery_dislock.scripts import LEFT_BEFORE
 from celery_dislock.tasks.sending import tell
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         try:
             if self._runtime.process.can_park:
                 what = f"{request.task}[{turn[1]}]"
-                withdraw(self._runtime.process.lines, turn, what, error, request.task or "")
+                set_aside(self._runtime.process.lines, turn, what, error, request.task or "")
         except DislockError as exc:
             logger.warning("Parked task %s cannot be run, and stays in line: %s", turn[1], exc)
 
@@ -143,15 +143,15 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         if body is None:
             _check(message.payload)
         guard = getattr(self._app.tasks[name], "dislock_guard", None)
-        if guard is not None and not self._runtime.off:
+        if guard is not None and guard.has_lock:
             return True
         what = f"Task {name}[{request.id}]"
         try:
             process = self._runtime.process
             goes_on = (
                 not process.can_park
-                or process.lines.withdraw(*turn, delivery_of(request), name)
-                or is_redelivered(request)
+                or process.lines.leave(*turn, RUNS, name) != LEFT_BEFORE
+                or bool((request.delivery_info or {}).get("redelivered"))
             )
         except DislockError as exc:
             logger.warning(

@@ -203,7 +203,7 @@ def _execution(request: Any) -> Execution | None:
     guard = request.task.dislock_guard
     interval = guard.interval
     try:
-        names = guard.lock_names(request.args, request.kwargs)
+        names = guard.runtime.lock_names(guard.keys_of(request))
     except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
         logger.warning(
             "The lock of %s[%s] is not renewed if its process is stalled: its key is unknown: %r",

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.checks.table import note, number, ok, serious, some, warning
 from celery_dislock.operating.checks.troubles import LIMITED, TROUBLES
-from celery_dislock.parking.identity import StoreIdentity
-from celery_dislock.words import for_people
+from celery_dislock.scripts.names import index_of_lines
+from celery_dislock.servers.server import scan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from celery_dislock.operating.checks.facts import Facts
     from celery_dislock.operating.checks.table import Finding
-
-LATELY = 600.0  # seconds: a task that has its turn elsewhere comes more often
 
 
 def counted(facts: Facts) -> Iterator[Finding]:
@@ -47,19 +47,24 @@ def suspects(facts: Facts) -> Iterator[Finding]:
     yield from LIMITED.finds(locks, facts.site)
 
 
-def strangers(facts: Facts) -> Iterator[Finding]:
-    """Find tasks that come here and have their turn in another store.  A round trip."""
+def other_lines(facts: Facts) -> Iterator[Finding]:
+    """Find lines of the app's broker under other prefixes.  Reads the names of all keys."""
     if not facts.server.keeps_lines:
         return
-    came = StoreIdentity(facts.server, facts.prefix).last_stranger()
-    if came is not None and came.ago <= LATELY:
+    wanted = index_of_lines("*", facts.home)
+    names: set[str] = set()
+    for member in facts.answering:
+        if member.send is not None:
+            with suppress(StoreError):
+                names.update(chain.from_iterable(scan(member.send, wanted)))
+    prefixes = {name.removesuffix(wanted[1:]) for name in names} - {facts.prefix}
+    if prefixes:
         yield warning(
-            f"A task came {for_people(came.ago)} ago that is parked on another lock server, or "
-            "under another prefix: it was put off.",
-            "Workers with the old dislock_url or dislock_prefix run such tasks. If none is left: "
-            "celery dislock drain --from-url URL, or --from-prefix PREFIX. If that server has lost "
-            f"its data: celery dislock drain --lost {came.store}",
+            f"Tasks were parked under other prefixes than {facts.prefix}: {some(prefixes)}.",
+            "Workers with another dislock_prefix run them. If none is left: start one until its "
+            "lines are empty, see the page Move to another lock server.",
+            prefixes,
         )
 
 
-CHECKS = (("locks", counted), ("locks", suspects), ("lines", strangers))
+CHECKS = (("locks", counted), ("locks", suspects), ("lines", other_lines))
