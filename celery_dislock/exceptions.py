@@ -147,6 +147,23 @@ class NoResultError(DislockError):
         return f"no result of task {plain(self.id)}, whose key is {self.key!r}: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
+class LaterReleaseError(DislockError):
+    """A later release has given this parked task its turn, and none of its workers took it in a day.
+
+    Attributes:
+        key: The key of the lock.
+    """
+
+    key: str
+
+    def __str__(self) -> str:
+        return (
+            f"what this task has of lock {self.key!r} was written by a later release of "
+            "celery-dislock: update this worker"
+        )
+
+
 class LockTermsError(LockHeldError):
     """The caller already holds the lock, and tried to take it again on other terms.
 

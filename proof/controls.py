@@ -39,8 +39,8 @@ from celery_dislock.servers.store import Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from celery_dislock.keys.terms import Terms
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.requests import Terms
 
 
 def _rewrite(scripts: Sequence[Script], old: str, new: str) -> None:
@@ -149,9 +149,9 @@ def a_limit_that_is_one_higher() -> None:
     """Admit one lease more than the limit says."""
     acquire = Store.acquire
 
-    def generous(*args: Any, terms: Terms, **kwargs: Any) -> Any:
-        assert isinstance(terms.limit, int)
-        return acquire(*args, terms=terms._replace(limit=terms.limit + 1), **kwargs)
+    def generous(*args: Any, terms: Sequence[Terms], **kwargs: Any) -> Any:
+        more = [one._replace(limit=one.limit + 1) for one in terms]
+        return acquire(*args, terms=more, **kwargs)
 
     setattr(Store, "acquire", generous)
 

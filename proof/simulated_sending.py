@@ -37,8 +37,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.terms import Terms
 from celery_dislock.servers.replies import Granted, Replaced
-from celery_dislock.servers.requests import Ending, Terms
+from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.reservations import OFF_FOR, Reservation, Reserved, Taken
 from tests.holding import name_of
 
@@ -419,7 +420,7 @@ class History:
                 yield self.command("begin", message, partial(self.reservations.begin, reservation))
             return Granted(())
         acquire = partial(
-            self.store.acquire, [LOCK], owner, LEASE, "{}", terms=Terms(limit=self.limit)
+            self.store.acquire, [LOCK], owner, LEASE, "{}", terms=[Terms(limit=self.limit)]
         )
         answer = yield self.command("acquire", message, partial(acquire, reservation=reservation))
         return answer

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     import pytest
     from typing_extensions import Self
 
-    from celery_dislock.parking.identity import StoreIdentity
     from celery_dislock.scripts import Script
 
 MICROSECOND = 1e-6  # what the clock counts in
@@ -425,11 +424,6 @@ class Shop:
     def put_off(self) -> list[Any]:
         """The messages that a worker holds until they are due."""
         return self.messages._waiting
-
-    @property
-    def identity(self) -> StoreIdentity:
-        """The name of the store, as this process knows it."""
-        return runtime_of(self.app).process.identity
 
     def sweeper(self, worker: str = "w1@here", **options: Any) -> Sweep:
         """Return the sweep of one worker."""

@@ -197,16 +197,14 @@ class Staged(LockServer):
         to = str(one.exchange), str(one.routing_key)
         message = Message(*to, headers, "application/json", "utf-8", {}, True, b"[[], {}, {}]")
         joined, mode = self._since(one.waiting) * 1000, one.mode[0].replace("e", "x")
-        home = (one.broker or self.home).encode()
-        record = (
-            f"1 {joined} {one.turns} 60000 {mode} 1 ".encode() + home + b" " + message.to_bytes()
-        )
-        super().send("HSET", f"{name}:tickets", one.ticket, record)
+        home, written = one.broker or self.home, message.to_bytes()
+        head = f"1 {joined} {one.turns} 60000 {home} {len(written)} {mode} 1 "
+        super().send("HSET", f"{name}:tickets", one.ticket, head.encode() + written)
 
     def _beside(self, state: LockState) -> None:
         if (kept := state.reservation) is not None:
             since, ends = self._since(kept.since), self._since(-kept.remaining)
-            record = f"2 {STATES[kept.state]} {since} {since} {kept.id} {ends} nonce {kept.number}"
+            record = f"1 {STATES[kept.state]} {ends} {kept.id} {since} {since} nonce {kept.number}"
             record += f" 1 {kept.mark} {kept.number} {kept.number} 0 {ends} -"
             super().send("SET", f"{state.name}:unique", record)
         if state.limit is not None:

@@ -59,7 +59,6 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.scripts import TICK, TICKS
 from celery_dislock.scripts.names import beat_of
 from celery_dislock.servers.records import LEADER, describe, in_words, text
-from celery_dislock.servers.requests import Terms
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -70,7 +69,6 @@ if TYPE_CHECKING:
 
 WAIT_MOST = 2.0  # seconds in line until beat's own loop goes round
 PLACE_MORE = 1.0  # seconds beyond that until its place in line counts as that of a dead beat
-PASSES = Terms(fair=False)  # those in line, once the lock is free: one of them may be dead
 HANGS = 4  # timeouts for which the loop may stand still, as in a send
 NOT_LEADING, DONE, WRONG_CLOCK, SENT_SINCE, PAUSED = range(5)  # as in _beat.lua
 HAS_GONE_OUT = "-"
@@ -187,7 +185,7 @@ class BeatLock:
         name = process.owner_name(f"{process.host}:{process.pid}/")
         attempt = self._attempt = Attempt(name, holder, self)
         lock, within = self._lock, min(self.max_interval, WAIT_MOST)
-        lock.terms = PASSES
+        lock.fair = False  # those in line are passed, once the lock is free: one may be dead
         try:
             answer = lock.acquire(attempt, timeout=within, place=within + PLACE_MORE)
         except StoreError as exc:

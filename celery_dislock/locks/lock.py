@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
+from celery_dislock.keys.terms import Terms
 from celery_dislock.locks.lease import (
     ENDED_BY_OWNER,
     GONE_WHEN_RELEASED,
@@ -24,7 +25,7 @@ from celery_dislock.servers.bridge import sleep
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Granted, Refused, Replaced
-from celery_dislock.servers.requests import LateRelease, Terms
+from celery_dislock.servers.requests import LateRelease
 from celery_dislock.signals import lock_acquired, lock_released
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Lock:
 
     Attributes:
         key: The key, or all keys in one text, for messages.
-        terms: Which leases the lock admits beside this one.
+        terms: Which leases each of its locks admits beside this one, or all of them.
         timeout: Seconds after which a lease expires unless it is renewed.
         interval: Seconds between two renewals; None: leases are not renewed.
         clock: Returns monotonic seconds: the watchdog's clock.
@@ -85,7 +86,7 @@ class Lock:
         self.clock, self.channel = self.watchdog.clock, self.watchdog.channel
         self.timeout = options.timeout
         self.interval = options.renewal_interval
-        self.terms = Terms(options.lock_mode, options.lock_limit or 1, self.fair)
+        self.terms: Sequence[Terms] = (Terms(options.lock_mode, options.lock_limit or 1),)
         self._is_unheard = False  # since the last release that was answered
 
     @property
@@ -157,6 +158,7 @@ class Lock:
                 answer = self.store.acquire(
                     *(self.names, attempt.owner, self.timeout, attempt.holder_json),
                     terms=self.terms,
+                    fair=self.fair,
                     place=place,
                     reservation=attempt.reservation,
                 )

@@ -6,7 +6,11 @@ Celery replaces it by a header of the name "headers", which other libraries add.
 
 Anybody who can publish a message can forge a note.  A note that this package would not have written
 is ignored.  A valid note is about the message's own task, so a forged note can do no more harm than
-a forged message.  A header of a later version is ignored as a whole, kept, and sent on.
+a forged message.
+
+A header of a later version is kept and sent on.  Its members FROZEN mean what they mean here, since
+every version must know of a task that it has its turn, or a lease that waits for it; such a task is
+put off until a worker of that version gets it.  All others are ignored.
 
 Most notes are dropped as soon as the lock is taken.  Celery copies a task's headers into its
 retries and replacements, and those start a wait of their own.
@@ -44,6 +48,8 @@ TICKET = "ticket"  # lock and ticket of a parked task that has its turn
 REPLACED = "replaced"  # why a parked task lost its place in line
 SINCE = "since"  # when it first asked for its lock in vain: UNIX time, for metrics
 
+FROZEN = (PUT_OFF, HELD, TICKET, REPLACED, SINCE)  # in each version, with "v"
+
 PUT_OFF_MOST_TIMES = 10**6  # the count stops here
 UNTIL_MOST = 10.0**11  # UNIX time, about the year 5138
 OWNER_MOST = 400  # characters after the task's id: worker, process and count
@@ -72,6 +78,7 @@ class Notes:
         replaced: Why the task lost its place in line.
         since: UNIX time at which the task first asked for its lock in vain; None if nobody
             measures it.
+        is_later: Whether a later version has written the header; it has FROZEN members only then.
     """
 
     put_off: int = 0
@@ -81,13 +88,15 @@ class Notes:
     parked: tuple[str, str] | None = None
     replaced: str | None = None
     since: float | None = None
+    is_later: bool = False
 
     @classmethod
     def of(cls, request: Context) -> Notes:
         """Read the notes of a delivery; invalid notes are ignored, with one warning for all."""
         notes, given = cls(), _header_of(request)
-        if given is None or _version(given) > VERSION:
+        if given is None:
             return notes
+        notes.is_later = _version(given) > VERSION
         ignored = [] if _version(given) else [f"{HEADER}={reprlib.repr(given)}"]
         members = _members(given)
         for name, (attribute, read) in READERS.items():
@@ -115,6 +124,11 @@ class Notes:
         noted[TICKET] = list(self.parked or ())  # AMQP has no tuples
         return {name: note for name, note in noted.items() if note}
 
+    @property
+    def waits_for_later(self) -> bool:
+        """Whether only a later version can go on with what the task has."""
+        return self.is_later and bool(self.parked or self.held_by)
+
 
 def _header_of(request: Context) -> Any:
     """Return the header of the message that a request is about, whatever it is; None if none.
@@ -134,7 +148,10 @@ def _version(given: Any) -> int:
 
 
 def _members(given: Any) -> Mapping[str, Any]:
-    return given if _version(given) == VERSION else {}
+    version = _version(given)
+    if version > VERSION:
+        return {name: given[name] for name in FROZEN if name in given}
+    return given if version else {}
 
 
 def notes_of(request: Context) -> Mapping[str, Any]:
@@ -148,10 +165,13 @@ def notes_in(headers: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def with_notes(headers: Mapping[str, Any] | None, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message's headers with more notes; a header of a later version is left alone."""
+    """Return a message's headers with more notes; of a later version, those that it must know."""
     own = dict(headers or {})
-    if notes and _version(own.get(HEADER)) <= VERSION:
-        own[HEADER] = {"v": VERSION, **_members(own.get(HEADER)), **notes}
+    given = own.get(HEADER)
+    if notes and isinstance(given, dict) and _version(given) > VERSION:
+        own[HEADER] = {**given, **{name: notes[name] for name in FROZEN if name in notes}}
+    elif notes:
+        own[HEADER] = {"v": VERSION, **_members(given), **notes}
     return own
 
 

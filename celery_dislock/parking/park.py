@@ -25,11 +25,11 @@ from celery_dislock.messages.headers import (
     with_notes,
 )
 from celery_dislock.messages.message import TaskParked
-from celery_dislock.messages.unrun import acknowledge
+from celery_dislock.messages.unrun import acknowledge, put_off_later
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import in_words
-from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
+from celery_dislock.servers.replies import Done, Full, Granted, Later, Parked, Refused
 from celery_dislock.servers.requests import Ending
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ class Parking:
             marked=delivery.notes.parked is not None,
             message=message,
             task=delivery.sent_to,
-            mode=lock.terms.mode,
-            limit=limit if isinstance(limit := lock.terms.limit, int) else limit[0],
+            terms=lock.terms[0],
             bounds=bounds,
             reservation=attempt.reservation,
         )
@@ -154,6 +153,8 @@ class Parking:
             if answer.claimed and ticket.marked:
                 attempt.how = PARKED_BEFORE
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
+        if isinstance(answer, Later):
+            put_off_later(delivery)
         return lock.conflict(answer) if isinstance(answer, Refused) else answer
 
     def _store_state(self, conflict: Conflict, place: int) -> None:

@@ -17,14 +17,16 @@ from kombu.utils.json import dumps
 from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
+from celery_dislock.keys.terms import ALONE
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
-from celery_dislock.servers.records import MODES, text
+from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import (
     Done,
     Full,
     Granted,
+    Later,
     Parked,
     Replaced,
     Swept,
@@ -36,6 +38,7 @@ from celery_dislock.servers.replies import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from celery_dislock.keys.terms import Terms
     from celery_dislock.servers.replies import Refused, Turn
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.server import Server
@@ -69,8 +72,7 @@ class Ticket(NamedTuple):
     marked: bool  # the message says that it was parked
     message: bytes = b""  # stored if the task is parked; empty: do not park
     task: str = ""  # the task's name; empty: not known
-    mode: str = "exclusive"  # or "shared"
-    limit: int = 1  # maximum number of leases of an exclusive lock
+    terms: Terms = ALONE  # of the lock, if nothing is known of the task
     bounds: Bounds = UNBOUNDED  # of the line
     reservation: Reservation | None = None  # see Store.acquire()
 
@@ -113,7 +115,7 @@ class Lines:
 
     def park(
         self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket
-    ) -> Granted | Refused | Parked | Full | Done:
+    ) -> Granted | Refused | Parked | Full | Done | Later:
         """
         Take a lock for a task or claim its turn; otherwise park the task if it has a message.
 
@@ -127,7 +129,7 @@ class Lines:
         Returns:
             Granted if the task may run; Refused if the lock is held and nothing was parked; Parked
             if the task is in line; Full if the line has no room; Done if the task is a copy of
-            work that is done.
+            work that is done; Later if its ticket was written by a later release.
 
         Raises:
             Replaced: The task must not run, because of the reservation.
@@ -140,7 +142,7 @@ class Lines:
             state, *rest = self._asked(
                 scripts.PARK if reservation is None else scripts.PARK_UNIQUE,
                 lock,
-                *(owner, milliseconds(ttl), holder, MODES[ticket.mode], ticket.limit, self._home),
+                *(owner, milliseconds(ttl), holder, str(ticket.terms), self._home),
                 *(ticket.name, ticket.owners, int(ticket.marked), ticket.message),
                 *(*ticket.bounds, _written(ticket.task)),
                 *("" if is_apart else self._names, listed),
@@ -165,7 +167,7 @@ class Lines:
         if state == scripts.FULL:
             waiting, *lease = rest
             return Full(waiting, refused(*lease))
-        return Done()
+        return Later() if state == scripts.LATER else Done()
 
     def leave(self, lock: str, ticket: str, how: str = OVER, task: str = "") -> int:
         """
@@ -183,7 +185,12 @@ class Lines:
             HAS_LEFT: it was in line, had its turn or had lost its place, or it runs and nothing is
             known of it; LEFT_BEFORE: it has claimed its turn, was set aside or is done; NOT_THERE.
         """
-        return int(self._asked(scripts.LEAVE, lock, self._home, ticket, how, _written(task))[0])
+        call = (self._home, ticket, how, _written(task))
+        reply, resent = self._server.exchange(scripts.LEAVE, [lock], *call)
+        (state,) = self._published(reply)
+        if resent and how == RUNS and state == scripts.LEFT_BEFORE:
+            return scripts.HAS_LEFT  # by the first of the two, most likely: no task is lost
+        return int(state)
 
     def drop(self, lock: str, ticket: str, note: str) -> Dropped | None:
         """

@@ -68,7 +68,7 @@ TICKS = Script.load("ticks")
 # First element of replies that have more than one shape; the same numbers are in _states.lua.
 REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # of acquire.lua and park.lua
 REPLACED_BY = 5  # of _begins.lua
-UNLISTED = 6  # of park.lua
+UNLISTED, LATER = 6, 7  # of park.lua
 NOT_THERE, HAS_LEFT, LEFT_BEFORE = range(3)  # of leave.lua
 
 TAKE_UP_MS = int(NUMBER.findall(read_lua("_record"))[0])

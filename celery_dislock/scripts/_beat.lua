@@ -1,8 +1,8 @@
 -- _beat.lua: when the entries of beat's schedule were last sent, beside the lock that one beat leads by.
---   entry -> "1 token last_us before_us"
---     1           version of this format
---     token       of the lease under which this was written
+--   entry -> "1 last_us token before_us"
+--     1           version of this format.  Later ones begin with the same field
 --     last_us     when it was last sent, by the clock of the beat that sent it
+--     token       of the lease under which this was written
 --     before_us   when it was sent before that; "-" once the message of last_us has gone out
 
 -- include: _grant
@@ -22,7 +22,9 @@ local RECORD_MOST = 100  -- bytes; an entry's own record has some 50
 -- Token, last_us, and before_us or "-"; nothing if there is no record, it cannot be read, or a time is to come.
 local function read_run(record)
   if not record or #record > RECORD_MOST then return end
-  local by, last, before = string.match(record, '^1 (%d+) (%d+) (%S+)$')
+  local version, last, rest = string.match(record, '^(%d+) (%d+) (.*)$')
+  local by, before = string.match(rest or '', '^(%d+) (%S+)$')
+  if version and version ~= '1' then by, before = '-', '-' end
   if not by or before ~= '-' and not string.match(before, '^%d+$') then return end
   if math.max(last, tonumber(before) or 0) - now_us > tonumber(ARGV[4]) then return end
   return by, last, before
@@ -30,6 +32,6 @@ end
 
 local function write_run(entry, last, before)
   write_first(KEYS[1])
-  redis.call('HSET', runs, entry, table.concat({'1', token, last, before}, ' '))
+  redis.call('HSET', runs, entry, table.concat({'1', last, token, before}, ' '))
   redis.call('PEXPIRE', runs, KEPT_MS)
 end

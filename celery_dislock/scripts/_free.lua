@@ -10,8 +10,8 @@ local function count_keys(...)
 end
 
 -- Returns the token, as text.
-local function grant_free(lock, owner, ttl_ms, mode, holder)
-  write(lock, owner, now + ttl_ms, now_as_token, now, mode, holder)
+local function grant_free(lock, owner, ttl_ms, terms, holder)
+  write(lock, owner, now + ttl_ms, now_as_token, now, string.sub(terms, 1, 1), holder)
   redis.call('PEXPIRE', lock, ttl_ms)
   return now_as_token
 end

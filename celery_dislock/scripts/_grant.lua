@@ -11,7 +11,7 @@ local function count_leases(lock)
     lock.newest = math.max(lock.newest, tonumber(lease.token))
     if lease.expires > now then
       leases[lease.owner] = lease
-      lock[lease.mode] = lock[lease.mode] + 1
+      take_room(lock, lease.mode, 1)
     else
       ended[#ended + 1] = lease.owner
     end
@@ -40,7 +40,7 @@ end
 local function limit_set(lock)
   if lock.set == nil then lock.set = unless_hidden(pcall(redis.call, 'GET', lock.name .. LIMIT)) end
   if not lock.set then return nil end
-  local limit, since, note = string.match(lock.set, '^1 (%d+) (%d+) (.*)$')
+  local limit, since, note = string.match(lock.set, '^%d+ (%d+) (%d+) (.*)$')
   if not limit or #limit > 15 or #since > TIME_DIGITS then error('dislock: a limit in it cannot be read', 0) end
   return tonumber(limit), note
 end
@@ -54,16 +54,8 @@ local function limit_is_hidden(lock)
 end
 
 -- Nobody is admitted while a limit may be hidden: the lock may be paused.
-local function admits(lock, mode, limit)
-  count_leases(lock)
-  limit = limit_set(lock) or limit
-  local has_room
-  if mode == 's' then
-    has_room = lock.x == 0 and limit > 0
-  else
-    has_room = lock.s == 0 and lock.x < limit
-  end
-  return has_room and not limit_is_hidden(lock)
+local function admits(lock, terms)
+  return has_room(count_leases(lock), terms, limit_set(lock)) and not limit_is_hidden(lock)
 end
 
 -- Raise an error if the leases, or one of these other keys, cannot be read, before anything is changed:
@@ -81,11 +73,12 @@ local function new_token(lock)
 end
 
 -- Returns the token of the new lease.
-local function grant(lock, owner, ttl_ms, mode, holder)
+local function grant(lock, owner, ttl_ms, mode, holder, version)
   local token = new_token(lock)
   local alone = lock.x + lock.s == 0
   put(lock, {
     owner = owner, expires = now + ttl_ms, token = token, acquired = now, mode = mode, holder = holder,
+    version = version,
   })
   if alone then redis.call('PEXPIRE', lock.name, ttl_ms) else live_at_least(lock.name, ttl_ms) end
   return token

@@ -14,6 +14,6 @@ local YOUNG_US = 60000000
 
 local function list_line(index, lock)
   local number = redis.call('HGET', index, lock)
-  redis.call('HSET', index, lock, string.format('%.0f', math.max((number or 0) + 1, now_us)))
+  redis.call('HSET', index, lock, string.format('%.0f', math.max((tonumber(number) or 0) + 1, now_us)))
   redis.call('PEXPIRE', index, KEPT_MS)
 end

@@ -49,17 +49,17 @@ local function take_out(lock, owner)
   local lease = lock.leases and lock.leases[owner]
   if not lease then return end
   lock.leases[owner] = nil
-  lock[lease.mode] = lock[lease.mode] - 1
+  take_room(lock, lease.mode, -1)
 end
 
 -- Write a live lease.  The caller sees to the expiry of the hash.
 local function put(lock, lease)
-  write(lock.name, lease.owner, lease.expires, lease.token, lease.acquired, lease.mode, lease.holder)
+  write(lock.name, lease.owner, lease.expires, lease.token, lease.acquired, lease.mode, lease.holder, lease.version)
   lock.newest = math.max(lock.newest, tonumber(lease.token))
   if not lock.leases then return end
   take_out(lock, lease.owner)
   lock.leases[lease.owner] = lease
-  lock[lease.mode] = lock[lease.mode] + 1
+  take_room(lock, lease.mode, 1)
 end
 
 -- Take a lease away.
@@ -84,7 +84,7 @@ local function finish(lock, lease, at_least_ms)
     write_first(lock.name)
     put(lock, {
       owner = '~' .. lease.owner, expires = ends, token = lease.token, acquired = lease.acquired,
-      mode = lease.mode, holder = lease.holder,
+      mode = lease.mode, holder = lease.holder, version = lease.version,
     })
   end
   drop(lock, lease)  -- last: a hash that is empty may move away, or loses its expiry

@@ -13,11 +13,11 @@ local function joins_at(lock)
   return math.max(now_us, tonumber(last or 0) + 1)
 end
 
-local function join_line(lock, owner, place_ms, ttl_ms, mode, limit, holder)
+local function join_line(lock, owner, place_ms, ttl_ms, terms, holder)
   local joined = not redis.call('ZSCORE', lock.line, owner) and joins_at(lock)
   -- Each key is read or written before the next one is changed: one of another type is an error first.
   redis.call('HSET', lock.places, owner,
-    string.format('1 %.0f %.0f %s %.0f %s', now + place_ms, ttl_ms, mode, limit, holder))
+    string.format('1 %.0f %.0f %s %s', now + place_ms, ttl_ms, write_terms(terms), holder))
   if joined then redis.call('ZADD', lock.line, string.format('%.0f', joined), owner) end
   live_at_least(lock.line, place_ms)
   live_at_least(lock.places, place_ms)
@@ -42,14 +42,14 @@ end
 -- Returns false if the lock does not admit it; else true, whether it was woken, and the asker's token.
 local function serve(lock, waiter, asker)
   local place = read_place(redis.call('HGET', lock.places, waiter))
-  if place and not admits(lock, place.mode, place.limit) then return false end
+  if place and not (place.terms and admits(lock, place.terms)) then return false end
   leave_line(lock, waiter)
   if not place then return true end
   if waiter == asker then
-    return true, false, grant(lock, waiter, place.ttl, place.mode, place.holder)
+    return true, false, grant(lock, waiter, place.ttl, place.terms.mode, place.holder, place.version)
   end
   local take_up = math.min(place.ttl, TAKE_UP_MS)
-  local token = grant(lock, waiter, take_up, place.mode, place.holder)
+  local token = grant(lock, waiter, take_up, place.terms.mode, place.holder, place.version)
   wake_up(lock, waiter, string.format('%s %.0f %.0f', token, take_up, place.deadline - now))
   return true, true
 end
@@ -67,17 +67,21 @@ local function join(lock, ticket, joined)
   keep(lock.line)
 end
 
+local JOINED_DIGITS = 18  -- microseconds, or a little more
+
 -- Returns nothing if a parked task's record cannot be read, or there is none; see _parked.lua.
 local function parse_ticket(record)
-  local joined, times, ttl, home, length, rest =
-    string.match(record or '', '^1 (%d+) (%d+) (%d+) (%S+) (%d+) (.*)$')
-  if not joined or #joined > 18 or #times > 15 or #ttl > TIME_DIGITS or #length > 15 then return nil end
+  local version, joined, times, ttl, home, length, rest =
+    string.match(record or '', '^(%d+) (%d+) (%d+) (%d+) (%S+) (%d+) (.*)$')
+  if not joined or #joined > JOINED_DIGITS or #times > NUMBER_DIGITS or #ttl > TIME_DIGITS then return nil end
   local starts = #rest - length  -- of the message, after a space
-  local mode, limit = string.match(string.sub(rest, 1, starts), '^([xs]) (%d+) $')
-  if not mode or #limit > 15 then return nil end
+  local between = string.sub(rest, 1, starts - 1)
+  local is_later = version ~= '1'
+  local terms = is_later and ALONE or parse_terms(between)
+  if not terms or string.sub(rest, starts, starts) ~= ' ' then return nil end
   return {
-    joined = tonumber(joined), times = tonumber(times), ttl = tonumber(ttl), home = home, mode = mode,
-    limit = tonumber(limit), message = string.sub(rest, starts + 1),
+    version = version, joined = tonumber(joined), times = tonumber(times), ttl = tonumber(ttl), home = home,
+    between = between, terms = terms, message = string.sub(rest, starts + 1), is_later = is_later,
   }
 end
 

@@ -3,10 +3,9 @@
 --
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
 --   <lock>:line        has "<ticket>#" while it waits for its turn
---   <lock>:tickets     ticket -> "1 joined_us times ttl_ms home length mode limit message" until its turn is
---                      claimed
+--   <lock>:tickets     ticket -> "1 joined_us times ttl_ms home length terms message" until its turn is claimed
 --                      "bytes" -> length of all these records together
---   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms mode limit", from its claim until it is done
+--   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms terms", from its claim until it is done
 --   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
 --   <lock>:done:<owner>    for COPY_MS: a delivery that was acknowledged as its ticket is in line, or that
 --                          has ended as the line is full
@@ -17,8 +16,9 @@
 --     settles_ms IN_BODY while its body runs; then until when its result and what follows are on their
 --                way: a copy that comes meanwhile waits, one that comes later finds that its process died
 --     home       the broker that its message came from: a worker of another one cannot publish it
+--     1          version of this format.  Later ones begin with the same fields, up to the length or settles_ms
 --     length     of the message, which is last
---     mode, limit   of the lease that it waits for.  It is granted on these terms, whatever its code says by now
+--     terms      of the lease that it waits for: it is granted on these terms, whatever its code says by now
 --     message    bytes
 --
 -- During a turn a lease of the owner "<ticket>#" holds the lock.  The message is given to the caller to
@@ -69,8 +69,8 @@ end
 local function read_ticket(lock, ticket) return parse_ticket(redis.call('HGET', lock.tickets, ticket)) end
 
 local function write_ticket(lock, ticket, parked)
-  local record = string.format('1 %.0f %d %.0f %s %d %s %.0f ',
-    parked.joined, parked.times, parked.ttl, parked.home, #parked.message, parked.mode, parked.limit) .. parked.message
+  local record = string.format('%s %.0f %.0f %.0f %s %d %s ', parked.version or '1', parked.joined, parked.times,
+    parked.ttl, parked.home, #parked.message, parked.between or write_terms(parked.terms)) .. parked.message
   local before = redis.call('HSTRLEN', lock.tickets, ticket)
   redis.call('HSET', lock.tickets, ticket, record)
   redis.call('HINCRBY', lock.tickets, TOTAL, #record - before)
@@ -92,10 +92,10 @@ local function count_tickets(lock)
 end
 
 local function parse_claim(record)
-  local joined, claimed, settles, mode, limit = string.match(record, '^1 (%d+) (%d+) (%d+) ([xs]) (%d+)$')
+  local version, joined, claimed, settles, rest = string.match(record, '^(%d+) (%d+) (%d+) (%d+) (.*)$')
   return {
     joined = tonumber(joined) or 0, claimed = tonumber(claimed) or 0, settles = tonumber(settles) or IN_BODY,
-    mode = mode or 'x', limit = tonumber(limit) or 1,
+    terms = parse_terms(rest or '') or ALONE, is_later = version and version ~= '1',
   }
 end
 
@@ -105,13 +105,13 @@ local function tidy_claims(lock)
   for i = 1, #claims, 2 do
     local claim = parse_claim(claims[i + 1])
     local ends = claim.settles ~= IN_BODY and claim.settles + COPY_MS or claim.claimed + CLAIMED_MS
-    if ends <= now then redis.call('HDEL', lock.running, claims[i]) end
+    if ends <= now and not claim.is_later then redis.call('HDEL', lock.running, claims[i]) end
   end
 end
 
 local function write_claim(lock, ticket, claim)
-  redis.call('HSET', lock.running, ticket, string.format('1 %.0f %.0f %.0f %s %.0f',
-    claim.joined, claim.claimed, claim.settles, claim.mode, claim.limit))
+  redis.call('HSET', lock.running, ticket, string.format('1 %.0f %.0f %.0f %s',
+    claim.joined, claim.claimed, claim.settles, write_terms(claim.terms)))
   live_at_least(lock.running, CLAIMED_MS)
 end
 
@@ -121,7 +121,9 @@ local function forget(lock, ticket)
   if turn then drop(lock, turn) end
   redis.call('ZREM', lock.line, member_of(ticket))
   redis.call('ZREM', lock.handed, ticket)
-  local was_running = redis.call('HDEL', lock.running, ticket) == 1
+  local claim = redis.call('HGET', lock.running, ticket)
+  local was_running = claim and not parse_claim(claim).is_later
+  if was_running then redis.call('HDEL', lock.running, ticket) end
   return drop_ticket(lock, ticket) or was_running
 end
 
@@ -177,7 +179,7 @@ function give_turn(lock, member, asker)
     return true
   end
   if member ~= asker and parked.home ~= home then return false end
-  if not admits(lock, parked.mode, parked.limit) then return false end
+  if not admits(lock, parked.terms) then return false end
   if member ~= asker and #turns >= 3 * TURNS_MOST then return false end
 
   local lasts = math.min(parked.ttl * 2 ^ parked.times, math.max(parked.ttl, TURN_MOST_MS))
@@ -186,7 +188,7 @@ function give_turn(lock, member, asker)
   keep(lock.handed)
   parked.times = parked.times + 1
   write_ticket(lock, ticket, parked)
-  grant(lock, member, lasts, parked.mode, as_holder(ticket))
+  grant(lock, member, lasts, parked.terms.mode, as_holder(ticket))
   if member ~= asker then publish(lock, ticket, parked.message) end
   return true
 end

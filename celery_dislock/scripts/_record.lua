@@ -1,16 +1,19 @@
 -- _record.lua: how a lease is written, and a waiter's place in line.
 --   owner -> "1 expires_ms token acquired_ms mode holder"
---     1            version of this format
+--     1            version of this format.  Later ones begin with the same fields, up to the mode, of which only
+--                  the version may be unknown here: see the page Formats
 --     expires_ms   Redis TIME at which the lease ends
 --     token        fencing token, grows with each new lease of the lock
 --     acquired_ms  Redis TIME of the acquisition
 --     mode         x exclusive, s shared
 --     holder       JSON object for messages and tools: see About in servers/records.py
 --   owner -> "1 deadline_ms ttl_ms mode limit holder"
+--     1            version of this format.  Later ones begin with the same fields, up to the limit
 --     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
---     ttl_ms, limit, and so on   of the lease that it asks for; see acquire.lua
+--     ttl_ms, and so on   of the lease that it asks for; see acquire.lua
 
 -- include: _names
+-- include: _terms
 
 local TAKE_UP_MS = 5000  -- for a waiter to take up a lease that it was handed
 -- Two hours in which a copy of a message may come, twice the time after which Redis brokers deliver again:
@@ -27,29 +30,32 @@ local now = math.floor(now_us / 1000)
 local now_as_token = time[1] .. string.sub('00000' .. time[2], -6)  -- numbers of 16 digits are slow to format
 
 -- Parse a record.  Token and acquired stay text, as they are seldom compared and slow to convert.
--- If it cannot be read, the lock cannot be used: it was written by hand, or by a later version.
+-- If it cannot be read, the lock cannot be used: it was written by hand.
 local function read(owner, record)
-  local expires, token, acquired, mode, holder = string.match(record, '^1 (%d+) (%d+) (%d+) ([xs]) (.*)$')
+  local version, expires, token, acquired, mode, holder =
+    string.match(record, '^(%d+) (%d+) (%d+) (%d+) (%a+) (.*)$')
   if not expires or #expires > TIME_DIGITS or #token > TOKEN_DIGITS or #acquired > TIME_DIGITS then
     local shown = string.gsub(string.sub(record, 1, 60), '[^%w%p ]', '?')
     error('dislock: a lease in it cannot be read: ' .. shown, 0)
   end
   return {
     owner = owner, expires = tonumber(expires), token = token, acquired = acquired, mode = mode,
-    holder = holder,
+    holder = holder, version = version,
   }
 end
 
--- Nothing if it cannot be read, or its waiter has died.
+-- Nothing if it cannot be read, or its waiter has died.  Without terms: only a later version knows them.
 local function read_place(record)
-  local deadline, ttl, mode, limit, holder = string.match(record or '', '^1 (%d+) (%d+) (%a) (%d+) (.*)$')
+  local version, deadline, ttl, terms, holder =
+    string.match(record or '', '^(%d+) (%d+) (%d+) (%a+ %d+) (.*)$')
   if not deadline or tonumber(deadline) <= now then return nil end
   return {
-    deadline = tonumber(deadline), ttl = tonumber(ttl), mode = mode, limit = tonumber(limit), holder = holder,
+    deadline = tonumber(deadline), ttl = tonumber(ttl), terms = parse_terms(terms), holder = holder,
+    version = version,
   }
 end
 
 -- Write a lease.  The caller sees to the expiry of the hash.
-local function write(name, owner, expires, token, acquired, mode, holder)
-  redis.call('HSET', name, owner, table.concat({'1', expires, token, acquired, mode, holder}, ' '))
+local function write(name, owner, expires, token, acquired, mode, holder, version)
+  redis.call('HSET', name, owner, table.concat({version or '1', expires, token, acquired, mode, holder}, ' '))
 end

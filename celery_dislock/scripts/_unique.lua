@@ -1,5 +1,7 @@
 -- _unique.lua: how the reservation of a key is kept, and which of its messages is the newest.
---   <lock>:unique   "2 state since first id ends nonce number result mark newest confirmed begun kept by"
+--   <lock>:unique   "1 state ends id since first nonce number result mark newest confirmed begun kept by"
+--     1           version of this format.  Later ones begin with the same fields, up to the id.  One that a
+--                 later version has written is left alone: nothing is compared, and messages go out without
 --     state       s   its message is being sent: this lasts for seconds at most   w   its message waits
 --                 r   its task runs   d   its task has ended, and the key stays reserved: "expiry"
 --                 -   the key is free, and the numbers alone are kept
@@ -29,10 +31,14 @@
 local REPLACED_BY = 5  -- of acquisitions, beside the states of _states.lua
 local WAITS = {s = true, w = true}
 
+local NOBODYS = {is_later = true, state = '-', ends = 0, kept = 0, newest = -1, confirmed = 0, begun = 0}
+
 local function unique_of(key)
-  local state, since, first, id, ends, nonce, number, result, mark, newest, confirmed, begun, kept, by =
-    string.match(redis.call('GET', key) or '',
-      '^2 ([swrd-]) (%d+) (%d+) (%S+) (%d+) (%S+) (%d+) ([01]) (%S+) (%d+) (%d+) (%d+) (%d+) (%S+)$')
+  local record = redis.call('GET', key) or ''
+  if string.find(record, '^%d+ %S+ %d+ %S+ ') and not string.find(record, '^1 ') then return NOBODYS end
+  local state, ends, id, since, first, nonce, number, result, mark, newest, confirmed, begun, kept, by =
+    string.match(record,
+      '^1 ([swrd-]) (%d+) (%S+) (%d+) (%d+) (%S+) (%d+) ([01]) (%S+) (%d+) (%d+) (%d+) (%d+) (%S+)$')
   if not state then return nil end
   for _, number in ipairs({since, ends, number, newest, confirmed, begun, kept}) do
     if #number > 15 then return nil end  -- somebody's invention, which could not be written again
@@ -61,7 +67,7 @@ local function write_unique(key, it)
   -- A server without memory refuses SET as the first write of a script; what is there may be changed.
   if it.is_there then redis.call('PEXPIRE', key, ends - now) end
   redis.call('SET', key, table.concat({
-    '2', it.state, it.since, it.first, it.id, it.ends, it.nonce, it.number, it.result, it.mark, it.newest,
+    '1', it.state, it.ends, it.id, it.since, it.first, it.nonce, it.number, it.result, it.mark, it.newest,
     it.confirmed, it.begun, it.kept, it.by,
   }, ' '), 'PX', ends - now)
 end
@@ -109,6 +115,7 @@ local function begin_unique(key, it, id, mark, number, ends, ttl_ms, elsewhere)
     if ends == 'start' then it.state = '-'
     elseif ends == 'end' then it.state, it.ends = 'r', now + ttl_ms
     elseif is_reserved(it) then it.state = 'r' end
+  elseif it and it.is_later then return
   elseif ends == 'end' and not is_reserved(it) and not elsewhere then
     it = it or new_unique('')
     it.state, it.ends, it.since, it.first, it.id, it.nonce = 'r', now + ttl_ms, now, now, id, '-'

@@ -4,12 +4,10 @@
 -- ARGV[1]   owner
 -- ARGV[2]   ttl_ms     integer > 0
 -- ARGV[3]   holder     JSON, for messages and tools
--- ARGV[4]   mode       x exclusive: admitted beside no shared lease, and fewer than limit of its own
---                      s shared: admitted beside no exclusive lease
--- ARGV[5]   limit      integer > 0; of several locks also one for each: "3,1"
--- ARGV[6]   place_ms   > 0: wait in line, where the place is kept for this time unless asked again
+-- ARGV[4]   terms      see _terms.lua; of several locks one for each: "x 3,x 1", or one for all
+-- ARGV[5]   place_ms   > 0: wait in line, where the place is kept for this time unless asked again
 --                      0: do not wait
--- ARGV[7]   fair       1: come after those who wait   0: pass them where the lock admits one more
+-- ARGV[6]   fair       1: come after those who wait   0: pass them where the lock admits one more
 --
 -- Returns   {1, token, ...}     granted, with the token of each lock: the leases end in ttl_ms unless renewed
 --           {0, nth, lease...}  refused by the nth lock, counted from 0; lease: the one in the way, four
@@ -26,21 +24,21 @@
 -- include: _states
 -- include: _free
 
-local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
 local there = #KEYS == 1 and count_keys(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. HANDED, KEYS[1] .. LIMIT)
-if there == 0 then return {GRANTED, grant_free(KEYS[1], owner, ttl, mode, holder)} end
+if there == 0 then return {GRANTED, grant_free(KEYS[1], owner, ttl, ARGV[4], holder)} end
 
 -- include: _grant
 
-local place_ms, passes_line = tonumber(ARGV[6]), ARGV[7] == '0'
+local place_ms, passes_line = tonumber(ARGV[5]), ARGV[6] == '0'
 local waits = place_ms > 0
 
 -- The usual refusal: the lock is its only key, and others have it.
 local known = there == 1 and not waits and count_leases(open(KEYS[1]))
 if known and next(known.leases) and not known.leases[owner] then
   known.set, known.hidden = false, false
-  if not admits(known, mode, tonumber(ARGV[5])) then return {REFUSED, 0, in_the_way(known)} end
+  if not admits(known, parse_terms(ARGV[4])) then return {REFUSED, 0, in_the_way(known)} end
 end
 
 -- include: _line
@@ -53,7 +51,7 @@ local function copy_in(lock)
 end
 
 -- Returns the token, and whether its lease is a new one; nothing if the lock refuses.
-local function take(lock, limit)
+local function take(lock, terms)
   local mine = lease_of(lock, owner)
   if mine then
     renew(lock, mine, ttl)
@@ -64,20 +62,20 @@ local function take(lock, limit)
   local seen, line_is_there = pcall(line_exists, lock)
   if seen and recall(lock) then line_is_there = true end
   if not seen then line_is_there = waits and line_exists(lock) end
-  if admits(lock, mode, limit) and (not line_is_there or passes_line) then
+  if admits(lock, terms) and (not line_is_there or passes_line) then
     if line_is_there then leave_line(lock, owner) end
-    return grant(lock, owner, ttl, mode, holder), true
+    return grant(lock, owner, ttl, terms.mode, holder), true
   end
 
   if waits then
-    join_line(lock, owner, place_ms, ttl, mode, limit, holder)
+    join_line(lock, owner, place_ms, ttl, terms, holder)
     line_is_there = true
   end
   if line_is_there then
     local token = hand_off(lock, owner)
     if token then return token, true end
-    if not waits and admits(lock, mode, limit) and redis.call('EXISTS', lock.line) == 0 then
-      return grant(lock, owner, ttl, mode, holder), true
+    if not waits and admits(lock, terms) and redis.call('EXISTS', lock.line) == 0 then
+      return grant(lock, owner, ttl, terms.mode, holder), true
     end
   end
 end
@@ -92,8 +90,9 @@ local function give_up(lock)
   if seen and line_is_there then hand_off(lock) end
 end
 
-local limits = {}
-for one in string.gmatch(ARGV[5], '%d+') do limits[#limits + 1] = tonumber(one) end
+local asked = {}
+for one in string.gmatch(ARGV[4], '[^,]+') do asked[#asked + 1] = parse_terms(one) end
+local function terms_of(nth) return asked[nth] or asked[1] end
 
 local locks = {}  -- if one cannot be read, none is changed
 for nth, key in ipairs(KEYS) do
@@ -102,7 +101,7 @@ for nth, key in ipairs(KEYS) do
   look(lock, {PLACES})
   limit_set(lock)
   if not lease_of(lock, owner) then
-    admits(lock, mode, limits[nth] or limits[1])
+    admits(lock, terms_of(nth))
     -- A hidden limit keeps the asker out.  This is the error of a slot that moves: its client asks again.
     if lock.hidden then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
   end
@@ -112,7 +111,7 @@ local granted, new = {GRANTED}, {}
 for nth, lock in ipairs(locks) do
   local copy = not lease_of(lock, owner) and copy_in(lock)
   local token, is_new
-  if not copy then token, is_new = take(lock, limits[nth] or limits[1]) end
+  if not copy then token, is_new = take(lock, terms_of(nth)) end
   if not token then
     if not waits then
       for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end

@@ -19,7 +19,7 @@ local lock = open_whole(KEYS[1])
 
 -- Our header comes first, as Message.to_bytes() writes it.  Text has a backslash before each quote in it.
 local function with_note(message)
-  local _, ends = string.find(message, ',"headers":{"dislock":{"v":1[,}]')
+  local _, ends = string.find(message, ',"headers":{"dislock":{"v":%d+[,}]')
   if not ends then return message end
   return string.sub(message, 1, ends - 1) .. ',' .. note .. string.sub(message, ends)
 end

@@ -21,7 +21,7 @@ line_exists(lock)  -- or an error, before anything is done
 look_at_keys(lock)
 
 local key = lock.name .. LIMIT
-local before = string.match(redis.call('GET', key) or '', '^1 (%d+) ') or ''
+local before = string.match(redis.call('GET', key) or '', '^%d+ (%d+) ') or ''
 if limit == '' then
   redis.call('DEL', key)
 else

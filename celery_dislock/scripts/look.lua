@@ -10,7 +10,7 @@
 --   leases         {owner, expires_ms, token, mode, holder, acquired_ms, ...}   six for each live lease
 --   waiting        how many stand in line
 --   line           {member, joined_us, record, ...}   of an owner what it waits for, see _record.lua; of a
---                  ticket what is parked, see _parked.lua, without the body of its message
+--                  ticket what is parked, see _parked.lua, in two lines: the second has the head of its message
 --   turns          {ticket, ends_ms, record, ...}     of those whose message is on its way
 --   aside          how many tickets were set aside
 --   ticked_ms      since a beat that leads has claimed or noted a tick; -1: no beat has, for thirty days
@@ -20,7 +20,8 @@
 
 -- include: _lease
 
-local HEADER_MOST = 16384  -- bytes of a record; what is cut off cannot be read, and is shown as such
+local HEAD_MOST = 1000  -- bytes of a record that come before its message
+local HEADER_MOST = 16384  -- bytes of a message; what is cut off cannot be read, and is shown as such
 local lock, first, most = open(KEYS[1]), tonumber(ARGV[1]), tonumber(ARGV[2])
 local name = lock.name
 
@@ -41,7 +42,10 @@ end
 
 local function parked(ticket)
   local record = redis.call('HGET', lock.tickets, ticket) or ''
-  return string.sub(string.match(record, '^[^\n]*'), 1, HEADER_MOST)
+  local length = string.match(record, '^%d+ %d+ %d+ %d+ %S+ (%d+) ')
+  local starts = #record - (length or 0)
+  local message = string.sub(record, starts + 1, starts + HEADER_MOST)
+  return string.sub(record, 1, math.min(starts, HEAD_MOST)) .. '\n' .. string.match(message, '^[^\n]*')
 end
 
 local function waits_for(member)

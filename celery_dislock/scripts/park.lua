@@ -1,7 +1,7 @@
 -- park.lua: take a lock for a task, or park it in line.
 --
 -- KEYS[1]   lock
--- ARGV      owner, ttl_ms, holder, mode, limit   as for acquire.lua
+-- ARGV      owner, ttl_ms, holder, terms   as for acquire.lua
 --           home, ticket
 --           same_task  owners of the same task begin with this
 --           marked     0: the message does not say that it was parked   1: it does; if nothing is known of
@@ -21,6 +21,7 @@
 --   {2, turns, place, replaced, lease...}   parked; replaced: {ticket, message, ...}
 --   {3, turns}                              this work is done: a mark says so, and nothing else does
 --   {4, turns, waiting, lease...}           the line is full, or was when this owner asked before
+--   {7, turns}                              a later version has parked it: only that can claim its turn
 --   {6, turns, listed}                      it was not put in line: list the line, and ask again with this time
 -- Touches all keys of the lock, and the index.  A task that waits already keeps its place, and so does one that ran in a
 -- process that died.  Who was parked is granted the lock on the terms of its ticket, not on those asked for.
@@ -29,21 +30,20 @@
 -- include: _states
 -- include: _free
 
-local owner, ttl, holder, mode, limit, its_home, ticket, same_task, marked, message, most, most_bytes,
+local owner, ttl, holder, terms, its_home, ticket, same_task, marked, message, most, most_bytes,
   overflow, task, index, listed = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
 if marked == '0' and message == '' and count_keys(name, name .. LINE, name .. TICKETS, name .. HANDED,
     name .. RUNNING, name .. LIMIT, name .. DONE .. ticket) == 0 then
-  return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
+  return {GRANTED, {}, grant_free(name, owner, ttl, terms, holder), 0}
 end
 
 -- include: _parked
 -- include: _index
 
-home, limit, most, most_bytes = its_home, tonumber(limit), tonumber(most), tonumber(most_bytes)
+home, terms, most, most_bytes = its_home, parse_terms(terms), tonumber(most), tonumber(most_bytes)
 
-local asked = {mode = mode, limit = limit}  -- the terms of one of which nothing is known
 local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
 local lock = open_whole(name)
 
@@ -58,11 +58,10 @@ local function in_line()
   return {PARKED, turns, rank and rank + 1 or waiting(), replaced, in_the_way(lock)}
 end
 
--- *terms* have the mode and the limit.
 local function claim(joined, terms)
   local token = grant(lock, owner, ttl, terms.mode, holder)
   write_claim(lock, ticket, {
-    joined = joined, claimed = now, settles = IN_BODY, mode = terms.mode, limit = terms.limit,
+    joined = joined, claimed = now, settles = IN_BODY, terms = terms,
   })
   return token
 end
@@ -76,15 +75,14 @@ local function list_first() return {UNLISTED, turns, string.format('%.0f', now_u
 local function put_in_line(joined, terms, its_home, its_message)
   list()
   write_ticket(lock, ticket, {
-    joined = joined, times = 0, ttl = ttl, home = its_home, mode = terms.mode, limit = terms.limit,
-    message = its_message,
+    joined = joined, times = 0, ttl = ttl, home = its_home, terms = terms, message = its_message,
   })
   join(lock, ticket, joined)
   return in_line()
 end
 
 -- When a message was sent, if its first line says so: our header comes first, as Message.to_bytes() writes it.
-local SENT = '^[^\n]*,"headers":{"dislock":{"v":1,"sent":(%d+)'
+local SENT = '^[^\n]*,"headers":{"dislock":{"v":%d+,"sent":(%d+)'
 local function sent_at(stored) return tonumber(string.match(stored, SENT)) end
 
 local function was_sent_before(other)
@@ -135,11 +133,12 @@ local function parked_before(record)
   local may_claim = not parked or marked ~= '0' and not is_done(lock, owner)
   recall_and_hand_off(lock, may_claim and member_of(ticket))
   if not (may_claim and lease_of(lock, member_of(ticket))) then return in_line() end  -- its turn brings its message
+  if parked and parked.is_later then return {LATER, turns} end
   forget(lock, ticket)
-  if parked and not admits(lock, parked.mode, parked.limit) then  -- an operator has lowered the limit
-    return put_in_line(parked.joined, parked, parked.home, parked.message)
+  if parked and not admits(lock, parked.terms) then  -- an operator has lowered the limit
+    return put_in_line(parked.joined, parked.terms, parked.home, parked.message)
   end
-  local token = claim(parked and parked.joined or now_us, parked or asked)
+  local token = claim(parked and parked.joined or now_us, parked and parked.terms or terms)
   recall_and_hand_off(lock)  -- shared tasks leave the line together
   return {GRANTED, turns, token, 1}
 end
@@ -150,25 +149,25 @@ local function ran_before(record)
   if before.settles > now then
     return {REFUSED, turns, NO_PLACE, before.settles - now, '', as_holder(ticket), NOT_KNOWN}
   end
-  if admits(lock, before.mode, before.limit) then
-    local token = claim(before.joined, before)
+  if admits(lock, before.terms) then
+    local token = claim(before.joined, before.terms)
     recall_and_hand_off(lock)  -- what else that process held
     return {GRANTED, turns, token, 1}
   end
   if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end
   if is_unlisted() then return list_first() end
   redis.call('HDEL', lock.running, ticket)
-  return put_in_line(before.joined, before, home, message)
+  return put_in_line(before.joined, before.terms, home, message)
 end
 
 -- Nothing is known of it.
 local function new()
   recall_and_hand_off(lock)
   local was_full = marked == '0' and is_done(lock, owner)  -- so this delivery is over: its request is late
-  if not was_full and admits(lock, mode, limit) and not line_exists(lock) then
+  if not was_full and admits(lock, terms) and not line_exists(lock) then
     -- Of a request that brings the message, a late copy may come when the task is done: it finds a mark.
-    if marked ~= '0' or message ~= '' then return {GRANTED, turns, claim(now_us, asked), 1} end
-    return {GRANTED, turns, grant(lock, owner, ttl, mode, holder), 0}
+    if marked ~= '0' or message ~= '' then return {GRANTED, turns, claim(now_us, terms), 1} end
+    return {GRANTED, turns, grant(lock, owner, ttl, terms.mode, holder), 0}
   end
   if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end
   if is_unlisted() then return list_first() end
@@ -182,7 +181,7 @@ local function new()
     replace(lock, ticket, message)
     return in_line()
   end
-  return put_in_line(joins_at(lock), asked, home, message)
+  return put_in_line(joins_at(lock), terms, home, message)
 end
 
 local mine = lease_of(lock, owner)

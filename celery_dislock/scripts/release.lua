@@ -40,7 +40,8 @@ end
 local function place_alone(lock, waiter)
   local seen, record = pcall(redis.call, 'HGET', lock .. PLACES, waiter)
   local place = seen and record and read_place(record)
-  return place and place.mode == 'x' and place.limit == 1 and place
+  local terms = place and place.terms
+  return terms and terms.mode == 'x' and terms.limit == 1 and place
 end
 
 -- The usual hand-off: the only lease of a lock ends, and the first in line wants the lock for itself, as does
@@ -58,7 +59,7 @@ local function hand_over(lock, lease)
   redis.call('DEL', lock .. WAKE .. first, lock .. WAKE .. owner)  -- see forget_news()
   local take_up = math.min(place.ttl, TAKE_UP_MS)
   local token = tonumber(lease.token) < now_us and now_as_token or string.format('%.0f', lease.token + 1)
-  write(lock, first, now + take_up, token, now, 'x', place.holder)
+  write(lock, first, now + take_up, token, now, 'x', place.holder, place.version)
   redis.call('PEXPIRE', lock, take_up)
   -- The server writes first to the client that is served last: the one that has the lock.
   local woken = {{first, table.concat({token, take_up, place.deadline - now}, ' ')}}

@@ -16,5 +16,5 @@ local lease = record and read(owner, record)
 if not lease or lease.expires <= now then return 0 end  -- left there: the next token must be higher
 -- First, and always: a server without memory refuses HSET as the first write of a script.
 redis.call('PEXPIRE', lock, math.max(ttl, redis.call('PTTL', lock)))
-write(lock, owner, now + ttl, lease.token, lease.acquired, lease.mode, lease.holder)
+write(lock, owner, now + ttl, lease.token, lease.acquired, lease.mode, lease.holder, lease.version)
 return 1

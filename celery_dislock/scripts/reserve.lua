@@ -9,6 +9,7 @@
 --           mark, number   of a message that is sent again, as a retry; left out: it is a new one
 --
 -- Returns   {0, id, state, result}       reserved for another
+--           {2}                          a later version has reserved it: nothing was changed
 --           {1, burst_ms, mark, number}   reserved; since the first of the messages that replace each other
 --
 -- The older message is replaced when this one is confirmed, or has begun.  A message that is sent again keeps its
@@ -20,6 +21,8 @@ local key, id, ttl, replaces, nonce, result, mark, number = KEYS[1], unpack(ARGV
 ttl, replaces, number = tonumber(ttl), replaces == '1', tonumber(number)
 
 local it = unique_of(key) or new_unique(nonce)
+
+if it.is_later then return {2} end
 
 local function reserved() return {1, now - it.first, it.mark, it.number} end
 

@@ -21,6 +21,7 @@ from celery_dislock import scripts
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
+from celery_dislock.keys.terms import ALONE
 from celery_dislock.servers.connecting import BLOCKING
 from celery_dislock.servers.connections import by_digest, by_text, commands_of, is_answer, is_lost
 from celery_dislock.servers.peers import GRACE, LEAST, Names, Peer, ask_all, by_majority
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
 PATIENCE_RATIO = 1 / 4  # of a lease's expiry: the limit for an acquisition if that is shorter
 PAUSE = (0.05, 0.2)  # seconds between two attempts of a waiter, at least and at most
+USUAL = (str(ALONE), 0, 1)  # the arguments of acquire.lua that no other are possible of
 ATTEMPTS = 4  # to acquire, if no owner gets a majority because several ask at once
 ATTEMPT_PAUSE = 0.02  # most seconds before the second attempt; doubled each time
 RENEWS = {scripts.RENEW, scripts.RENEW_STALLED}
@@ -228,11 +230,10 @@ class Quorum(Server):
             peer.note(reply)
         return [replies.get(p, p.error) for p in self._peers]
 
-    def _acquire(self, keys: Sequence[str], owner: Any, ttl_ms: Any, *terms: Any) -> list[Any]:
-        holder, mode, limit, place_ms, _fair = terms
-        if (mode, limit) != ("x", 1):
-            asked = f"mode {mode!r}, limit {limit}"
-            raise SettingsError("lock", "dislock_url", asked, ONLY_EXCLUSIVE)
+    def _acquire(self, keys: Sequence[str], owner: Any, ttl_ms: Any, *how: Any) -> list[Any]:
+        holder, terms, place_ms, _fair = how
+        if terms != str(ALONE):
+            raise SettingsError("lock", "dislock_url", terms, ONLY_EXCLUSIVE)
         for attempt in range(0 if place_ms else ATTEMPTS - 1):  # a waiter asks again anyway
             answer, settled = self._attempt(keys, owner, ttl_ms, holder)
             if settled:
@@ -257,7 +258,7 @@ class Quorum(Server):
         ttl = ttl_ms / 1000
         asked_at = self._clock()
         replies = self._ask(
-            by_digest(scripts.ACQUIRE, keys, name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
+            by_digest(scripts.ACQUIRE, keys, name, ttl_ms + drift(ttl_ms), holder, *USUAL),
             scripts.ACQUIRE,
             within=min(self._patience, ttl * PATIENCE_RATIO),
             undo=lambda: by_text(scripts.RELEASE, keys, name, 0),

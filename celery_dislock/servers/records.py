@@ -22,8 +22,6 @@ NUMBER_MOST = 10.0**15
 
 LEADER = "beat"  # the thread that leads several beats
 
-MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
-NAMES = {letter: mode for mode, letter in MODES.items()}
 
 #: Write a holder's description as it is stored.
 written = json.JSONEncoder(separators=(",", ":")).encode

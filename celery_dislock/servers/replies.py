@@ -99,6 +99,10 @@ class Done(NamedTuple):
     """The task is done or set aside; this delivery is a copy."""
 
 
+class Later(NamedTuple):
+    """The task's ticket was written by a later release, which alone can claim its turn."""
+
+
 class Swept(NamedTuple):
     """What the sweep found in the line of one lock."""
 

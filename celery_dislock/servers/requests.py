@@ -13,26 +13,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.reservations import Reservation
 
 
-class Terms(NamedTuple):
-    """
-    Which other leases a lock admits beside the one that is asked for.
-
-    Attributes:
-        mode: "exclusive" or "shared".
-        limit: Maximum number of leases of an exclusive lock at a time, > 0; or one for each of
-            several locks.
-        fair: True: come after those who already wait.  False: pass them if the lock admits one more
-            lease.
-    """
-
-    mode: str = "exclusive"
-    limit: int | Sequence[int] = 1
-    fair: bool = True
-
-
-ALONE = Terms()
-
-
 class Ending(NamedTuple):
     """
     How an owner's leases end, and what of its task ends with them.

@@ -115,7 +115,7 @@ class Reservations:
         replaces: bool = False,
         has_result: bool = True,
         again: bool = False,
-    ) -> Reserved | Taken:
+    ) -> Reserved | Taken | None:
         """
         Reserve a key for a message that is about to be sent.
 
@@ -127,6 +127,9 @@ class Reservations:
             again: Whether the message is sent again, as a retry, with the mark and the number that
                 it has.
 
+        Returns:
+            None: a later release has reserved it, in a way that is not known here.
+
         Raises:
             StoreError: The server did not answer.  The key may be reserved.
         """
@@ -136,9 +139,11 @@ class Reservations:
             *(wanted.id, milliseconds(wanted.ttl), int(replaces), nonce, int(has_result)),
             *((wanted.mark, wanted.number) if again else ()),
         )
-        if done:
+        if done == 1:
             burst_ms, mark, number = answer
             return Reserved(burst_ms / 1000, text(mark), number)
+        if not answer:
+            return None
         task_id, state, result = answer
         return Taken(text(task_id), state != b"s", result == b"1")
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.terms import ALONE
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.connecting import BLOCKING
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.kinds import server_for
-from celery_dislock.servers.records import MODES, text
+from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import (
     FirstInLine,
     Granted,
@@ -24,17 +25,18 @@ from celery_dislock.servers.replies import (
     renewed,
     turns,
 )
-from celery_dislock.servers.requests import ALONE, RELEASED
+from celery_dislock.servers.requests import RELEASED
 from celery_dislock.servers.reservations import Reservations
 from celery_dislock.servers.view import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from celery_dislock.keys.terms import Terms
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connecting import Driver
     from celery_dislock.servers.replies import Looked, Turn
-    from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms
+    from celery_dislock.servers.requests import Ending, Execution, LateRelease
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.view import Holder
 
@@ -91,7 +93,8 @@ class Store:
         ttl: float,
         holder: str,
         *,
-        terms: Terms = ALONE,
+        terms: Sequence[Terms] = (ALONE,),
+        fair: bool = True,
         place: float = 0.0,
         reservation: Reservation | None = None,
     ) -> Granted | Refused:
@@ -104,7 +107,9 @@ class Store:
             owner: Owner of the leases; each acquisition has its own.
             ttl: Expiry of the lease in seconds, > 0, rounded up to a millisecond.
             holder: JSON object that others are shown while the lock is held.
-            terms: Which leases the locks admit beside these.
+            terms: Of each lock, or those of all.
+            fair: Whether to come after those who already wait; else they are passed where a lock
+                admits one more lease.
             place: Seconds for which a refused owner keeps its place in line at the lock that
                 refused it.  The owner also keeps the leases on the locks before that one.  It must
                 ask again before this time is over.  0: do not wait in line.
@@ -125,18 +130,14 @@ class Store:
             if reservation is None
             else (scripts.ACQUIRE_UNIQUE, reservation.begins)
         )
-        who = owner, milliseconds(ttl), holder, MODES[terms.mode]
-        how = milliseconds(place), int(terms.fair), *more
+        who, how = (owner, milliseconds(ttl), holder), (milliseconds(place), int(fair), *more)
         tokens: tuple[int, ...] = ()
         try:
             for group in (locks,) if len(locks) == 1 else self.lock_server.together(locks):
                 before = len(tokens)
-                limit: int | str
-                if isinstance(terms.limit, int):
-                    limit = terms.limit
-                else:
-                    limit = ",".join(map(str, terms.limit[before : before + len(group)]))
-                reply, _ = self.lock_server.exchange(script, group, *who, limit, *how)
+                its = terms if len(terms) == 1 else terms[before : before + len(group)]
+                written = ",".join(map(str, its))
+                reply, _ = self.lock_server.exchange(script, group, *who, written, *how)
                 if reply[0] != scripts.GRANTED:
                     if not place:
                         self._give_back(locks[:before], owner)

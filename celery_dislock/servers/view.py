@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery_dislock.config.options import MISSED, RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of, task_id_of_reserved
+from celery_dislock.keys.terms import NAMES
 from celery_dislock.servers.records import (
     LEADER,
-    NAMES,
     bounded_text,
     holder_of,
     in_words,
@@ -36,15 +36,17 @@ REPEAT = "Set it again while all of them answer, or take it back"
 
 # Numbers as the scripts bound them; see _record.lua.
 _MS, _US, _COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
-LIMIT_RECORD = re.compile(rb"1 %b %b (.*)" % (_COUNT, _MS), re.DOTALL)
-_WAITS = re.compile(rb"1 %b %b ([xs]) %b (.*)" % (_MS, _MS, _COUNT), re.DOTALL)
+# Later versions of a record begin with the same fields; what comes after them is not known here.
+LIMIT_RECORD = re.compile(rb"\d{1,9} %b %b (.*)" % (_COUNT, _MS), re.DOTALL)
+_WAITS = re.compile(rb"\d{1,9} %b %b ([a-z]) %b (.*)" % (_MS, _MS, _COUNT), re.DOTALL)
 _PARKED = re.compile(
-    rb"1 %b %b %b (\S+) %b ([xs]) %b 1 (.*)" % (_US, _COUNT, _MS, _COUNT, _COUNT), re.DOTALL
+    rb"\d{1,9} %b %b %b (\S+) %b (?:([xs]) \d+)?.*\n\d{1,9} (.*)" % (_US, _COUNT, _MS, _COUNT)
 )
 _RESERVED = re.compile(
-    rb"2 ([swrd]) %b \d+ (\S+) %b \S+ %b [01] (\S{1,100}) .*" % (_MS, _MS, _COUNT)
+    rb"\d{1,9} (\S) %b (\S+)(?: %b \d+ \S+ %b [01] (\S{1,100}))? .*" % (_MS, _MS, _COUNT)
 )
 HOME = 4  # index of the broker among those fields
+_FREE = b"-"
 _STATES = {"s": "being sent", "w": "waiting", "r": "running", "d": "ended"}
 _MESSAGE = b'1 {"'  # how a message begins, after the fields of such a record
 
@@ -293,6 +295,11 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
     )
 
 
+def _mode(letter: bytes | None) -> str:
+    """Name a mode; of one that only a later version knows, that which admits the least."""
+    return NAMES.get((letter or b"x").decode(), "exclusive")
+
+
 def is_beat(one: Holder | Waiter) -> bool:
     """Tell whether one of several beats holds a lock to lead, or waits for it."""
     return one.thread == LEADER
@@ -322,7 +329,7 @@ def _holder(
     return Holder(
         owner=text(owner).removeprefix("~"),
         token=int(token),
-        mode=NAMES[mode.decode()],
+        mode=_mode(mode),
         held=held,
         acquired_at=acquired / 1000,
         remaining=remaining,
@@ -343,7 +350,7 @@ def _waiter(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) 
     return Waiter(
         place=nth,
         waiting=_since(now_ms, joined),
-        mode=NAMES[waits[3].decode()] if waits else "exclusive",
+        mode=_mode(waits and waits[3]),
         who=in_words(about),
         task=bounded_text(about.get("task")),
         id=bounded_text(about.get("id")),
@@ -362,7 +369,7 @@ def _since(now_ms: int, joined: bytes) -> float:
 
 def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Waiter:
     parked = _PARKED.fullmatch(record)
-    message: Mapping[str, Any] = parsed(parked[8]) if parked else {}
+    message: Mapping[str, Any] = parsed(parked[7]) if parked else {}
     headers = message.get("headers")
     if not isinstance(headers, dict):
         message, headers = {}, {}
@@ -372,7 +379,7 @@ def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Waiter:
     return Waiter(
         place=nth,
         waiting=max(0.0, now_ms / 1000 - int(parked[1]) / 1e6) if parked else 0.0,
-        mode=NAMES[parked[6].decode()] if parked else "exclusive",
+        mode=_mode(parked and parked[6]),
         parked=True,
         ticket=ticket,
         turns=int(parked[2]) if parked else 0,
@@ -389,16 +396,16 @@ def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Waiter:
 def parse_reservation(now_ms: int, written: bytes) -> ReservationState | None:
     """Parse a record of ``_unique.lua``; None if the key is not reserved."""
     found = _RESERVED.fullmatch(written)
-    if found is None or int(found[4]) <= now_ms:
+    if found is None or int(found[2]) <= now_ms or found[1] == _FREE:
         return None
-    state, since, task_id, ends, number, mark = (text(part) for part in found.groups())
+    state, ends, task_id, since, number, mark = (text(part or b"") for part in found.groups())
     return ReservationState(
         task_id_of_reserved(task_id),
-        _STATES[state],
-        max(0, now_ms - int(since)) / 1000,  # a failover can set the clock back
+        _STATES.get(state, "waiting"),
+        max(0, now_ms - int(since or now_ms)) / 1000,  # a failover can set the clock back
         (int(ends) - now_ms) / 1000,
-        mark,
-        int(number),
+        mark or "-",
+        int(number or 0),
     )
 
 

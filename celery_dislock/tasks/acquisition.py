@@ -62,7 +62,7 @@ class Acquisition:
         if was_parked and not delivery.options.parks:  # its record may be lost
             delivery.options = replace(delivery.options, lock_on_conflict="queue")
         can_park = self._process.can_park and not delivery.is_eager
-        if can_park and delivery.options.parks and len(delivery.lock.names) == 1:
+        if can_park and (was_parked or delivery.options.parks) and len(delivery.lock.names) == 1:
             self.parking = Parking(delivery, self._process)
             self._first = self.parking.ask
 

@@ -24,7 +24,13 @@ from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import shown_id, task_id_of_reserved, task_name
 from celery_dislock.locks.lease import Conflict
 from celery_dislock.messages.message import TaskParked, store_end
-from celery_dislock.messages.unrun import PUT_OFF_FIRST, acknowledge, put_off, skip
+from celery_dislock.messages.unrun import (
+    PUT_OFF_FIRST,
+    acknowledge,
+    put_off,
+    put_off_later,
+    skip,
+)
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import Full
@@ -274,13 +280,17 @@ def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     put_off(delivery, reason, at_most=conflict.remaining, level=level)
 
 
-def refuse_turn_elsewhere(delivery: Delivery, prefix: str) -> None:
+def put_off_unknown(delivery: Delivery, prefix: str) -> None:
     """
-    Put off a task that has its turn for a lock under another prefix; raises Ignore.
+    Put off a task that has what this worker cannot go on with; raises Ignore then.
 
-    Its line would give it another turn if it ran here.  A worker with that prefix gets it then.
+    Its turn may be for a lock under another prefix: its line would give it another turn if it ran
+    here.  A later release may have written its turn, or the lease that it goes on with.
     """
-    lock, _ = delivery.notes.parked or ("", "")
-    if not lock.startswith(f"{prefix}:{{"):
+    notes = delivery.notes
+    if notes.waits_for_later:
+        put_off_later(delivery)
+    if notes.parked is not None and not notes.parked[0].startswith(f"{prefix}:{{"):
+        lock, _ = notes.parked
         reason = f"it has its turn for {lock}, and this worker's locks have the prefix {prefix}"
         put_off(delivery, reason, level=logging.WARNING)

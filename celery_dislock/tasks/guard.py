@@ -32,7 +32,7 @@ from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
-from celery_dislock.tasks.keys import TaskKeys, limits_in_order
+from celery_dislock.tasks.keys import TaskKeys, terms_in_order
 from celery_dislock.tasks.redelivery import Copies
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from celery.worker.request import Request
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.keys.terms import Terms
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
@@ -292,8 +293,7 @@ class Guard:
             return None
         if delivery.notes.replaced is not None:
             skip(delivery, delivery.notes.replaced)
-        if delivery.notes.parked is not None:
-            conflicts.refuse_turn_elsewhere(delivery, self.runtime.settings.dislock_prefix)
+        conflicts.put_off_unknown(delivery, self.runtime.settings.dislock_prefix)
         asking = Acquisition(delivery, self.runtime)
         answer = asking.ask()
         if isinstance(answer, Conflict):
@@ -329,7 +329,7 @@ class Guard:
         process, notes = self.runtime.process, Notes.of(request)
         if notes.parked is not None and (request.is_eager or not (self._locks and self.can_park)):
             notes.parked = None
-        limits: int | Sequence[int] | None = None
+        terms: Sequence[Terms] | None = None
         if notes.parked is not None:
             keys: Sequence[str] = [key_of(notes.parked[0])]
         else:
@@ -337,7 +337,7 @@ class Guard:
             built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
             keys = in_order(built)
             if self._limits is not None:
-                limits = limits_in_order(built, self._limits)
+                terms = terms_in_order(built, self._limits)
         who: About = {"task": task.name, "id": shown_id(request.id), "host": process.host}
         renewed = None if self.interval is None else self.timeout
         holder = describe(who, request.hostname, process.pid, renewed)
@@ -349,8 +349,8 @@ class Guard:
             waited = time.time() - notes.since
             attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
         lock = self.runtime.lock(keys, self.options)
-        if limits is not None:
-            lock.terms = lock.terms._replace(limit=limits)
+        if terms is not None:
+            lock.terms = terms
         if TRACING in sys.modules:
             lock.channel.begins(attempt)
         delivery: Delivery = Delivery(task, request, lock, attempt, notes)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
+from celery_dislock.keys.terms import Terms
 from celery_dislock.tasks.received import Received
 
 if TYPE_CHECKING:
@@ -101,18 +102,17 @@ def _is_static(task: type[Task]) -> bool:
     return isinstance(inspect.getattr_static(task, "run"), staticmethod)
 
 
-def limits_in_order(keys: Sequence[str], limits: Sequence[int]) -> int | Sequence[int]:
+def terms_in_order(keys: Sequence[str], limits: Sequence[int]) -> Sequence[Terms]:
     """
-    Return the limits of a lock's keys, in the order of :func:`in_order`.
+    Return the terms of a lock's keys, in the order of :func:`in_order`; one if all have the same.
 
-    Of two that a task declares for the same key, the smaller one.  One number, if it is that of all
-    keys: that is all that some servers know.
+    Of two limits that a task declares for the same key, the smaller one counts.
     """
     smallest: dict[str, int] = {}
     for key, limit in zip(keys, limits, strict=True):
         smallest[key] = min(limit, smallest.get(key, limit))
-    ordered = [smallest[key] for key in in_order(keys)]
-    return ordered[0] if len(set(ordered)) == 1 else ordered
+    ordered = [Terms(limit=smallest[key]) for key in in_order(keys)]
+    return ordered[:1] if len(set(ordered)) == 1 else ordered
 
 
 def validating(wrap: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ import contextlib
 import copy
 import logging
 import time
-from functools import partial
+from functools import lru_cache, partial
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -79,6 +79,7 @@ WAIT_FOR_OTHER = 1.0  # seconds to wait for a sender that has reserved the key a
 LOOK_EVERY = 0.01  # seconds between two looks meanwhile
 LEAVE_ALONE = 5.0  # seconds for which a lock server that did not answer is not asked again
 SENT_MOST = 1000  # messages that a process remembers, to free their keys when it revokes them
+WARNED_MOST = 1000  # locks that are remembered as warned of
 
 # A message with one of these is part of a larger work, which a dropped message would lose.
 BELONGS_TO_MORE = ("link", "link_error", "chain", "chord", "group_id")
@@ -284,7 +285,7 @@ class Sender:
     def _reserve(
         self, guard: Guard, wanted: Reservation, *, again: bool, has_result: bool
     ) -> Reserved | Taken | None:
-        """Reserve the key; None if another sender has reserved it and does not publish."""
+        """Reserve the key; None: another sender has it and does not publish, or a later release."""
         nonce = token_hex(8)
         reserve = partial(
             self._reservations().reserve,
@@ -296,7 +297,9 @@ class Sender:
         until = self._clock() + WAIT_FOR_OTHER
         while True:
             found = reserve()
-            if again or isinstance(found, Reserved) or found.is_sent:
+            if found is None:
+                _warn_of_later(wanted.lock)
+            if found is None or again or isinstance(found, Reserved) or found.is_sent:
                 return found
             if self._clock() >= until:
                 return None
@@ -354,6 +357,15 @@ class Sender:
         self._away_until = self._clock() + LEAVE_ALONE
         if self._outage.begins(error):
             logger.warning("Messages of unique tasks are sent without reservations: %s", error)
+
+
+@lru_cache(WARNED_MOST)
+def _warn_of_later(lock: str) -> None:
+    logger.warning(
+        "Messages of lock %s are sent without a reservation: that which is there was written by a "
+        "later release of celery-dislock: update this process.",
+        lock,
+    )
 
 
 def sender_of(app: Celery) -> Sender:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from celery_dislock.parking.store import ANYBODY, ENDED, Bounds, Lines, Ticket
+from celery_dislock.keys.terms import Terms
+from celery_dislock.parking.store import OVER, Bounds, Lines, Ticket
+from celery_dislock.scripts import HAS_LEFT
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
-from celery_dislock.servers.requests import Ending, Terms
+from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
 
-__all__ = ["ANYBODY", "ENDED", "LOCK", "LONG", "TURN", "Bounds", "Broker", "Line", "Terms"]
+__all__ = ["LOCK", "LONG", "TURN", "Bounds", "Broker", "Line", "Terms"]
 
 LOCK = name_of("line")
 INDEX = "dislock:lines:here"  # of the lines of the broker "here"
@@ -68,9 +70,10 @@ class Broker:
         self.store = server.store(home=home, hand_over=self.published.extend)
         self.lines = Lines(self.store.lock_server, "dislock", home, self.published.extend)
 
-    def ask(self, task, /, copy=1, *, message=b"", marked=False, ttl=LONG, lock=LOCK, **terms):
+    def ask(self, task, /, copy=1, *, message=b"", marked=False, ttl=LONG, lock=LOCK, **how):
         """Take the lock for this copy of the task's message, or claim its turn."""
-        shown = Ticket(f"{task}:0:0", f"{task}@", marked, message, **terms)
+        terms = Terms(**{name: how.pop(name) for name in Terms._fields if name in how})
+        shown = Ticket(f"{task}:0:0", f"{task}@", marked, message, terms=terms, **how)
         return self.lines.park(lock, owner_of(task, copy), ttl, json.dumps({"id": task}), shown)
 
     def park(self, task, /, copy=1, *, message=None, ttl=TURN, **terms):
@@ -89,11 +92,8 @@ class Broker:
     def sweep(self):
         return self.lines.sweep([LOCK])[LOCK]
 
-    def leave(self, task, name=""):
-        return self.lines.leave(LOCK, f"{task}:0:0", name)
-
-    def withdraw(self, task, delivery="", name=""):
-        return self.lines.withdraw(LOCK, f"{task}:0:0", delivery, name)
+    def leave(self, task, how=OVER, name=""):
+        return self.lines.leave(LOCK, f"{task}:0:0", how, name) == HAS_LEFT
 
     def given(self):
         """Tell, once, which tasks were given to be published."""
@@ -123,7 +123,7 @@ class Line(Broker):
 
     def wait(self, owner, place=LONG, ttl=LONG, **terms):
         """Let somebody take the lock who waits for it in a slot; return whether it was granted."""
-        terms = {"terms": Terms(**terms)} if terms else {}
+        terms = {"terms": [Terms(**terms)]} if terms else {}
         answer = self.store.acquire([LOCK], owner, ttl, "{}", place=place, **terms)
         return isinstance(answer, Granted)
 
@@ -137,9 +137,6 @@ class Line(Broker):
 
     def give_back(self, task):
         self.lines.give_back(LOCK, f"{task}:0:0")
-
-    def move_out(self, task, goes_on="", name=""):
-        return self.lines.move_out(LOCK, f"{task}:0:0", goes_on, name)
 
     def listed(self):
         """Return the locks that are listed, with their numbers."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.parking.identity import OURS, StoreIdentity
-from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.keys.terms import Terms
+from celery_dislock.parking.store import RUNS, Lines, Ticket
+from celery_dislock.scripts import HAS_LEFT
 from celery_dislock.servers.replies import Granted, Parked
-from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms
+from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from tests.redis_server import RedisServer
@@ -80,8 +81,8 @@ def free(store):
 @pytest.mark.parametrize("longest", [LONG, 10 * LONG], ids=["alone", "beside a longer one"])
 def test_a_lock_is_renewed(store, client, fill, longest):
     """By its process or another, and for an owner that asks again, also beside a longer lease."""
-    take(store, terms=Terms(limit=2))
-    take(store, "b@w/1", longest, terms=Terms(limit=2))
+    take(store, terms=[Terms(limit=2)])
+    take(store, "b@w/1", longest, terms=[Terms(limit=2)])
     fill()
     before = client.hgetall(LOCK)
     assert store.renew([([LOCK], ME, 2 * LONG)], within=WITHIN) == [True]
@@ -92,7 +93,7 @@ def test_a_lock_is_renewed(store, client, fill, longest):
     overdue = Execution([LOCK], "t@w/", LONG, overdue=0.0, longest=0.0)
     (found,) = store.renew_stalled([overdue], within=WITHIN)
     assert not isinstance(found, StoreError)
-    take(store, terms=Terms(limit=2))
+    take(store, terms=[Terms(limit=2)])
 
 
 # What ends the lease, and who is there afterwards; the watchdog releases late, for an owner that
@@ -152,18 +153,7 @@ def test_a_parked_task_has_its_turn_and_ends(store, lines, given, client, fill):
     assert not client.exists(LOCK, f"{LOCK}:running")
 
 
-def test_the_name_of_its_store_is_kept(store, client, fill):
-    """The sweep asks for it in each round, and hands on what stands still."""
-    known, new = (StoreIdentity(store.lock_server, "dislock") for _ in range(2))
-    name = known.name()
-    client.pexpire("dislock:lines:@store", 1000)
-    fill()
-    for identity in (known, new):
-        assert (identity.confirm(), identity.whose(name)) == (name, OURS)
-    assert client.ttl("dislock:lines:@store") > LONG
-
-
-@pytest.mark.parametrize("how", ["drop", "withdraw", "leave"])
+@pytest.mark.parametrize("how", ["drop", "leave", "set_aside"])
 def test_a_parked_task_can_be_taken_out(store, lines, client, fill, how):
     """An operator's drop, a revoked message, a task that must not run."""
     take(store)
@@ -176,7 +166,7 @@ def test_a_parked_task_can_be_taken_out(store, lines, client, fill, how):
 def test_a_task_that_runs_without_its_lock_is_remembered(lines, client, fill):
     """Nothing is known of it, and a copy must not run."""
     fill()
-    assert lines.withdraw(LOCK, "p:0:0", "delivery")
+    assert lines.leave(LOCK, "p:0:0", RUNS) == HAS_LEFT
     assert client.exists(f"{LOCK}:done:p:0:0")
 
 

@@ -19,8 +19,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from celery_dislock.keys.terms import Terms
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.requests import Ending, Terms
+from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
 from tests.integration.model_runs import run_model
@@ -208,7 +209,8 @@ class LockMachine(RuleBasedStateMachine):
             twice,
             self.store.acquire,
             *([LOCK], owner, ttl * UNIT, json.dumps({"id": owner})),
-            terms=Terms(mode, limit, fair),
+            terms=[Terms(mode, limit)],
+            fair=fair,
             place=place * UNIT,
         )
         held = self.model.acquire(owner, ttl, mode, limit, place, fair)

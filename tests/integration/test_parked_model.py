@@ -55,6 +55,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from celery_dislock.parking.store import ASIDE, RUNS
 from tests.integration.lua_server import LuaServer
 from tests.integration.model_runs import run_model
 from tests.integration.parked import LOCK, Bounds, Line
@@ -254,15 +255,14 @@ class Model:
         """Return whether it was there, and who is to be published."""
         if not (self.waits(task) or task in self.handed):
             known = task in self.running or task in self.done or task in self.aside
-            if runs and not known:  # lost: only a mark says that a task is done
-                self.done.add(task)
-            return runs and not known, []
+            if not runs or known:
+                return False, []
         self.forget(task)
         if runs:
             self.done.add(task)
         else:
             self.aside.add(task)
-        return True, self.pass_on(home)
+        return True, self.pass_on_if_any(home)
 
 
 def number_of(name):
@@ -615,16 +615,15 @@ class ParkedMachine(RuleBasedStateMachine):
 
     def withdraw_task(self, task, *, runs, twice):
         self.owners += 1
-        delivery = f"delivery {self.owners}" if runs else ""
         if not runs and task not in self.tickets() and task not in self.model.running:
             self.withdrawn.add(task)  # it ends as FAILURE: what was lost is not set aside
         home = self.home_of(task)
         first = None
         for _ in range(1 + twice):
-            there = self.workers[home].withdraw(task, delivery)
+            there = self.workers[home].leave(task, RUNS if runs else ASIDE)
             was, given = self.model.withdraw(task, home, runs=runs)
             first = was if first is None else first
-            assert there is (was or (first and runs))
+            assert there is was
             self.publish(self.check_given(given))
         if first:
             self.withdrawn.add(task)

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from celery_dislock.keys.terms import ALONE, Terms
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.replies import Full, Parked
-from celery_dislock.servers.requests import ALONE, Terms
 from celery_dislock.servers.reservations import Reservation
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, Broker, owner_of
@@ -55,7 +55,7 @@ def test_an_acquisition_is_told(broker, hold, terms, place):
     hold()
     if terms.limit == 2:
         hold("b/1")
-    refused = broker.store.acquire([LOCK], "me", LONG, "{}", place=place, terms=terms)
+    refused = broker.store.acquire([LOCK], "me", LONG, "{}", place=place, terms=[terms])
     assert told(refused) == BOTH
 
 

@@ -20,7 +20,7 @@ from redis.crc import key_slot
 
 from celery_dislock import Dislock
 from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
-from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.parking.store import RUNS, Lines, Ticket
 from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.connecting import Driver
@@ -779,9 +779,8 @@ class TestParkedInAClusterThatMoves:
                 *(lambda task=task: self.ask(task) for task in ("done", "runs", "turn", "a", "x")),
                 lambda: self.park("x"),
                 lambda: self.lines.leave(self.lock, "a:0:0"),
-                lambda: self.lines.set_aside(self.lock, "a:0:0", b"rubbish"),
-                lambda: self.lines.move_out(self.lock, "a:0:0"),
-                *(lambda by=by: self.lines.withdraw(self.lock, "a:0:0", by) for by in ("", "me")),
+                lambda: self.lines.set_aside(self.lock, "a:0:0"),
+                lambda: self.lines.leave(self.lock, "a:0:0", RUNS),
                 lambda: self.lines.give_back(self.lock, "turn:0:0"),
                 lambda: self.store.acquire([self.lock], "c/1", LONG, HOLDER, place=LONG),
                 lambda: self.end("done"),

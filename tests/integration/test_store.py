@@ -9,10 +9,11 @@ import hiredis
 import pytest
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.terms import Terms
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms
+from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
 from tests.conftest import BOTH
@@ -126,7 +127,7 @@ class TestRenewStalled:
         if ended == "left":
             store.release([LOCK], self.OWNER, Ending(at_least=LONG))
         if ended == "expired":  # beside another
-            store.acquire([LOCK], "b/1", 2 * LONG, HOLDER, terms=Terms(limit=2))
+            store.acquire([LOCK], "b/1", 2 * LONG, HOLDER, terms=[Terms(limit=2)])
             server.advance(LONG)
         if ended == "gone":
             server.lose()

@@ -53,10 +53,9 @@ def other_lines(facts: Facts) -> Iterator[Finding]:
         return
     wanted = index_of_lines("*", facts.home)
     names: set[str] = set()
-    for member in facts.answering:
-        if member.send is not None:
-            with suppress(StoreError):
-                names.update(chain.from_iterable(scan(member.send, wanted)))
+    for send in facts.server.senders():
+        with suppress(StoreError):
+            names.update(chain.from_iterable(scan(send, wanted)))
     prefixes = {name.removesuffix(wanted[1:]) for name in names} - {facts.prefix}
     if prefixes:
         yield warning(

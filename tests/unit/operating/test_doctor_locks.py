@@ -14,6 +14,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import facts
 from celery_dislock.operating.site import Site
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.parking.store import Lines
 from celery_dislock.scripts.names import sweep_lock
 from tests.staged import RESERVED, holder, lock, place
 from tests.unit.operating.examining import EXPORT, MASTER, ONLINE, member
@@ -276,15 +277,19 @@ def test_a_reservation_whose_message_nobody_has_is_told_within_minutes(
     assert found == ([] if unmet is None else [is_known and messages == 0])
 
 
-@pytest.mark.parametrize(("ago", "many"), [(12, 1), (601, 0)])
-def test_only_a_stranger_that_came_lately_is_a_finding(doctor, server, app, ago, many):
-    """One that still has its turn elsewhere comes again within seconds."""
+@pytest.mark.parametrize(
+    ("prefix", "ours", "many"), [("old", True, 1), ("old", False, 0), ("dislock", True, 0)]
+)
+def test_lines_of_the_same_broker_under_another_prefix_are_a_finding(
+    doctor, server, app, prefix, ours, many
+):
+    """No worker with the settings of now gives those tasks their turns."""
     doctor.declare(**EXPORT)
-    runtime_of(app).process.identity.whose("f" * 16)
-    server.advance(ago)
+    home = runtime_of(app).process.store.home if ours else "another"
+    Lines(server, prefix, home, list).enlist(f"{prefix}:{{k}}")
     found = [one for one in doctor.told() if one["check"] == "lines"]
     assert [one["level"] for one in found] == ["warning"] * many
-    assert all("came 12 s ago" in one["what"] and "drain" in one["remedy"] for one in found)
+    assert all("other prefixes than dislock: old" in one["what"] for one in found)
 
 
 def test_the_messages_of_a_queue_are_counted_once():

@@ -38,7 +38,9 @@ class Worker:
     def run(self, *args, name="export", task_id="1"):
         about = {"id": task_id, "args": args, "kwargs": {}}
         task = self.app.tasks[name]
-        self._requests.append(SimpleNamespace(task=task, hostname="w@h", worker_pid=7, **about))
+        self._requests.append(
+            SimpleNamespace(task=task, hostname="w@h", worker_pid=7, request_dict={}, **about)
+        )
 
     def ask(self, **given):
         asked = SimpleNamespace(app=self.app, consumer=SimpleNamespace(controller=self))

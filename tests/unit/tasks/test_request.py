@@ -82,6 +82,16 @@ def test_a_dead_childs_lock_is_released_before_celery_hears_of_it(running, caplo
     assert caplog.messages == [line]
 
 
+def test_a_dead_childs_turn_is_ended_at_the_lock_that_it_waited_for(running, lock_server):
+    """Its lock_key was changed since; the main process reads the turn in its message."""
+    request = running(
+        headers=noted(ticket=["dislock:{old}", "1:0:0"]), lock_key="new", lock_on_conflict="queue"
+    )
+    assert lock_server.locks() == ["old"]
+    request.on_failure(DIED)
+    assert request.heard == [("on_failure", [])]
+
+
 @pytest.mark.parametrize("other", ["1@w1:{}/x.1", "11@w1:{}/x.1", "1@w2:{}/x.1", "1@w1:{}9/x.1"])
 def test_a_death_ends_no_lease_of_another_execution(running, lock_server, other):
     """An owner is known by task id, worker and process, and by no beginning of one of them."""

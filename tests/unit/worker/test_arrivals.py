@@ -57,6 +57,8 @@ class Consumer:
 def consumer(app):
     declare(app, never, name="locks", lock_on_conflict="queue")
     declare(app, name="plain", base=Task, lock_key=None)
+    unique = {"lock_limit": None, "lock_unique_until": "start"}
+    declare(app, never, name="unlocked", lock_on_conflict="skip", **unique)
     app.finalize()
     consumer = Consumer(app)
     ArrivalStep(consumer)
@@ -213,14 +215,22 @@ def test_a_body_of_a_tasks_shape_goes_on(consumer, turn, body):
     assert consumer.made == ["locks"]
 
 
-@pytest.mark.parametrize("locks_are_off", [False, True])
+def test_a_lost_reply_makes_no_copy_of_it(lock_server, consumer, turn_of, monkeypatch):
+    """The command is sent again, and finds what the first one did."""
+    turn = turn_of("plain")
+    run = lock_server.run
+    monkeypatch.setattr(lock_server, "exchange", lambda *call: (run(*call), run(*call), True)[1:])
+    arrive(consumer, message(turn, "plain"))
+    assert consumer.made == ["plain"]
+
+
+@pytest.mark.parametrize("name", ["plain", "unlocked", "locks"])
 def test_a_task_that_takes_no_lock_leaves_its_line_and_runs(
-    app, lock_server, consumer, turn_of, caplog, locks_are_off
+    app, lock_server, consumer, turn_of, caplog, name
 ):
     """Once: another copy of it is acknowledged unrun.  With --no-dislock no task takes one."""
     caplog.set_level("INFO", "celery_dislock")
-    app.conf.dislock_enabled = False if locks_are_off else None
-    name = "locks" if locks_are_off else "plain"
+    app.conf.dislock_enabled = False if name == "locks" else None
     turn = turn_of(name)
     first, second = (message(turn, name, delivery_tag=tag) for tag in ("one", "two"))
     for came in (first, second):
@@ -232,11 +242,13 @@ def test_a_task_that_takes_no_lock_leaves_its_line_and_runs(
     assert lock_server.locks() == []
 
 
-def test_a_delivery_that_comes_again_runs(lock_server, consumer, turn):
-    """Its worker has died: by its name, or where the broker says that it comes again."""
-    lock_server.lose()  # a failover has lost its record: nothing says that it is done
-    for tag in ("one", "one", 7):
-        again = message(turn, "plain", delivery_tag=tag)
-        again.delivery_info["redelivered"] = tag == 7
-        arrive(consumer, again)
-    assert consumer.made == ["plain"] * 3
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_delivery_that_comes_again_runs(lock_server, consumer, turn, lost):
+    """Its worker has died after it took it out of line, and the broker says that it comes again."""
+    if lost:  # by a failover, with its record: nothing says that it is done
+        lock_server.lose()
+    for again in (False, True):
+        came = message(turn, "plain")
+        came.delivery_info["redelivered"] = again
+        arrive(consumer, came)
+    assert consumer.made == ["plain"] * 2
