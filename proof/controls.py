@@ -149,8 +149,8 @@ def a_limit_that_is_one_higher() -> None:
     """Admit one lease more than the limit says."""
     acquire = Store.acquire
 
-    def generous(*args: Any, terms: Sequence[Terms], **kwargs: Any) -> Any:
-        more = [one._replace(limit=one.limit + 1) for one in terms]
+    def generous(*args: Any, terms: tuple[Terms, ...], **kwargs: Any) -> Any:
+        more = tuple(one._replace(limit=one.limit + 1) for one in terms)
         return acquire(*args, terms=more, **kwargs)
 
     setattr(Store, "acquire", generous)

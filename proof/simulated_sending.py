@@ -420,7 +420,7 @@ class History:
                 yield self.command("begin", message, partial(self.reservations.begin, reservation))
             return Granted(())
         acquire = partial(
-            self.store.acquire, [LOCK], owner, LEASE, "{}", terms=[Terms(limit=self.limit)]
+            self.store.acquire, [LOCK], owner, LEASE, "{}", terms=(Terms(limit=self.limit),)
         )
         answer = yield self.command("acquire", message, partial(acquire, reservation=reservation))
         return answer

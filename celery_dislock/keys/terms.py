@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
+KEPT_MOST = 1000  # terms whose text is remembered
 NAMES = {letter: mode for mode, letter in MODES.items()}
 
 
@@ -20,8 +22,11 @@ class Terms(NamedTuple):
     mode: str = "exclusive"
     limit: int = 1
 
-    def __str__(self) -> str:
-        return f"{MODES[self.mode]} {self.limit}"
-
 
 ALONE = Terms()
+
+
+@lru_cache(KEPT_MOST)
+def written(terms: tuple[Terms, ...]) -> str:
+    """Write the terms of several locks, or those of all, as the scripts read them."""
+    return ",".join(f"{MODES[one.mode]} {one.limit}" for one in terms)

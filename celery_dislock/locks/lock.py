@@ -86,7 +86,7 @@ class Lock:
         self.clock, self.channel = self.watchdog.clock, self.watchdog.channel
         self.timeout = options.timeout
         self.interval = options.renewal_interval
-        self.terms: Sequence[Terms] = (Terms(options.lock_mode, options.lock_limit or 1),)
+        self.terms: tuple[Terms, ...] = (Terms(options.lock_mode, options.lock_limit or 1),)
         self._is_unheard = False  # since the last release that was answered
 
     @property

@@ -17,7 +17,7 @@ from kombu.utils.json import dumps
 from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.keys.terms import ALONE
+from celery_dislock.keys.terms import ALONE, written
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
@@ -142,7 +142,7 @@ class Lines:
             state, *rest = self._asked(
                 scripts.PARK if reservation is None else scripts.PARK_UNIQUE,
                 lock,
-                *(owner, milliseconds(ttl), holder, str(ticket.terms), self._home),
+                *(owner, milliseconds(ttl), holder, written((ticket.terms,)), self._home),
                 *(ticket.name, ticket.owners, int(ticket.marked), ticket.message),
                 *(*ticket.bounds, _written(ticket.task)),
                 *("" if is_apart else self._names, listed),

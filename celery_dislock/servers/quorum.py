@@ -21,7 +21,7 @@ from celery_dislock import scripts
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.keys.terms import ALONE
+from celery_dislock.keys.terms import ALONE, written
 from celery_dislock.servers.connecting import BLOCKING
 from celery_dislock.servers.connections import by_digest, by_text, commands_of, is_answer, is_lost
 from celery_dislock.servers.peers import GRACE, LEAST, Names, Peer, ask_all, by_majority
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
 PATIENCE_RATIO = 1 / 4  # of a lease's expiry: the limit for an acquisition if that is shorter
 PAUSE = (0.05, 0.2)  # seconds between two attempts of a waiter, at least and at most
-USUAL = (str(ALONE), 0, 1)  # the arguments of acquire.lua that no other are possible of
+USUAL = (written((ALONE,)), 0, 1)  # the arguments of acquire.lua that no other are possible of
 ATTEMPTS = 4  # to acquire, if no owner gets a majority because several ask at once
 ATTEMPT_PAUSE = 0.02  # most seconds before the second attempt; doubled each time
 RENEWS = {scripts.RENEW, scripts.RENEW_STALLED}
@@ -232,7 +232,7 @@ class Quorum(Server):
 
     def _acquire(self, keys: Sequence[str], owner: Any, ttl_ms: Any, *how: Any) -> list[Any]:
         holder, terms, place_ms, _fair = how
-        if terms != str(ALONE):
+        if terms != USUAL[0]:
             raise SettingsError("lock", "dislock_url", terms, ONLY_EXCLUSIVE)
         for attempt in range(0 if place_ms else ATTEMPTS - 1):  # a waiter asks again anyway
             answer, settled = self._attempt(keys, owner, ttl_ms, holder)

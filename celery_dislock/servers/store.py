@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.terms import ALONE
+from celery_dislock.keys.terms import ALONE, written
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.connecting import BLOCKING
@@ -93,7 +93,7 @@ class Store:
         ttl: float,
         holder: str,
         *,
-        terms: Sequence[Terms] = (ALONE,),
+        terms: tuple[Terms, ...] = (ALONE,),
         fair: bool = True,
         place: float = 0.0,
         reservation: Reservation | None = None,
@@ -136,8 +136,7 @@ class Store:
             for group in (locks,) if len(locks) == 1 else self.lock_server.together(locks):
                 before = len(tokens)
                 its = terms if len(terms) == 1 else terms[before : before + len(group)]
-                written = ",".join(map(str, its))
-                reply, _ = self.lock_server.exchange(script, group, *who, written, *how)
+                reply, _ = self.lock_server.exchange(script, group, *who, written(its), *how)
                 if reply[0] != scripts.GRANTED:
                     if not place:
                         self._give_back(locks[:before], owner)

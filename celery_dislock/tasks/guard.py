@@ -329,7 +329,7 @@ class Guard:
         process, notes = self.runtime.process, Notes.of(request)
         if notes.parked is not None and (request.is_eager or not (self._locks and self.can_park)):
             notes.parked = None
-        terms: Sequence[Terms] | None = None
+        terms: tuple[Terms, ...] | None = None
         if notes.parked is not None:
             keys: Sequence[str] = [key_of(notes.parked[0])]
         else:

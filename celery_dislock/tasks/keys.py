@@ -102,7 +102,7 @@ def _is_static(task: type[Task]) -> bool:
     return isinstance(inspect.getattr_static(task, "run"), staticmethod)
 
 
-def terms_in_order(keys: Sequence[str], limits: Sequence[int]) -> Sequence[Terms]:
+def terms_in_order(keys: Sequence[str], limits: Sequence[int]) -> tuple[Terms, ...]:
     """
     Return the terms of a lock's keys, in the order of :func:`in_order`; one if all have the same.
 
@@ -111,7 +111,7 @@ def terms_in_order(keys: Sequence[str], limits: Sequence[int]) -> Sequence[Terms
     smallest: dict[str, int] = {}
     for key, limit in zip(keys, limits, strict=True):
         smallest[key] = min(limit, smallest.get(key, limit))
-    ordered = [Terms(limit=smallest[key]) for key in in_order(keys)]
+    ordered = tuple(Terms(limit=smallest[key]) for key in in_order(keys))
     return ordered[:1] if len(set(ordered)) == 1 else ordered
 
 

@@ -123,7 +123,7 @@ class Line(Broker):
 
     def wait(self, owner, place=LONG, ttl=LONG, **terms):
         """Let somebody take the lock who waits for it in a slot; return whether it was granted."""
-        terms = {"terms": [Terms(**terms)]} if terms else {}
+        terms = {"terms": (Terms(**terms),)} if terms else {}
         answer = self.store.acquire([LOCK], owner, ttl, "{}", place=place, **terms)
         return isinstance(answer, Granted)
 

@@ -81,8 +81,8 @@ def free(store):
 @pytest.mark.parametrize("longest", [LONG, 10 * LONG], ids=["alone", "beside a longer one"])
 def test_a_lock_is_renewed(store, client, fill, longest):
     """By its process or another, and for an owner that asks again, also beside a longer lease."""
-    take(store, terms=[Terms(limit=2)])
-    take(store, "b@w/1", longest, terms=[Terms(limit=2)])
+    take(store, terms=(Terms(limit=2),))
+    take(store, "b@w/1", longest, terms=(Terms(limit=2),))
     fill()
     before = client.hgetall(LOCK)
     assert store.renew([([LOCK], ME, 2 * LONG)], within=WITHIN) == [True]
@@ -93,7 +93,7 @@ def test_a_lock_is_renewed(store, client, fill, longest):
     overdue = Execution([LOCK], "t@w/", LONG, overdue=0.0, longest=0.0)
     (found,) = store.renew_stalled([overdue], within=WITHIN)
     assert not isinstance(found, StoreError)
-    take(store, terms=[Terms(limit=2)])
+    take(store, terms=(Terms(limit=2),))
 
 
 # What ends the lease, and who is there afterwards; the watchdog releases late, for an owner that

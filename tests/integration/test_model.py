@@ -209,7 +209,7 @@ class LockMachine(RuleBasedStateMachine):
             twice,
             self.store.acquire,
             *([LOCK], owner, ttl * UNIT, json.dumps({"id": owner})),
-            terms=[Terms(mode, limit)],
+            terms=(Terms(mode, limit),),
             fair=fair,
             place=place * UNIT,
         )

@@ -28,7 +28,7 @@ from tests.integration.parked import LOCK, LONG, Broker
 from tests.redis_server import RedisServer
 from tests.unit.deliveries import noted
 
-SHARED = {"terms": [Terms("shared")]}
+SHARED = {"terms": (Terms("shared"),)}
 
 
 class Worker(Broker):
@@ -308,23 +308,23 @@ class TestLimit:
         worker.take("a")
         worker.lines.limit(LOCK, 2)
         assert isinstance(worker.take("b"), Granted)
-        assert isinstance(worker.take("c", terms=[Terms(limit=9)]), Refused)
+        assert isinstance(worker.take("c", terms=(Terms(limit=9),)), Refused)
         assert worker.lines.limit(LOCK, 1) == 2
         worker.release("a")
-        assert isinstance(worker.take("c", terms=[Terms(limit=9)]), Refused)
+        assert isinstance(worker.take("c", terms=(Terms(limit=9),)), Refused)
         worker.lines.limit(LOCK, None)
-        assert isinstance(worker.take("c", terms=[Terms(limit=9)]), Granted)
+        assert isinstance(worker.take("c", terms=(Terms(limit=9),)), Granted)
 
     def test_who_has_the_lock_keeps_it_beyond_a_lower_limit(self, worker):
         """Nobody is thrown out; as many must leave first as are too many."""
         for owner in "abc":
-            worker.take(owner, terms=[Terms(limit=3)])
+            worker.take(owner, terms=(Terms(limit=3),))
         worker.lines.limit(LOCK, 1)
         for owner in "ab":
             worker.release(owner)
-            assert isinstance(worker.take("d", terms=[Terms(limit=3)]), Refused)
+            assert isinstance(worker.take("d", terms=(Terms(limit=3),)), Refused)
         worker.release("c")
-        assert isinstance(worker.take("d", terms=[Terms(limit=3)]), Granted)
+        assert isinstance(worker.take("d", terms=(Terms(limit=3),)), Granted)
 
     def test_those_in_line_are_admitted_at_once(self, worker):
         """As many as the new limit admits: waiters are woken, parked tasks are published."""
@@ -353,14 +353,14 @@ class TestLimit:
     def test_each_of_several_locks_has_its_own(self, worker, place):
         """Three tenants' tasks at a time, one call of the API."""
         api, tenant = sorted([name_of("limits-api"), name_of("limits-tenant")])
-        terms = {"terms": [Terms(limit=2), Terms(limit=3)], "place": place}
+        terms = {"terms": (Terms(limit=2), Terms(limit=3)), "place": place}
         take = worker.store.acquire
         for nth in range(2):
             assert isinstance(take([api, tenant], f"a{nth}", LONG, "{}", **terms), Granted)
         answer = take([api, tenant], "b", LONG, "{}", **terms)
         assert (type(answer), answer.nth) == (Refused, 0)
-        assert isinstance(take([tenant], "c", LONG, "{}", terms=[Terms(limit=3)]), Granted)
-        assert isinstance(take([tenant], "d", LONG, "{}", terms=[Terms(limit=3)]), Refused)
+        assert isinstance(take([tenant], "c", LONG, "{}", terms=(Terms(limit=3),)), Granted)
+        assert isinstance(take([tenant], "d", LONG, "{}", terms=(Terms(limit=3),)), Refused)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_an_acquisition_is_told(broker, hold, terms, place):
     hold()
     if terms.limit == 2:
         hold("b/1")
-    refused = broker.store.acquire([LOCK], "me", LONG, "{}", place=place, terms=[terms])
+    refused = broker.store.acquire([LOCK], "me", LONG, "{}", place=place, terms=(terms,))
     assert told(refused) == BOTH
 
 

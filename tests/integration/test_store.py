@@ -127,7 +127,7 @@ class TestRenewStalled:
         if ended == "left":
             store.release([LOCK], self.OWNER, Ending(at_least=LONG))
         if ended == "expired":  # beside another
-            store.acquire([LOCK], "b/1", 2 * LONG, HOLDER, terms=[Terms(limit=2)])
+            store.acquire([LOCK], "b/1", 2 * LONG, HOLDER, terms=(Terms(limit=2),))
             server.advance(LONG)
         if ended == "gone":
             server.lose()

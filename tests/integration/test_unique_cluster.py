@@ -110,18 +110,18 @@ def test_a_task_that_begins_while_a_slot_moves(cluster, store, nodes, moved, unt
     older = reserve(store, "a", replaces=True)
     newer = reserve(store, "b", replaces=True)._replace(until=until)
     store.reservations.confirm(newer)
-    store.acquire([LOCK], "other/1", LONG, "{}", terms=[Terms(limit=2)])
+    store.acquire([LOCK], "other/1", LONG, "{}", terms=(Terms(limit=2),))
     with cluster.moving(LOCK, source, target, first=[RECORD if moved == "the record" else LOCK]):
         for reservation, owner in ((older, "a@w/1"), (newer, "b@w/1")):
             with contextlib.suppress(StoreError, Replaced):
                 store.acquire(
-                    [LOCK], owner, LONG, "{}", terms=[Terms(limit=2)], reservation=reservation
+                    [LOCK], owner, LONG, "{}", terms=(Terms(limit=2),), reservation=reservation
                 )
             assert on_nodes(nodes) <= 1
             assert on_nodes(nodes, LOCK) <= 1
     with pytest.raises(Replaced):
-        store.acquire([LOCK], "a@w/1", LONG, "{}", terms=[Terms(limit=2)], reservation=older)
-    granted = store.acquire([LOCK], "b@w/1", LONG, "{}", terms=[Terms(limit=2)], reservation=newer)
+        store.acquire([LOCK], "a@w/1", LONG, "{}", terms=(Terms(limit=2),), reservation=older)
+    granted = store.acquire([LOCK], "b@w/1", LONG, "{}", terms=(Terms(limit=2),), reservation=newer)
     assert isinstance(granted, Granted)
     assert store.release([LOCK], "b@w/1", Ending(reservation=newer))
     assert isinstance(reserve(store, "c"), Reservation)
