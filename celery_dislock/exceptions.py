@@ -149,7 +149,7 @@ class NoResultError(DislockError):
 
 @dataclass(eq=False, repr=False)
 class LaterReleaseError(DislockError):
-    """A later release has given this parked task its turn, and none of its workers took it in a day.
+    """A later release has given this parked task its turn, and no worker of it took it for a day.
 
     Attributes:
         key: The key of the lock.
