@@ -12,7 +12,7 @@ from typing import NamedTuple
 from celery_dislock.keys.terms import Terms
 from celery_dislock.parking.store import OVER, Bounds, Lines, Ticket
 from celery_dislock.scripts import HAS_LEFT
-from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
+from celery_dislock.servers.replies import Done, Full, Granted, Later, Parked, Refused
 from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
 
@@ -24,6 +24,7 @@ LONG = 1_000_000.0  # seconds: no such lease runs out by itself
 TURN = 5  # seconds that leases of parked tasks last, and their first turn
 REPLACES = Bounds(1, overflow="replace")
 WORDS = {Granted: "granted", Refused: "refused", Parked: "parked", Full: "full", Done: "done"}
+WORDS[Later] = "later"
 
 
 def owner_of(task, copy=1):

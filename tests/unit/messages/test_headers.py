@@ -110,11 +110,12 @@ def test_a_header_of_our_name_that_we_have_not_written_is_ignored(
 def test_a_header_of_a_later_version_is_ignored_and_left_alone(app, lock_server, broker, caplog):
     """What it means is not known here; it was not forged for that, and goes on as it is."""
     task = declare(app, lambda self: vars(self.request)[HEADER])
-    later = {"v": 2, **GENUINE, "unique": [LOCK, "end"]}
+    later = {"v": 2, "retry_until": "then", "unique": [LOCK, "end"], "new": [1]}
     assert run(task, arrived(task, **{HEADER: later})).retval == later
     lock_server.away = True
     run(task, arrived(task, **{HEADER: later}))
-    assert broker.last.headers[HEADER] == later
+    since = broker.last.headers[HEADER]["since"]
+    assert broker.last.headers[HEADER] == {**later, "put_off": 1, "since": since}
     assert "celery-dislock did not write" not in caplog.text
 
 

@@ -1,0 +1,276 @@
+"""Records and messages of a made-up next release: each is counted, passed or put off by its head.
+
+The next release writes a higher version, and fields that are not known here behind the head.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from celery_dislock.exceptions import LaterReleaseError
+from celery_dislock.scripts import RENEW_STALLED
+from celery_dislock.servers.reservations import Reservation, Reserved
+from tests.driven import Shop
+from tests.integration.lua_server import LuaServer
+from tests.integration.parked import LOCK, LONG, REPLACES, TURN, Line, sent
+
+DAY = 86400  # seconds
+HOLDER = json.dumps({"id": "new", "more": [1]})
+
+
+@pytest.fixture
+def server():
+    return LuaServer()
+
+
+@pytest.fixture
+def broker(server):
+    return Line(server)
+
+
+def field_of(server, key, field):
+    return server.client().hget(key, field)
+
+
+class TestLease:
+    """A later version of a lease is counted; of an unknown mode, as exclusive and as shared."""
+
+    def lease(self, server, mode, version=2):
+        ends = server.now_ms + 30_000
+        record = f"{version} {ends} 7 {server.now_ms} {mode} new {HOLDER}"
+        server.send("HSET", LOCK, "new@w:1/1", record)
+        server.send("PEXPIRE", LOCK, 30_000)
+
+    @pytest.mark.parametrize(
+        ("mode", "asked", "admitted"),
+        [
+            ("x", {}, False),
+            ("x", {"limit": 2}, True),
+            ("x", {"mode": "shared"}, False),
+            ("s", {"mode": "shared"}, True),
+            ("s", {"limit": 2}, False),
+            ("w", {"limit": 2}, False),
+            ("w", {"mode": "shared"}, False),
+        ],
+    )
+    def test_it_takes_the_room_that_its_head_says(self, broker, server, mode, asked, admitted):
+        self.lease(server, mode)
+        assert broker.wait("me@w:1/1", place=0, **asked) is admitted
+        assert [one.owner for one in broker.store.holders(LOCK)][0] == "new@w:1/1"
+        server.advance(31)
+        assert broker.wait("you@w:1/1", place=0, **asked)
+
+    def test_what_goes_on_with_it_writes_it_as_it_was(self, broker, server):
+        """The main process renews it, and it is left to run out; nothing behind its head is lost."""
+        self.lease(server, "w", version=31)
+        server.advance(20)
+        assert server.run(RENEW_STALLED, [LOCK], "new@w:1/", 30_000, 1, 0) > 0
+        record = field_of(server, LOCK, "new@w:1/1").split(b" ", 5)
+        assert (record[0], record[4:]) == (b"31", [b"w", f"new {HOLDER}".encode()])
+        assert broker.store.release_dead([LOCK], "new@w:1/", LONG) == 1
+        (left,) = server.client().hgetall(LOCK).values()
+        assert (left.split(b" ")[0], left.endswith(HOLDER.encode())) == (b"31", True)
+
+
+class TestPlace:
+    """A waiter of a later version is handed the lock on the terms of its head, or waited for."""
+
+    def place(self, server, mode, seconds):
+        record = f"2 {server.now_ms + seconds * 1000} 30000 {mode} 1 new {HOLDER}"
+        server.send("HSET", f"{LOCK}:places", "new@w:1/1", record)
+        server.send("ZADD", f"{LOCK}:line", 1, "new@w:1/1")
+
+    def test_it_is_handed_the_lock(self, broker, server):
+        broker.ask("first")
+        self.place(server, "x", 60)
+        broker.wait("next@w:1/1")
+        broker.end("first")
+        assert broker.owners() == ["new@w:1/1"]
+        record = field_of(server, LOCK, "new@w:1/1")
+        assert (record[:2], record.endswith(HOLDER.encode())) == (b"2 ", True)
+
+    def test_on_terms_that_are_not_known_it_stops_the_line_until_its_deadline(self, broker, server):
+        broker.ask("first")
+        self.place(server, "w", 60)
+        broker.wait("next@w:1/1")
+        broker.end("first")
+        assert broker.owners() == []
+        server.advance(61)
+        broker.sweep()
+        assert broker.owners() == ["next@w:1/1"]
+
+
+def newer(record):
+    """Return the record of a ticket, or of a claim, as the next release would write it."""
+    *head, terms, message = record.partition(b" x 1")
+    return b"2" + head[0][1:] + b" stations=w:3" + message if terms else None
+
+
+class TestTicket:
+    """A ticket of a later version has its turn; who cannot read all of it does not claim it."""
+
+    @pytest.fixture
+    def ticket(self, broker, server):
+        """Two tasks are in line; the next release has parked the first of them."""
+        broker.ask("first")
+        for task in "ab":
+            broker.park(task, message=sent(5))
+        record = broker.record_of("a")
+        changed = newer(record)
+        server.send("HSET", f"{LOCK}:tickets", "a:0:0", changed)
+        server.send("HINCRBY", f"{LOCK}:tickets", "bytes", len(changed) - len(record))
+        return changed
+
+    def test_it_has_its_turn_and_is_not_claimed_here(self, broker, ticket, server):
+        """Nothing is set aside; after its turn has run out it has another one."""
+        broker.end("first")
+        assert [turn.message for turn in broker.published] == [sent(5)]
+        assert broker.given() == ["a"]
+        for _ in range(3):
+            assert broker.claim("a") == "later"
+            server.advance(TURN * 20)
+            broker.sweep()
+            assert broker.given() == ["a"]
+        kept = broker.record_of("a")
+        assert (kept[:2], b"stations=w:3" in kept) == (b"2 ", True)
+        assert broker.records().aside == {}
+        server.send("HSET", f"{LOCK}:tickets", "a:0:0", ticket)  # back to how it was
+        assert broker.park("a", 3) == "parked"
+
+    def test_it_can_be_dropped_revoked_and_replaced(self, broker, ticket):
+        """By people, by its sender, and where the oldest makes room."""
+        for how in ("drop", "leave", "replace"):
+            if how == "drop":
+                assert broker.lines.drop(LOCK, "a:0:0", '"replaced":"why"').message
+            elif how == "leave":
+                broker.park("c")
+                broker.client.hset(f"{LOCK}:tickets", "c:0:0", newer(broker.record_of("c")))
+                assert broker.leave("c")
+        assert broker.line() == ["b"]
+        assert broker.park("d", message=sent(9), bounds=REPLACES) == "parked"
+        assert broker.line() == ["d"]
+
+    def test_a_claim_is_not_deleted_and_claims_again_when_its_process_is_gone(self, broker, server):
+        broker.ask("first")
+        broker.park("a")
+        broker.end("first")
+        broker.claim("a", 1)
+        claim = newer(field_of(server, f"{LOCK}:running", "a:0:0"))
+        server.send("HSET", f"{LOCK}:running", "a:0:0", claim)
+        assert broker.claim("a", 2) == "refused"
+        broker.clear("a")
+        server.advance(8 * DAY)
+        server.send("HSET", f"{LOCK}:running", "a:0:0", claim)
+        broker.sweep()
+        assert field_of(server, f"{LOCK}:running", "a:0:0") == claim
+        assert broker.claim("a", 3) == "granted"
+
+
+def test_a_done_mark_counts_by_its_key_alone(broker, server):
+    server.send("SET", f"{LOCK}:done:a:0:0", "2 what it means later", "PX", 100_000)
+    assert broker.claim("a") == "done"
+
+
+@pytest.mark.parametrize(("limit", "admitted"), [(0, False), (3, True)])
+def test_a_limit_counts_by_its_number(broker, server, limit, admitted):
+    broker.ask("first")
+    server.send("SET", f"{LOCK}:limit", f"2 {limit} {server.now_ms} new more text")
+    assert broker.wait("me@w:1/1", place=0) is admitted
+    assert broker.lines.limit(LOCK, None) == limit
+
+
+def test_the_number_of_a_line_in_the_index_may_be_anything(broker, server):
+    server.send("HSET", "dislock:lines:here", LOCK, "2 7 new")
+    broker.ask("first")
+    assert broker.park("a") == "parked"
+
+
+class TestReservation:
+    """It is compared with nothing, and neither written nor deleted: messages go out without one."""
+
+    MINE = Reservation(LOCK, "b", "end", 60.0, "ab", 2)
+
+    @pytest.fixture
+    def record(self, server):
+        ends = server.now_ms + 900_000
+        record = f"2 w {ends} new-id a-field-of-then {server.now_ms}".encode()
+        server.send("SET", f"{LOCK}:unique", record, "PX", 900_000)
+        return record
+
+    def test_nothing_touches_it(self, broker, server, record):
+        kept = broker.store.reservations
+        assert kept.reserve(self.MINE, "nonce") is None
+        assert kept.reserve(self.MINE, "nonce", replaces=True) is None
+        assert kept.reserve(self.MINE, "nonce", again=True) is None
+        assert kept.confirm(self.MINE) is False
+        for until in ("start", "end", "expiry"):
+            kept.begin(self.MINE._replace(until=until))
+        assert kept.end(self.MINE) is False
+        kept.end_waiting(self.MINE)
+        granted = broker.store.acquire([LOCK], "b@w/1", LONG, "{}", reservation=self.MINE)
+        assert granted.tokens
+        broker.end("b", reservation=self.MINE)
+        assert server.client().get(f"{LOCK}:unique") == record
+
+    def test_when_it_is_gone_keys_are_reserved_again(self, broker, server, record):
+        server.advance(901)
+        server.end_keys()
+        assert isinstance(broker.store.reservations.reserve(self.MINE, "nonce"), Reserved)
+
+
+@pytest.fixture
+def shop(caplog):
+    caplog.set_level("INFO", "celery_dislock")
+    with Shop() as shop:
+        yield shop
+
+
+class TestMessage:
+    """A header of a later version; some of its members mean the same in every version."""
+
+    def test_a_message_is_sent_without_a_reservation_that_is_newer(self, shop, caplog):
+        """With one warning, however many there are."""
+        task = shop.declare(lock_unique_until="end")
+        shop.server.send("SET", f"{LOCK}:unique", b"2 w 9999999999999 x new", "PX", 900_000)
+        for task_id in "23":
+            shop.run(task, task_id)
+        assert shop.ran == ["2", "3"]
+        assert caplog.text.count("was written by a later release of celery-dislock") == 1
+        assert "delete" not in caplog.text
+
+    @pytest.mark.parametrize("note", ["ticket", "held"])
+    def test_what_has_a_turn_or_a_lease_of_then_is_put_off_for_a_day(self, shop, caplog, note):
+        """It does not run; the task fails after that, and the error says why."""
+        task = shop.declare()
+        notes = {"ticket": [LOCK, "2:0:0"]} if note == "ticket" else {"held": "2@w:1/x.1"}
+        header = {"v": 2, **notes, "new": {"a": 1}}
+        shop.send(task, "2", headers={"dislock": header})
+        for _ in range(5):
+            shop.work(later=90)
+        (waiting,) = shop.put_off
+        assert waiting.message.headers["dislock"].items() >= header.items()
+        assert "was written by a later release of celery-dislock" in caplog.text
+        shop.run(task, headers={"dislock": {**header, "since": time.time() - DAY - 1}})
+        assert shop.ran == []
+        result = shop.app.AsyncResult("2")
+        assert (result.state, type(result.result)) == ("FAILURE", LaterReleaseError)
+
+    def test_all_else_is_ignored_kept_and_sent_on(self, shop):
+        """It runs; a turn is written into it; what is dropped says so."""
+        task = shop.declare()
+        header = {"v": 2, "new": {"a": 1}, "put_off": "?"}
+        with shop.held():
+            for task_id in "23":
+                shop.send(task, task_id, headers={"dislock": header})
+            shop.work()
+            shop.other.lines.drop(LOCK, "3:0:0", '"replaced":"dropped by an operator"')
+        (turn,) = shop.sent
+        assert turn["ticket"] == [LOCK, "2:0:0"]
+        assert turn.items() >= {"v": 2, "new": {"a": 1}}.items()
+        shop.sweep()
+        shop.work()
+        assert shop.app.AsyncResult("3").state == "REVOKED"
+        assert shop.line == []
