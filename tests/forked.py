@@ -50,6 +50,7 @@ IMPORTED = (
     "kombu.transport.redis",
     "redis.asyncio",
 )
+OTHER_RELEASE = "OTHER_RELEASE"  # in the environment: Python's path begins with one
 # Pools that patch modules before these are imported, and one that Celery looks for at its import.
 PATCHING = {"gevent", "eventlet", "custom"}
 LONGEST = 1 << 20  # bytes of a request
@@ -196,7 +197,8 @@ def _start(
     out: int,
     err: int,
 ) -> Forked | subprocess.Popen[bytes]:
-    if sys.platform == "linux" and not PATCHING & set(arguments):
+    is_other = OTHER_RELEASE in env  # which the template has not imported
+    if sys.platform == "linux" and not (PATCHING & set(arguments) or is_other):
         return template.start(module, arguments, folder=folder, env=env, out=out, err=err)
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 
-from tests.acceptance.fleet import Worker
+from tests.acceptance.fleet import ROOT, Worker
+from tests.forked import OTHER_RELEASE
 from tests.holding import name_of, wait_for
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Site:
         folder: Of what they write, and of what they are told.
         server: Of the locks; and of all else that has no server of its own here.
         rabbitmq: The broker.
+        after: Where the next release is.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Site:
         server: RedisServer,
         *,
         rabbitmq: RabbitServer | None = None,
+        after: Path | None = None,
     ) -> None:
         self.folder = folder
         self.redis = server.client(decode_responses=True)
@@ -72,6 +75,7 @@ class Site:
             "PARKED_TIMEOUT": str(TIMEOUT),
         }
         self._started = 0
+        self._after = after
 
     def close(self) -> None:
         """End all workers, and the connections."""
@@ -84,15 +88,20 @@ class Site:
 
     # Workers
 
-    def start(self, *, ready: bool = True) -> Worker:
-        """Start a worker."""
+    def start(self, *, ready: bool = True, is_next: bool = False) -> Worker:
+        """Start a worker, of this release or of the next."""
         self._started += 1
         name = f"{self.queue}-{self._started}"
         folder = self.folder / f"boot{self._started}"
         folder.mkdir()
         options = ["--pool", "prefork", "--concurrency", "2", "--dislock"]
         app = "tests.faults.parked_app"
-        worker = Worker(folder, name, *options, "--queues", self.queue, app=app, env=self._env)
+        env = self._env
+        if is_next:
+            assert self._after is not None
+            paths = os.pathsep.join([str(self._after), str(ROOT)])
+            env = {**env, "PYTHONPATH": paths, OTHER_RELEASE: "next"}
+        worker = Worker(folder, name, *options, "--queues", self.queue, app=app, env=env)
         self.workers.append(worker)
         if ready:
             worker.wait_until_ready()

@@ -59,12 +59,12 @@ class TestLease:
     def test_it_takes_the_room_that_its_head_says(self, broker, server, mode, asked, admitted):
         self.lease(server, mode)
         assert broker.wait("me@w:1/1", place=0, **asked) is admitted
-        assert [one.owner for one in broker.store.holders(LOCK)][0] == "new@w:1/1"
+        assert broker.store.holders(LOCK)[0].owner == "new@w:1/1"
         server.advance(31)
         assert broker.wait("you@w:1/1", place=0, **asked)
 
     def test_what_goes_on_with_it_writes_it_as_it_was(self, broker, server):
-        """The main process renews it, and it is left to run out; nothing behind its head is lost."""
+        """The main process renews it, and it is left to run out: nothing of it is lost."""
         self.lease(server, "w", version=31)
         server.advance(20)
         assert server.run(RENEW_STALLED, [LOCK], "new@w:1/", 30_000, 1, 0) > 0

@@ -1,0 +1,57 @@
+"""The next release of this package: what is installed here, with later versions of all records.
+
+It reads what this release writes, and writes a higher version with a field that is new.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import celery_dislock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HERE = celery_dislock.__path__[0]
+IS_LATER = "is_later = version and version ~= '1'"
+CHANGES = {
+    "messages/headers.py": {"VERSION = 1  #": "VERSION = 2  #"},
+    "scripts/_record.lua": {"{version or '1',": "{version or '2',"},
+    "scripts/_line.lua": {
+        "'1 %.0f %.0f %s %s'": "'2 %.0f %.0f %s %s'",
+        "is_later = version ~= '1'": "is_later = version ~= '1' and version ~= '2'",
+        "parse_terms(between)": "parse_terms((string.gsub(between, ' new$', '')))",
+    },
+    "scripts/_parked.lua": {
+        "parked.version or '1'": "parked.version or '2'",
+        "or write_terms(parked.terms))": "or write_terms(parked.terms) .. ' new')",
+        "'1 %.0f %.0f %.0f %s'": "'2 %.0f %.0f %.0f %s new'",
+        IS_LATER: f"{IS_LATER} and version ~= '2'",
+        "parse_terms(rest or '')": "parse_terms((string.gsub(rest or '', ' new$', '')))",
+    },
+    "scripts/_unique.lua": {
+        "    '1', it.state,": "    '2', it.state,",
+        "not string.find(record, '^1 ')": "not string.find(record, '^[12] ')",
+        "'^1 ([swrd-])": "'^[12] ([swrd-])",
+    },
+    "scripts/_beat.lua": {
+        "{'1', last,": "{'2', last,",
+        "version ~= '1'": "version ~= '1' and version ~= '2'",
+    },
+    "scripts/limit.lua": {"'1 %s %.0f '": "'2 %s %.0f '"},
+}
+
+
+def next_release(folder: Path) -> Path:
+    """Make it in this folder; return what must come first on the path of Python."""
+    root = folder / "next"
+    package = root / "celery_dislock"
+    shutil.copytree(HERE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, changes in CHANGES.items():
+        text = (package / name).read_text("utf-8")
+        for old, new in changes.items():
+            assert text.count(old) == 1, (name, old)
+            text = text.replace(old, new)
+        (package / name).write_text(text, "utf-8")
+    return root
