@@ -176,7 +176,7 @@ class Durations:
     def _asker(self, lock: Leases, script: Script, arguments: Sequence[Any]) -> str:
         """Return who asks; one that takes over goes on with what another has left."""
         asker: str = arguments[0]
-        if script in ACQUIRES and arguments[5]:
+        if script in ACQUIRES and arguments[4]:
             lock.wanted[asker] = arguments[1]
         elif script is scripts.TAKE_OVER:
             old, asker = arguments[:2]
@@ -236,5 +236,5 @@ class Durations:
         """Judge who has taken some of several locks."""
         if reply[0] == GRANTED and not all(there):
             self.fail("all or none", f"{arguments[0]} was granted {keys}, and has {there}")
-        if reply[0] == REFUSED and not arguments[5] and any(taken):
+        if reply[0] == REFUSED and not arguments[4] and any(taken):
             self.fail("all or none", f"{arguments[0]} was refused {keys}, and has {there}")

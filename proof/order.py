@@ -83,10 +83,10 @@ class Order:
             live = self.judge(name, line, script, arguments)
             for one in [one for one in live if one[-1] != "#"]:
                 line.waits.pop(one, None)
-            if script in ACQUIRES and reply[:2] == [REFUSED, nth] and arguments[5]:
-                self.waits(line, arguments[0], self.net.now_ms + arguments[5])
+            if script in ACQUIRES and reply[:2] == [REFUSED, nth] and arguments[4]:
+                self.waits(line, arguments[0], self.net.now_ms + arguments[4])
             elif script in PARKS:
-                self.parks(line, f"{arguments[6]}#", arguments[10], reply)
+                self.parks(line, f"{arguments[5]}#", arguments[9], reply)
 
     def judge(self, name: str, line: Line, script: Script, arguments: Sequence[Any]) -> set[str]:
         """Judge whether somebody was let in before his time; returns who has a lease."""
@@ -96,10 +96,10 @@ class Order:
         new = {one for one in live - before if one[0] != "~"}
         asker = member = arguments[script is scripts.TAKE_OVER]
         if script in PARKS:
-            member = f"{arguments[6]}#"
+            member = f"{arguments[5]}#"
         if asker in new:
             new.discard(asker)
-            passes = script in ACQUIRES and not arguments[6]
+            passes = script in ACQUIRES and not arguments[5]
             its_own = member in before or member in line.claimed or script is scripts.TAKE_OVER
             if not (passes or its_own):
                 new.add(member)

@@ -58,7 +58,7 @@ LEASE = 30.0  # seconds
 KEPT = 2 * LEASE  # seconds for which a running task keeps its reservation
 COPY = 7200.0  # seconds in which a copy of a message may come after the state was last used
 ACTORS_MOST, QUEUE_MOST = 6, 12
-FIELDS = "version state since first id ends nonce number result mark newest confirmed begun kept by"
+FIELDS = "version state ends id since first nonce number result mark newest confirmed begun kept by"
 OF_THE_RESERVATION = ("state", "since", "first", "id", "ends", "nonce", "number", "result")
 
 

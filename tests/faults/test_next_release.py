@@ -1,4 +1,4 @@
-"""Workers of this release beside those of a made-up next one, forwards and back, with lines full."""
+"""Workers of this release beside those of a made-up next one, forwards and back, with a line."""
 
 from __future__ import annotations
 
