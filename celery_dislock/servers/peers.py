@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.connecting import Driver
     from celery_dislock.servers.connections import Command
 
-    # Returns whether these replies of a majority decide, whatever the other servers say.
-    Decides = Callable[[Sequence[Any]], bool]
-
 RETRY_AFTER = 0.5  # seconds until a server that failed is asked again; doubled each time
 GRACE = 0.05  # seconds that it then gets, after the others have answered; doubled each time
 DOUBLED = 4  # most times that both are doubled
@@ -98,11 +95,6 @@ def ask_all(
                 read(server, 0.0)
         raise
     return replies
-
-
-def by_majority(answered: Sequence[Any]) -> bool:  # noqa: ARG001 -- what they say is no matter
-    """Return True: that a majority has answered decides."""
-    return True
 
 
 class Peer:
