@@ -268,7 +268,7 @@ class Cluster(Server):
             host, port = address
             node = Node(
                 f"{self.name} at {host}:{port}",
-                lambda _within: self._make(host=host, port=port),
+                partial(self._make, host=host, port=port),
                 self._pause,
                 resends=0,  # exchange() sends again, perhaps to another node
                 min_replicas=self.min_replicas,

@@ -67,7 +67,8 @@ def connection_maker(
     """
     Return a function that makes connections to this URL.
 
-    Keyword arguments of that function override those of the URL and the options.
+    Keyword arguments of that function override those of the URL and the options.  It needs no time
+    to find the server, and takes no notice of the limit that it is given.
 
     Args:
         name: The URL without its password, for messages.
@@ -106,10 +107,9 @@ def connection_maker(
         # Raised without its cause, which may quote the password.
         remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
         raise SettingsError("app.conf", "dislock_url", name, remedy) from None
-    kind, arguments = pool.connection_class, pool.connection_kwargs
 
-    def make(**more: Any) -> Any:
-        return driver.connection(kind, {**arguments, **more})
+    def make(_within: float | None = None, **more: Any) -> Any:
+        return driver.connection(pool.connection_class, {**pool.connection_kwargs, **more})
 
     return make
 

@@ -122,8 +122,7 @@ class Peer:
         driver: Driver = BLOCKING,
     ) -> None:
         self.name = without_password(url)
-        make = connection_maker(self.name, url, options, driver)
-        self.wire = Wire(self.name, lambda _within: make())
+        self.wire = Wire(self.name, connection_maker(self.name, url, options, driver))
         self._clock = clock
         self.failures = 0
         self._retry_at = 0.0
