@@ -210,12 +210,12 @@ class Wire:
         """
         is_clean = False  # a reply may still come
         try:
-            replies, has_no_error = self._read(connection, commands, script, asking, within)
+            replies = self._read(connection, commands, script, asking, within)
             if self._confirm:
                 self._confirm(connection, within)
             if then:
                 replies[-1] = then(connection, replies[-1])
-            is_clean = has_no_error
+            is_clean = not any(isinstance(reply, StoreError) for reply in replies)
         except BaseException as exc:
             is_clean = False
             if undo:
@@ -261,13 +261,11 @@ class Wire:
         script: Script | None,
         asking: bool,  # noqa: FBT001
         within: float | None,
-    ) -> tuple[list[Any], bool]:
-        """Read the replies; return them, and whether none is an error."""
+    ) -> list[Any]:
         if within is not None:
             set_patience(connection, max(within, SHORTEST))
         replies: list[Any] = []
         unknown: list[int] = []
-        is_clean = True
         for number, command in enumerate(commands):
             try:
                 reply = connection.read_response(
@@ -277,20 +275,17 @@ class Wire:
                 reply = store_error(self.name, _meant(exc), locks_of(command))
                 if script is not None and isinstance(exc, NoScriptError):
                     unknown.append(number)
-                else:
-                    is_clean = False
             replies.append(reply)
         if script is not None and unknown:
             again = [commands[number] for number in unknown]
             again[0] = (b"EVAL", script.text, *again[0][2:])  # loads the script for the others
             _send(connection, again, asking)
-            answers, known = self._read(connection, again, None, asking, within)
-            is_clean = is_clean and known
+            answers = self._read(connection, again, None, asking, within)
             for number, answer in zip(unknown, answers, strict=True):
                 replies[number] = answer
         if within is not None:
             set_patience(connection, connection.socket_timeout)
-        return replies, is_clean
+        return replies
 
     def _failed(self, exc: BaseException, kind: type[StoreError] = StoreError) -> StoreError:
         if not isinstance(exc, AWAY):

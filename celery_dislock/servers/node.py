@@ -95,9 +95,8 @@ class Node(Server):
             arguments: Arguments of the script.
             asking: Send ASKING first: the slot is being moved to this node of a cluster.
         """
-        undo = None
-        if script is scripts.ACQUIRE:
-            undo = partial(by_text, scripts.RELEASE, keys, arguments[0], 0)
+        is_acquisition = script is scripts.ACQUIRE
+        undo = partial(by_text, scripts.RELEASE, keys, arguments[0], 0) if is_acquisition else None
         command = by_digest(script, keys, *arguments)
         try:
             return self._exchange(command, script, asking=asking, undo=undo)

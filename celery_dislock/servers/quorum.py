@@ -87,12 +87,11 @@ class Quorum(Server):
     ) -> None:
         self._patience = options.get("socket_timeout") or PATIENCE
         limits = {"socket_timeout": PATIENCE, "socket_connect_timeout": self._patience}
-        peers = [
+        self._peers = [
             Peer(url, {**limits, **options}, clock, driver) for url in sorted(urls, key=address)
         ]
         self.name = ", ".join(shown(urls))
-        self._peers = peers
-        self._majority = len(peers) // 2 + 1
+        self._majority = len(urls) // 2 + 1
         self._pause = driver.pause
         self._clock = clock
         self._names = Names(clock)
@@ -154,7 +153,7 @@ class Quorum(Server):
 
     def members(self) -> list[Member]:
         """Return all servers; see :meth:`Server.members`."""
-        return [Member(peer.name, peer.send, peer.wire) for peer in self._peers]
+        return [member for peer in self._peers for member in peer.members()]
 
     def pop(self, key: str, seconds: float) -> None:  # noqa: ARG002 -- nobody is woken here
         """Sleep for a short random time, at most *seconds*."""
@@ -163,7 +162,7 @@ class Quorum(Server):
     def close(self) -> None:
         """Close the connections that are not in use."""
         for peer in self._peers:
-            peer.wire.close()
+            peer.close()
 
     def _ask(
         self,

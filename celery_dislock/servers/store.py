@@ -26,7 +26,7 @@ from celery_dislock.servers.replies import (
 )
 from celery_dislock.servers.requests import ALONE, RELEASED
 from celery_dislock.servers.reservations import Reservations
-from celery_dislock.servers.view import state_of
+from celery_dislock.servers.view import LEASES_ALONE, look
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.view import Holder
-
-LEASES_ALONE = -1  # an argument of look.lua
 
 
 class Store:
@@ -131,11 +129,11 @@ class Store:
         try:
             for group in (locks,) if len(locks) == 1 else self.lock_server.together(locks):
                 before = len(tokens)
-                limit: int | str
-                if isinstance(terms.limit, int):
-                    limit = terms.limit
-                else:
-                    limit = ",".join(map(str, terms.limit[before : before + len(group)]))
+                limit = (
+                    terms.limit
+                    if isinstance(terms.limit, int)
+                    else ",".join(map(str, terms.limit[before : before + len(group)]))
+                )
                 reply, _ = self.lock_server.exchange(script, group, *who, limit, *how)
                 if reply[0] != scripts.GRANTED:
                     if not place:
@@ -180,8 +178,7 @@ class Store:
             DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        reply = self.lock_server.run(scripts.LOOK, [lock], 0, LEASES_ALONE)
-        return list(state_of(self.server, lock, reply).holders)
+        return list(look(self.lock_server, lock, most=LEASES_ALONE).holders)
 
     def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
         """

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery_dislock.config.options import MISSED, RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of, task_id_of_reserved
+from celery_dislock.scripts import LOOK
 from celery_dislock.servers.records import (
     LEADER,
     NAMES,
@@ -31,6 +32,9 @@ from celery_dislock.words import plain
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from celery_dislock.servers.server import Server
+
+LEASES_ALONE = -1  # an argument of look.lua
 OVERDUE = MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
 REPEAT = "Set it again while all of them answer, or take it back"
 
@@ -238,6 +242,23 @@ class LockState(NamedTuple):
     def exists(self) -> bool:
         """Whether the lock server knows anything of it."""
         return bool(self.holders) or not self.has_leases_alone
+
+
+def look(server: Server, name: str, first: int = 0, most: int = 0) -> LockState:
+    """
+    Look at one lock.
+
+    Args:
+        server: The lock server.
+        name: Its name in Redis.
+        first: Place in line to begin with, from 0.
+        most: Maximum number of places; LEASES_ALONE: nothing but the leases.
+
+    Raises:
+        DamagedLockError: A record of the lock cannot be read.
+        StoreError: The server did not answer.
+    """
+    return state_of(server.name, name, server.run(LOOK, [name], first, most), first)
 
 
 def state_of(server: str, name: str, reply: Sequence[Any], first: int = 0) -> LockState:
