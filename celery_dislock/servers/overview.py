@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from celery_dislock.servers.server import Server
-    from celery_dislock.servers.view import Waiter
 
 PLACES = 20  # of a line, unless more are asked for
 SEARCHED = 200  # places in line that are looked at in one round trip
@@ -145,22 +144,3 @@ def look_at_all(overview: Overview, names: Sequence[str], most: int = PLACES) ->
     found = [overview.lock(name, most=most) for name in names]
     together = overview.lock(reserved_lock(names), most=0) if len(names) > 1 else None
     return [*found, together] if together is not None and together.exists else found
-
-
-def find_parked(overview: Overview, name: str, wanted: str) -> list[Waiter]:
-    """
-    Return the parked tasks of a ticket or a task id in one line, read in pages.
-
-    Raises:
-        StoreError: The server did not answer.
-    """
-    found: dict[str, Waiter] = {}
-    first, seen_all = 0, False
-    while not seen_all:
-        lock = overview.lock(name, first, SEARCHED)
-        for place in (*lock.turns, *lock.line):
-            if place.parked and wanted in {place.ticket, place.id}:
-                found[place.ticket] = place
-        first += SEARCHED
-        seen_all = first >= lock.waiting
-    return list(found.values())

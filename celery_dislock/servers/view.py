@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 LEASES_ALONE = -1  # an argument of look.lua
 OVERDUE = MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
-REPEAT = "Set it again while all of them answer, or take it back"
 
 # Numbers as the scripts bound them; see _record.lua.
 _MS, _US, _COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
@@ -314,13 +313,6 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
 def is_beat(one: Holder | Waiter) -> bool:
     """Tell whether one of several beats holds a lock to lead, or waits for it."""
     return one.thread == LEADER
-
-
-def differing(lock: LockState) -> str:
-    """Say that independent servers disagree about the limit of a lock."""
-    have = "1 server has" if lock.limit_differs == 1 else f"{lock.limit_differs} servers have"
-    most = "no limit" if lock.limit is None else "a pause" if lock.limit == 0 else "a limit"
-    return f"most servers have {most}, {have} another state"
 
 
 def shown_key(name: str) -> str:
