@@ -131,8 +131,7 @@ class Sentinels:
             Of each Sentinel its address, and why its answer does not count; empty: it does.
         """
         each = self._timeout / len(self._wires)
-        with self._mutex:
-            return [(_at(one), _why(self._hear(one, each))) for one in self._wires]
+        return [(_at(one), _why(self._hear(one, each))) for one in self._wires]
 
     def _hear(self, at: Address, within: float) -> Said | NoMaster:
         """Ask a Sentinel for the master; return its answer, or why that does not count."""
@@ -158,10 +157,8 @@ class Sentinels:
 
     def close(self) -> None:
         """Close the connections to the Sentinels."""
-        with self._mutex:
-            self._named = None
-            for wire in self._wires.values():
-                wire.close()
+        for wire in self._wires.values():
+            wire.close()
 
     def _alone(self, within: float | None, ask: Callable[[], Address]) -> Address:
         """Ask while no other thread does.  A signal handler of the asking thread may ask, too."""
