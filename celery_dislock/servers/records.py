@@ -58,22 +58,19 @@ def describe(
 
 def in_words(holder: Mapping[str, Any]) -> str:
     """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
-    return plain(_in_words(holder))
-
-
-def _in_words(holder: Mapping[str, Any]) -> str:
-    if "unreadable" in holder:
-        return f"a holder whose record cannot be read: {holder['unreadable']}"
     task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
-    if "paused" in holder:
-        note = f" ({holder['note']})" if holder.get("note") else ""
-        return f"{PAUSED}{note}"
-    if "parked" in holder:
-        return f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
-    who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
-    if holder.get("thread") == LEADER:
-        who = LEADER
-    return f"{who} on {worker} (pid {pid})"
+    if "unreadable" in holder:
+        told = f"a holder whose record cannot be read: {holder['unreadable']}"
+    elif "paused" in holder:
+        told = f"{PAUSED} ({holder['note']})" if holder.get("note") else PAUSED
+    elif "parked" in holder:
+        told = f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
+    elif holder.get("thread") == LEADER:
+        told = f"{LEADER} on {worker} (pid {pid})"
+    else:
+        who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
+        told = f"{who} on {worker} (pid {pid})"
+    return plain(told)
 
 
 def is_turn(holder: Mapping[str, Any]) -> bool:

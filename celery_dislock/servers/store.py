@@ -331,8 +331,7 @@ class Store:
         """
         End the leases and places in line of many owners, in a pipelined round trip or two.
 
-        Parked tasks get their
-        turn at the next sweep.
+        Parked tasks get their turn at the next sweep.
 
         Args:
             releases: What is ended, and how.
@@ -345,11 +344,10 @@ class Store:
         Raises:
             StoreError: The server did not answer; each lease and place may have been ended or not.
         """
-        nobody = ""  # no broker: the caller cannot publish
         errors: list[StoreError | None] = [None] * len(releases)
         sent: dict[Script, list[tuple[int, tuple[str | int, ...]]]] = {}
         for number, (locks, owner, ending) in enumerate(releases):
-            script, terms = _sent(ending, nobody)
+            script, terms = _sent(ending, home="")  # of no broker: the caller cannot publish
             sent.setdefault(script, []).extend((number, (lock, owner, *terms)) for lock in locks)
         for script, numbered in sent.items():
             calls = [call for _, call in numbered]
