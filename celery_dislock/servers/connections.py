@@ -209,7 +209,9 @@ class Wire:
                 self._confirm(connection, within)
             if then:
                 replies[-1] = then(connection, replies[-1])
-            is_clean = not any(isinstance(reply, StoreError) for reply in replies)
+            is_clean = True
+            for reply in replies:  # a generator would be a call more in each exchange
+                is_clean = is_clean and not isinstance(reply, StoreError)
         except BaseException as exc:  # noqa: BLE001 -- raised again by _failed()
             is_clean = False
             if undo:
