@@ -6,7 +6,7 @@
 --     token        fencing token, grows with each new lease of the lock
 --     acquired_ms  Redis TIME of the acquisition
 --     mode         x exclusive, s shared
---     holder       JSON object for messages and tools: see About in servers/records.py
+--     holder       JSON object for messages and tools: see servers/records.py
 --   owner -> "1 deadline_ms ttl_ms mode limit holder"
 --     1            version of this format.  Later ones begin with the same fields, up to the limit
 --     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died

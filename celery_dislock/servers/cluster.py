@@ -101,12 +101,17 @@ class Cluster(Server):
         return [list(group) for _, group in groupby(keys, lambda key: key_slot(key.encode()))]
 
     def exchange(
-        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
+        self,
+        script: Script,
+        keys: Sequence[str],
+        *arguments: str | bytes | int,
+        resends: bool = True,
     ) -> tuple[Any, bool]:
         """Run a script on the node that has its locks; see :meth:`Server.exchange`."""
         return self._routed(
             keys[0],
             lambda node, asking: node.exchange(script, keys, *arguments, asking=asking)[0],
+            resends=resends,
         )
 
     def _routed(
@@ -140,9 +145,6 @@ class Cluster(Server):
                     self._find_slots(first=address)
                 continue
             if not resends:
-                if isinstance(cause, UNSETTLED):
-                    with contextlib.suppress(StoreError):
-                        self._find_slots(last=address)
                 raise error
             if isinstance(cause, TryAgainError) and looks < WHOLE_LOOKS:
                 self._pause(WHOLE_PAUSE)
@@ -236,23 +238,17 @@ class Cluster(Server):
     def _follow(
         self, script: Script, calls: Sequence[Call], replies: dict[int, Any], until: float
     ) -> None:
-        """Follow redirections; read the slot map again if a slot has moved or a node failed."""
-        unsettled = moved = False
+        """Follow redirections; read the slot map again if a node failed."""
         for number, reply in replies.items():
-            cause = reply.raw if isinstance(reply, StoreError) else None
-            unsettled = unsettled or isinstance(cause, UNSETTLED)
-            if isinstance(cause, AskError) and monotonic() < until:
-                asking = not isinstance(cause, MovedError)
-                moved = moved or not asking
+            if isinstance(_cause(reply), AskError) and monotonic() < until:
                 key, *arguments = calls[number]
                 try:
-                    node = self._node(cause.node_addr)
-                    replies[number] = node.exchange(script, [str(key)], *arguments, asking=asking)[
-                        0
-                    ]
+                    replies[number], _ = self.exchange(
+                        script, [str(key)], *arguments, resends=False
+                    )
                 except StoreError as exc:
                     replies[number] = exc
-        if unsettled or moved:
+        if any(isinstance(_cause(reply), UNSETTLED) for reply in replies.values()):
             with contextlib.suppress(StoreError):
                 self._find_slots(within=max(until - monotonic(), LEAST))
 
@@ -268,7 +264,7 @@ class Cluster(Server):
             host, port = address
             node = Node(
                 f"{self.name} at {host}:{port}",
-                lambda _within: self._make(host=host, port=port),
+                partial(self._make, host=host, port=port),
                 self._pause,
                 resends=0,  # exchange() sends again, perhaps to another node
                 min_replicas=self.min_replicas,
@@ -309,7 +305,7 @@ class Cluster(Server):
         within = self._patience if within is None else within
         each = within / min(len(order), ASKED)
         until = monotonic() + within
-        error: StoreError | None = None
+        error = StoreError(self.name, "no slot is on a node")
         for address in order:
             try:
                 reply = one_of(self._node(address).wire.ask(SLOTS, within=each))
@@ -323,20 +319,20 @@ class Cluster(Server):
                 if reply:
                     self._learn(parse_cluster_slots(reply, current_host=address[0]))
                     return
-        reason = error.reason if error else "no slot is on a node"
-        raise StoreError(self.name, f"no node tells the slots: {reason}") from error
+        raise StoreError(self.name, f"no node tells the slots: {error.reason}") from error
 
     def _learn(self, found: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
         slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        masters: dict[Address, None] = {}
-        replicas: dict[Address, None] = {}
         for (start, end), nodes in found.items():
-            host, port = nodes["primary"]
-            slots[start : end + 1] = [(host, port)] * (end + 1 - start)
-            masters[host, port] = None
-            replicas.update(((host, port), None) for host, port in nodes["replicas"])
+            slots[start : end + 1] = [nodes["primary"]] * (end + 1 - start)
+        masters = dict.fromkeys(nodes["primary"] for nodes in found.values())
+        replicas = (replica for nodes in found.values() for replica in nodes["replicas"])
         self._slots = slots
         self._known = list(dict.fromkeys([*masters, *replicas, *self._seeds]))
-        for address in list(self._nodes):
-            if address not in masters and (gone := self._nodes.pop(address, None)):
+        for address in self._nodes.keys() - masters:
+            if gone := self._nodes.pop(address, None):  # another thread may have closed it
                 gone.close()
+
+
+def _cause(reply: Any) -> BaseException | None:
+    return reply.raw if isinstance(reply, StoreError) else None

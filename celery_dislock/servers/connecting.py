@@ -20,8 +20,6 @@ from celery_dislock.servers.connections import NUMBERS, SOCKET_TIMEOUT
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-DOTTED = re.compile(r"\w+([.:]\w+)+")  # the name of an object in a module
-
 
 class _Packer:
     """Pack what redis-py sends by itself, as :func:`packed` does; it may have several words."""
@@ -67,7 +65,8 @@ def connection_maker(
     """
     Return a function that makes connections to this URL.
 
-    Keyword arguments of that function override those of the URL and the options.
+    Keyword arguments of that function override those of the URL and the options.  It needs no time
+    to find the server, and takes no notice of the limit that it is given.
 
     Args:
         name: The URL without its password, for messages.
@@ -106,10 +105,9 @@ def connection_maker(
         # Raised without its cause, which may quote the password.
         remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
         raise SettingsError("app.conf", "dislock_url", name, remedy) from None
-    kind, arguments = pool.connection_class, pool.connection_kwargs
 
-    def make(**more: Any) -> Any:
-        return driver.connection(kind, {**arguments, **more})
+    def make(_within: float | None = None, **more: Any) -> Any:
+        return driver.connection(pool.connection_class, {**pool.connection_kwargs, **more})
 
     return make
 
@@ -117,9 +115,7 @@ def connection_maker(
 def _use_provider(arguments: dict[str, Any]) -> None:
     given = arguments["credential_provider"]
     option, remedy = "dislock_transport_options", "give a redis.CredentialProvider, or its name"
-    # The repr of a provider object may show its password.
-    named = isinstance(given, str) and DOTTED.fullmatch(given)
-    shown = {"credential_provider": given if named else HIDDEN}
+    shown = {"credential_provider": HIDDEN}  # what is given may be or show a password
     try:
         provider = symbol_by_name(given)() if isinstance(given, str) else given
     except (ImportError, AttributeError, TypeError, ValueError) as exc:

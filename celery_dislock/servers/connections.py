@@ -95,9 +95,9 @@ def packed(command: Command) -> bytes:
     return sent
 
 
-def send(connection: redis.Connection, *command: str | bytes | float) -> None:
-    """Send a command on a connection, which connects first if it is not connected."""
-    connection.send_packed_command((packed(command),), check_health=False)
+def send(connection: redis.Connection, *commands: Command) -> None:
+    """Send commands on a connection, which connects first if it is not connected."""
+    connection.send_packed_command((b"".join(map(packed, commands)),), check_health=False)
 
 
 class Demoted(Ours, redis.ConnectionError):
@@ -138,7 +138,6 @@ class Wire:
         self,
         commands: Sequence[Command],
         *,
-        asking: bool = False,
         within: float | None = None,
         again: bool = False,
     ) -> redis.Connection:
@@ -147,7 +146,6 @@ class Wire:
 
         Args:
             commands: The commands.
-            asking: Send ASKING first: the slot is being moved to this node of a cluster.
             within: Seconds to connect if no connection is idle; None: the timeout in the options.
             again: Whether they are sent again, once, if the connection has broken.
 
@@ -163,14 +161,12 @@ class Wire:
         except IndexError:
             connection = self._connected(within)
         try:
-            _send(connection, commands, asking)
-        except BaseException as exc:
+            send(connection, *commands)
+        except BaseException as exc:  # noqa: BLE001 -- raised again by _failed()
             connection.disconnect()
-            if not isinstance(exc, (RedisError, OSError)):
-                raise
             if again and isinstance(exc, redis.ConnectionError):
                 self.close_idle()
-                return self.start(commands, asking=asking, within=within)
+                return self.start(commands, within=within)
             raise self._failed(exc) from None
         return connection
 
@@ -180,7 +176,6 @@ class Wire:
         commands: Sequence[Command],
         script: Script | None = None,
         *,
-        asking: bool = False,
         within: float | None = None,
         again: bool = False,
         then: Callable[[redis.Connection, Any], Any] | None = None,
@@ -193,7 +188,6 @@ class Wire:
             connection: The connection on which the commands were sent.
             commands: The commands.
             script: What all of them run by its digest; it is sent if the server does not know it.
-            asking: As for :meth:`start`.
             within: Seconds until each reply arrives; None: the connection's timeout.
             again: As for :meth:`start`; then this may take twice as long.
             then: Called with the connection and the last reply, for further commands on it; returns
@@ -210,18 +204,18 @@ class Wire:
         """
         is_clean = False  # a reply may still come
         try:
-            replies, has_no_error = self._read(connection, commands, script, asking, within)
+            replies = self._read(connection, commands, script, within)
             if self._confirm:
                 self._confirm(connection, within)
             if then:
                 replies[-1] = then(connection, replies[-1])
-            is_clean = has_no_error
-        except BaseException as exc:
+            is_clean = True
+            for reply in replies:  # a generator would be a call more in each exchange
+                is_clean = is_clean and not isinstance(reply, StoreError)
+        except BaseException as exc:  # noqa: BLE001 -- raised again by _failed()
             is_clean = False
             if undo:
                 _break_off(connection, exc, within, undo)
-            if not isinstance(exc, (RedisError, OSError)):
-                raise
             if again and isinstance(exc, redis.ConnectionError):
                 self.close_idle()
                 with contextlib.suppress(StoreError):
@@ -246,11 +240,9 @@ class Wire:
             connection.connect()
             connection.socket_timeout = patience
             set_patience(connection, patience)
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 -- raised again by _failed()
             if connection is not None:
                 connection.disconnect()
-            if not isinstance(exc, (RedisError, OSError)):
-                raise
             raise self._failed(exc, UnreachableError) from None
         return connection
 
@@ -259,15 +251,12 @@ class Wire:
         connection: redis.Connection,
         commands: Sequence[Command],
         script: Script | None,
-        asking: bool,  # noqa: FBT001
         within: float | None,
-    ) -> tuple[list[Any], bool]:
-        """Read the replies; return them, and whether none is an error."""
+    ) -> list[Any]:
         if within is not None:
             set_patience(connection, max(within, SHORTEST))
         replies: list[Any] = []
         unknown: list[int] = []
-        is_clean = True
         for number, command in enumerate(commands):
             try:
                 reply = connection.read_response(
@@ -277,22 +266,22 @@ class Wire:
                 reply = store_error(self.name, _meant(exc), locks_of(command))
                 if script is not None and isinstance(exc, NoScriptError):
                     unknown.append(number)
-                else:
-                    is_clean = False
             replies.append(reply)
         if script is not None and unknown:
             again = [commands[number] for number in unknown]
             again[0] = (b"EVAL", script.text, *again[0][2:])  # loads the script for the others
-            _send(connection, again, asking)
-            answers, known = self._read(connection, again, None, asking, within)
-            is_clean = is_clean and known
+            send(connection, *again)
+            answers = self._read(connection, again, None, within)
             for number, answer in zip(unknown, answers, strict=True):
                 replies[number] = answer
         if within is not None:
             set_patience(connection, connection.socket_timeout)
-        return replies, is_clean
+        return replies
 
     def _failed(self, exc: BaseException, kind: type[StoreError] = StoreError) -> StoreError:
+        """Return what to raise for an error of the client; raise any other as it is."""
+        if not isinstance(exc, (RedisError, OSError)):
+            raise exc
         if not isinstance(exc, AWAY):
             return store_error(self.name, exc)
         self.close_idle()  # they are older than the failure, too
@@ -310,14 +299,6 @@ class Wire:
                 self._idle.pop().disconnect()
 
 
-def _send(connection: redis.Connection, commands: Sequence[Command], asking: bool) -> None:  # noqa: FBT001
-    if asking:
-        send(connection, b"ASKING")
-        connection.read_response()
-    sent = b"".join(map(packed, commands))
-    connection.send_packed_command((sent,), check_health=False)
-
-
 def _break_off(
     connection: redis.Connection,
     exc: BaseException,
@@ -330,7 +311,7 @@ def _break_off(
     is_open = connection._sock is not None  # noqa: SLF001 -- no other way
     if is_open and (silent or not isinstance(exc, (RedisError, OSError))):
         with contextlib.suppress(RedisError, OSError):
-            send(connection, *undo())
+            send(connection, undo())
 
 
 def set_patience(connection: redis.Connection, seconds: float | None) -> None:

@@ -62,4 +62,4 @@ def server_for(
         url = memory_server().url
     name = without_password(url)
     make = connection_maker(name, url, options, driver)
-    return Node(name, lambda _within: make(), driver.pause, min_replicas=replicas)
+    return Node(name, make, driver.pause, min_replicas=replicas)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from typing import TYPE_CHECKING, Any
 
 import hiredis
@@ -19,6 +18,7 @@ from redis.asyncio import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from celery_dislock.clock import FOREVER
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.bridge import current_call, sleep, wait_for
 from celery_dislock.servers.connecting import Driver
@@ -66,8 +66,6 @@ class LoopConnection(asyncio.Protocol):
         )
         self._transport: Any = None
         self._arrives: asyncio.Future[None] | None = None
-        self._until = math.inf  # when it is given up to wait for a reply
-        self._timer: asyncio.TimerHandle | None = None
         self._lost: redis.ConnectionError | None = redis.ConnectionError("it is not connected")
 
     @property
@@ -125,34 +123,20 @@ class LoopConnection(asyncio.Protocol):
                 raise self._lost
             if self._loop.is_closed():
                 raise redis.ConnectionError("its event loop is closed")
-            if self._patience is not None:
-                self._watch(self._loop.time() + self._patience)
             arrives = self._arrives = self._loop.create_future()
+            patience = FOREVER if self._patience is None else self._patience
+            timer = self._loop.call_later(patience, self._give_up_waiting)
             try:
                 wait_for(arrives)
             finally:
-                self._arrives, self._until = None, math.inf
+                timer.cancel()
+                self._arrives = None
         if isinstance(reply, redis.RedisError):
             raise reply
         return reply
 
-    def _watch(self, until: float) -> None:
-        """Give up waiting at that time.  A timer outlives many replies: each would cost 5 us."""
-        self._until = until
-        if self._timer is not None and until < self._timer.when():
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None:
-            self._timer = self._loop.call_at(until, self._look)
-
-    def _look(self) -> None:
-        """Give up, or look again when it is time."""
-        self._timer = None
-        if self._arrives is None or self._arrives.done() or self._until == math.inf:
-            return
-        if self._loop.time() < self._until:
-            self._watch(self._until)
-        else:
+    def _give_up_waiting(self) -> None:
+        if self._arrives is not None and not self._arrives.done():
             self._arrives.set_exception(redis.TimeoutError("no answer in time"))
 
     def data_received(self, data: bytes) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 # Scripts whose work replicas may have to confirm.
 GRANT = {scripts.ACQUIRE, scripts.ACQUIRE_UNIQUE, scripts.PARK, scripts.PARK_UNIQUE}
+ASKING = (b"ASKING",)
 RESENDS = 2  # times a command is sent again if its reply is lost
 RESEND_PAUSE = 0.1  # seconds before the second resend; the first one follows at once
 REPLICAS_WITHIN = 1.0  # most seconds to wait until the replicas have an acquisition
@@ -93,12 +94,12 @@ class Node(Server):
             script: The script.
             keys: The locks.  In a cluster, all must be in one slot.
             arguments: Arguments of the script.
-            asking: Send ASKING first: the slot is being moved to this node of a cluster.
+            asking: Send ASKING first: the slot is being moved to this node of a cluster.  The
+                script then goes by its text, since ASKING holds for one command.
         """
-        undo = None
-        if script is scripts.ACQUIRE:
-            undo = partial(by_text, scripts.RELEASE, keys, arguments[0], 0)
-        command = by_digest(script, keys, *arguments)
+        is_acquisition = script is scripts.ACQUIRE
+        undo = partial(by_text, scripts.RELEASE, keys, arguments[0], 0) if is_acquisition else None
+        command = (by_text if asking else by_digest)(script, keys, *arguments)
         try:
             return self._exchange(command, script, asking=asking, undo=undo)
         except DamagedLockError as exc:
@@ -131,15 +132,13 @@ class Node(Server):
     ) -> tuple[Any, bool]:
         """Send a command, and again if its reply is lost; *script*: what it runs by its digest."""
         then = self._await_replicas if self.min_replicas and script in GRANT else None
+        commands = (ASKING, command) if asking else (command,)
         sent = self._resends == 0  # then the caller resends, and may have sent it before
         attempt = 0
         while True:
             try:
-                connection = self.wire.start((command,), asking=asking)
-                (reply,) = self.wire.finish(
-                    connection, (command,), script, asking=asking, then=then, undo=undo
-                )
-                break
+                connection = self.wire.start(commands)
+                reply = self.wire.finish(connection, commands, script, then=then, undo=undo)[-1]
             except StoreError as exc:
                 unsent = isinstance(exc, UnreachableError)
                 # A connection attempt that timed out is not repeated: the next would, too.
@@ -149,11 +148,12 @@ class Node(Server):
                     if sent and exc.raw:
                         raise store_error(self.name, exc.raw) from None
                     raise
+            else:
+                if isinstance(reply, StoreError):
+                    raise reply
+                return reply, sent and attempt > 0
             self._pause(attempt * RESEND_PAUSE)
             attempt += 1
-        if isinstance(reply, StoreError):
-            raise reply
-        return reply, sent and attempt > 0
 
     def _wrong_kind(self, locks: Sequence[str]) -> str:
         """Describe the key that has a wrong type; empty if none has, or no reply arrives."""
@@ -173,7 +173,7 @@ class Node(Server):
         if isinstance(reply, StoreError) or reply[0] not in {scripts.GRANTED, scripts.PARKED}:
             return reply
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
-        send(connection, b"WAIT", self.min_replicas, int(patience * 1000))
+        send(connection, (b"WAIT", self.min_replicas, int(patience * 1000)))
         have = connection.read_response()
         if have >= self.min_replicas:
             return reply
@@ -201,10 +201,11 @@ class Node(Server):
             StoreError: No reply arrived, or the reply is an error.  An element may have been taken.
         """
         command = (b"BLPOP", key, seconds)
-        connection = self.wire.start((command,), asking=asking)
+        commands = (ASKING, command) if asking else (command,)
+        connection = self.wire.start(commands)
         set_patience(connection, seconds)
         try:
-            reply = one_of(self.wire.finish(connection, (command,), then=_reset_patience))
+            reply = one_of(self.wire.finish(connection, commands, then=_reset_patience)[-1:])
         except StoreError as exc:
             if isinstance(exc.raw, redis.TimeoutError):
                 return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
@@ -10,14 +11,13 @@ from celery_dislock.scripts import LOOK
 from celery_dislock.scripts.names import lock_in
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.server import keys_pattern, scan
-from celery_dislock.servers.view import LockState, state_of
+from celery_dislock.servers.view import LockState, look, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from celery_dislock.servers.server import Server
-    from celery_dislock.servers.view import Waiter
 
 PLACES = 20  # of a line, unless more are asked for
 SEARCHED = 200  # places in line that are looked at in one round trip
@@ -50,8 +50,7 @@ class Overview:
             DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        reply = self._server.run(LOOK, [name], first, most)
-        return state_of(self._server.name, name, reply, first)
+        return look(self._server, name, first, most)
 
     def locks(
         self, pattern: str = "*", failed: list[StoreError] | None = None
@@ -90,22 +89,10 @@ class Overview:
             StoreError: A server did not answer; of several independent servers, no majority did.
                 With *failed*: none did.
         """
-        listed: set[str] = set()
-        page: list[str] = []
         errors: list[StoreError] = []
         senders = self._server.senders()
-        for send in senders:
-            for found in _scanned(send, keys_pattern(self._prefix, pattern), errors):
-                for redis_key in found:
-                    name = lock_in(redis_key)
-                    if name is None or name in listed:
-                        continue
-                    listed.add(name)
-                    page.append(name)
-                    if len(page) == TOGETHER:
-                        yield page
-                        page = []
-        if page:
+        names = self._names(senders, keys_pattern(self._prefix, pattern), errors)
+        while page := list(islice(names, TOGETHER)):
             yield page
         answered = len(senders) - len(errors)
         enough = len(senders) // 2 + 1 if self._server.kind == "quorum" else len(senders)
@@ -113,6 +100,20 @@ class Overview:
             raise errors[0]
         if failed is not None:
             failed += errors
+
+    def _names(
+        self, senders: Sequence[Callable[..., Any]], pattern: str, errors: list[StoreError]
+    ) -> Iterator[str]:
+        listed: set[str] = set()
+        for send in senders:
+            try:
+                for redis_key in chain.from_iterable(scan(send, pattern)):
+                    name = lock_in(redis_key)
+                    if name is not None and name not in listed:
+                        listed.add(name)
+                        yield name
+            except StoreError as exc:
+                errors.append(exc)
 
     def look(self, names: Sequence[str], most: int = 0) -> list[LockState | StoreError]:
         """Look at several locks, with *most* places of their lines, in one pipelined round trip."""
@@ -143,31 +144,3 @@ def look_at_all(overview: Overview, names: Sequence[str], most: int = PLACES) ->
     found = [overview.lock(name, most=most) for name in names]
     together = overview.lock(reserved_lock(names), most=0) if len(names) > 1 else None
     return [*found, together] if together is not None and together.exists else found
-
-
-def find_parked(overview: Overview, name: str, wanted: str) -> list[Waiter]:
-    """
-    Return the parked tasks of a ticket or a task id in one line, read in pages.
-
-    Raises:
-        StoreError: The server did not answer.
-    """
-    found: dict[str, Waiter] = {}
-    first, seen_all = 0, False
-    while not seen_all:
-        lock = overview.lock(name, first, SEARCHED)
-        for place in (*lock.turns, *lock.line):
-            if place.parked and wanted in {place.ticket, place.id}:
-                found[place.ticket] = place
-        first += SEARCHED
-        seen_all = first >= lock.waiting
-    return list(found.values())
-
-
-def _scanned(
-    send: Callable[..., Any], pattern: str, errors: list[StoreError]
-) -> Iterator[list[str]]:
-    try:
-        yield from scan(send, pattern)
-    except StoreError as exc:
-        errors.append(exc)

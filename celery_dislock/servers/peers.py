@@ -20,7 +20,7 @@ from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.servers.connecting import BLOCKING, connection_maker
-from celery_dislock.servers.connections import Wire, one_of
+from celery_dislock.servers.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connecting import Driver
-    from celery_dislock.servers.connections import Command
-
-    # Returns whether these replies of a majority decide, whatever the other servers say.
-    Decides = Callable[[Sequence[Any]], bool]
+    from celery_dislock.servers.connections import Command, Wire
 
 RETRY_AFTER = 0.5  # seconds until a server that failed is asked again; doubled each time
 GRACE = 0.05  # seconds that it then gets, after the others have answered; doubled each time
@@ -100,14 +97,9 @@ def ask_all(
     return replies
 
 
-def by_majority(answered: Sequence[Any]) -> bool:  # noqa: ARG001 -- what they say is no matter
-    """Return True: that a majority has answered decides."""
-    return True
-
-
-class Peer:
+class Peer(Node):
     """
-    One of the servers.
+    One of several independent servers.
 
     Args:
         url: See :func:`celery_dislock.servers.connecting.connection_maker`.
@@ -116,8 +108,6 @@ class Peer:
         driver: Makes its connections.
 
     Attributes:
-        name: The URL without its password, for messages.
-        wire: The connections to it.
         failures: How often it has failed in a row, DOUBLED at most; 0: it answers.
         error: What takes the place of a reply if the server is not asked.
     """
@@ -129,9 +119,9 @@ class Peer:
         clock: Callable[[], float] = monotonic,
         driver: Driver = BLOCKING,
     ) -> None:
-        self.name = without_password(url)
-        make = connection_maker(self.name, url, options, driver)
-        self.wire = Wire(self.name, lambda _within: make())
+        name = without_password(url)
+        connect = connection_maker(name, url, options, driver)
+        super().__init__(name, connect, driver.pause, resends=1)
         self._clock = clock
         self.failures = 0
         self._retry_at = 0.0
@@ -161,10 +151,6 @@ class Peer:
         elif self.failures:
             self.failures = 0
             logger.info("Lock server %s answers again.", self.name)
-
-    def send(self, *command: str | bytes | int) -> Any:
-        """Send a command to this server alone; see :meth:`Server.send`."""
-        return one_of(self.wire.ask((command,), again=True))
 
 
 class Names:

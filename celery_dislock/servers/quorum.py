@@ -23,18 +23,24 @@ from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.keys.terms import ALONE, written
 from celery_dislock.servers.connecting import BLOCKING
-from celery_dislock.servers.connections import by_digest, by_text, commands_of, is_answer, is_lost
-from celery_dislock.servers.peers import GRACE, LEAST, Names, Peer, ask_all, by_majority
+from celery_dislock.servers.connections import (
+    by_digest,
+    by_text,
+    commands_of,
+    is_answer,
+    is_lost,
+    one_of,
+)
+from celery_dislock.servers.peers import GRACE, LEAST, Names, Peer, ask_all
 from celery_dislock.servers.server import Member, Server
 from celery_dislock.servers.view import LIMIT_RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connecting import Driver
     from celery_dislock.servers.connections import Call, Command
-    from celery_dislock.servers.peers import Decides
 
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
 PATIENCE_RATIO = 1 / 4  # of a lease's expiry: the limit for an acquisition if that is shorter
@@ -83,12 +89,11 @@ class Quorum(Server):
     ) -> None:
         self._patience = options.get("socket_timeout") or PATIENCE
         limits = {"socket_timeout": PATIENCE, "socket_connect_timeout": self._patience}
-        peers = [
+        self._peers = [
             Peer(url, {**limits, **options}, clock, driver) for url in sorted(urls, key=address)
         ]
         self.name = ", ".join(shown(urls))
-        self._peers = peers
-        self._majority = len(peers) // 2 + 1
+        self._majority = len(urls) // 2 + 1
         self._pause = driver.pause
         self._clock = clock
         self._names = Names(clock)
@@ -110,25 +115,24 @@ class Quorum(Server):
         """
         if script is scripts.ACQUIRE:
             return self._acquire(keys, *arguments), False
-        arguments = self._as_sent(script, arguments)
-        decides = self._agree if script in RENEWS else by_majority
-        command = by_digest(script, keys, *arguments)
-        replies = self._ask(command, script, within=self._patience, decides=decides)
-        return self._decide(script, replies), False
+        command = by_digest(script, keys, *self._as_sent(script, arguments))
+        return one_of(self._run(script, (command,), self._patience, again=True)), False
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """Run a script many times on all servers; see :meth:`Server.run_many`."""
-        sent = commands_of(
-            script, [(key, *self._as_sent(script, arguments)) for key, *arguments in calls]
-        )
-        decides = self._agree_on_each if script in RENEWS else by_majority
-        replies = self._ask_many(sent, script, within=within, decides=decides)
+        sent = [(key, *self._as_sent(script, arguments)) for key, *arguments in calls]
+        return self._run(script, commands_of(script, sent), within, again=False)
+
+    def _run(
+        self, script: Script, commands: Sequence[Command], within: float, *, again: bool
+    ) -> list[Any]:
+        """Run a script on all servers; return what a majority says of each command, or an error."""
+        replies = self._ask(commands, script, within=within, again=again)
         self._require_majority(replies)
         decided: list[Any] = []
-        for number in range(len(calls)):
-            column = [r if isinstance(r, StoreError) else r[number] for r in replies]
+        for number in range(len(commands)):
             try:
-                decided.append(self._decide(script, column))
+                decided.append(self._decide(script, _column(replies, number)))
             except StoreError as exc:
                 decided.append(exc)
         return decided
@@ -140,7 +144,7 @@ class Quorum(Server):
         Raises:
             StoreError: No majority of the servers answered; a refusal if a majority is there.
         """
-        replies = self._ask(command, within=self._patience)
+        replies = _column(self._ask((command,), within=self._patience))
         refusals = [one for one in replies if isinstance(one, StoreError) and is_answer(one)]
         there = [one for one in replies if not isinstance(one, StoreError)] + refusals
         if len(there) < self._majority:
@@ -151,7 +155,7 @@ class Quorum(Server):
 
     def members(self) -> list[Member]:
         """Return all servers; see :meth:`Server.members`."""
-        return [Member(peer.name, peer.send, peer.wire) for peer in self._peers]
+        return [member for peer in self._peers for member in peer.members()]
 
     def pop(self, key: str, seconds: float) -> None:  # noqa: ARG002 -- nobody is woken here
         """Sleep for a short random time, at most *seconds*."""
@@ -160,94 +164,64 @@ class Quorum(Server):
     def close(self) -> None:
         """Close the connections that are not in use."""
         for peer in self._peers:
-            peer.wire.close()
+            peer.close()
 
     def _ask(
         self,
-        command: Command,
+        commands: Sequence[Command],
         script: Script | None = None,
         *,
         within: float,
+        again: bool = True,
         undo: Callable[[], Command] | None = None,
-        decides: Decides = by_majority,
     ) -> list[Any]:
         """
-        Send a command to all servers; again, once, if a connection has broken.
+        Send commands to all servers, in one round trip to each.
 
         Args:
-            command: The command.
-            script: What it runs by its digest; None: no script.
+            commands: The commands.
+            script: What they run by its digest; None: no script.
             within: Seconds for all replies together.
+            again: Whether they are sent again, once, if a connection has broken.
             undo: Returns a command to send to a server that does not answer in time.  It undoes
                 the script there, whenever the server runs both.
-            decides: If the answers of a majority do not, no server is left alone.
 
         Returns:
-            The reply of each server or a StoreError, in the order of the servers.
+            The replies of each server or a StoreError, in the order of the servers.
         """
 
         def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
-            asked = {peer: (peer.wire, (command,)) for peer in peers}
-            found = ask_all(asked, script, within=within, again=True, undo=undo)
-            return {p: one if isinstance(one, StoreError) else one[0] for p, one in found.items()}
+            asked = {peer: (peer.wire, commands) for peer in peers}
+            return ask_all(asked, script, within=within, again=again, undo=undo)
 
-        return self._in_turn(run, within, decides)
-
-    def _ask_many(
-        self, commands: Sequence[Command], script: Script, *, within: float, decides: Decides
-    ) -> list[Any]:
-        """
-        Send commands that run a script to all servers, in one round trip to each.
-
-        *decides* is asked about lists of replies.
-
-        Returns:
-            The list of replies of each server or a StoreError, in the order of the servers.
-        """
-
-        def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
-            return ask_all({p: (p.wire, commands) for p in peers}, script, within=within)
-
-        return self._in_turn(run, within, decides)
-
-    def _in_turn(
-        self,
-        run: Callable[[Sequence[Peer], float], dict[Peer, Any]],
-        within: float,
-        decides: Decides = by_majority,
-    ) -> list[Any]:
         until = self._clock() + within
         replies = run([peer for peer in self._peers if not peer.failures], within)
         others = [peer for peer in self._peers if peer not in replies]
-        answered = [reply for reply in replies.values() if not isinstance(reply, StoreError)]
-        if len(answered) >= self._majority and decides(answered):
+        answered = [reply for reply in replies.values() if not isinstance(_one(reply), StoreError)]
+        if len(answered) >= self._majority and self._decides(script, answered):
             others = [peer for peer in others if peer.due()]
             left = min(within, max((GRACE * 2**peer.failures for peer in others), default=0.0))
         else:
             left = max(until - self._clock(), LEAST)
         replies.update(run(others, left))
         for peer, reply in replies.items():
-            peer.note(reply)
+            peer.note(_one(reply))
         return [replies.get(p, p.error) for p in self._peers]
 
     def _acquire(self, keys: Sequence[str], owner: Any, ttl_ms: Any, *how: Any) -> list[Any]:
         holder, terms, place_ms, _fair = how
         if terms != USUAL[0]:
             raise SettingsError("lock", "dislock_url", terms, ONLY_EXCLUSIVE)
-        for attempt in range(0 if place_ms else ATTEMPTS - 1):  # a waiter asks again anyway
+        for attempt in range(1 if place_ms else ATTEMPTS):  # a waiter asks again anyway
+            if attempt:
+                self._pause(random.uniform(0, ATTEMPT_PAUSE * 2 ** (attempt - 1)))  # noqa: S311 -- no secret
             answer, settled = self._attempt(keys, owner, ttl_ms, holder)
             if settled:
-                return answer
-            self._pause(random.uniform(0, ATTEMPT_PAUSE * 2**attempt))  # noqa: S311 -- no secret
-        return self._attempt(keys, owner, ttl_ms, holder, self._agree_on_holder)[0]
+                break
+        return answer
 
     def _attempt(
-        self,
-        keys: Sequence[str],
-        owner: str,
-        ttl_ms: int,
-        holder: str,
-        decides: Decides = by_majority,
+        self, keys: Sequence[str], owner: str, ttl_ms: int, holder: str
     ) -> tuple[list[Any], bool]:
         """
         Ask for the locks once; return the answer, and whether it is final.
@@ -257,13 +231,14 @@ class Quorum(Server):
         name, majority = self._names.of(owner), self._majority
         ttl = ttl_ms / 1000
         asked_at = self._clock()
-        replies = self._ask(
-            by_digest(scripts.ACQUIRE, keys, name, ttl_ms + drift(ttl_ms), holder, *USUAL),
+        ask = (name, ttl_ms + drift(ttl_ms), holder, *USUAL)
+        asked = self._ask(
+            (by_digest(scripts.ACQUIRE, keys, *ask),),
             scripts.ACQUIRE,
             within=min(self._patience, ttl * PATIENCE_RATIO),
             undo=lambda: by_text(scripts.RELEASE, keys, name, 0),
-            decides=decides,
         )
+        replies = _column(asked)
         answered = [reply for reply in replies if not isinstance(reply, StoreError)]
         granted = [tokens for state, *tokens in answered if state == scripts.GRANTED]
         refused = [reply for reply in answered if reply[0] != scripts.GRANTED]
@@ -274,7 +249,7 @@ class Quorum(Server):
         released = []
         if granted or any(map(is_lost, replies)):
             release = by_digest(scripts.RELEASE, keys, name, 0)
-            released = self._ask(release, scripts.RELEASE, within=self._patience)
+            released = _column(self._ask((release,), scripts.RELEASE, within=self._patience))
         if any(map(is_lost, replies + released)):
             self._names.change(owner)
         if len(granted) >= majority:
@@ -282,15 +257,13 @@ class Quorum(Server):
         self._require_majority(replies)
         return choose_refusal(refused, majority - len(granted), majority)
 
-    def _agree(self, answered: Iterable[Any]) -> bool:
-        """Return whether a majority gives the same answer."""
-        return max(Counter(answered).values(), default=0) >= self._majority
-
-    def _agree_on_each(self, answered: Sequence[Sequence[Any]]) -> bool:
-        return all(self._agree(column) for column in zip(*answered, strict=True))
-
-    def _agree_on_holder(self, answered: Sequence[Any]) -> bool:
-        return self._agree(r[0] if r[0] == scripts.GRANTED else r[3] for r in answered)
+    def _decides(self, script: Script | None, answered: Sequence[Sequence[Any]]) -> bool:
+        """Return whether these replies of a majority decide, whatever the other servers say."""
+        agreed = (
+            max(Counter(said(script, reply) for reply in column).values())
+            for column in zip(*answered, strict=True)
+        )
+        return min(agreed) >= self._majority
 
     def _as_sent(self, script: Script, arguments: Sequence[Any]) -> tuple[Any, ...]:
         if not arguments:
@@ -343,6 +316,23 @@ class Quorum(Server):
         if len(errors) == len(replies) and all(map(is_answer, errors)):
             error.raw = errors[0].raw
         return error
+
+
+def _column(replies: Sequence[Any], number: int = 0) -> list[Any]:
+    """Return the reply of each server to one command, or its error."""
+    return [reply if isinstance(reply, StoreError) else reply[number] for reply in replies]
+
+
+def _one(reply: Any) -> Any:
+    """Return the reply of a server to its only command, or its error; else the replies."""
+    return reply[0] if isinstance(reply, list) and len(reply) == 1 else reply
+
+
+def said(script: Script | None, reply: Any) -> Any:
+    """Return what a majority must have in common for its replies to decide; None: nothing."""
+    if script is scripts.ACQUIRE:  # that it is granted, or who holds it
+        return reply[0] if reply[0] == scripts.GRANTED else reply[3]
+    return reply if script in RENEWS else None
 
 
 def choose_refusal(

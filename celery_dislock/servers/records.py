@@ -1,15 +1,24 @@
 """Read what is stored on a lock server, with limits: anybody who can publish has a part in it.
 
-A holder describes itself in the record of its lease, for messages and tools: :class:`About` has
-the names of all its fields.  :func:`describe` makes the description, :func:`written` writes it, and
-:func:`holder_of` reads it.
+A holder describes itself in the record of its lease, for messages and tools, as a JSON object:
+
+- ``task`` and ``id``, the task; or ``thread``, the name of the thread that holds the lock;
+- ``worker``, the name of the worker; of a thread, its host;
+- ``pid`` and ``host``, the process;
+- ``timeout``, the seconds from a renewal to the end of the lease; missing if it is not renewed;
+- ``parked``, set where nobody holds the lock: it is reserved for a parked task, which is ``id``, or
+  for those in line;
+- ``paused`` and ``note``, set where nobody holds the lock: an operator has paused it;
+- ``unreadable``, in place of all others: the start of a description that cannot be read.
+
+:func:`describe` makes the description, :func:`written` writes it, and :func:`holder_of` reads it.
 """
 
 from __future__ import annotations
 
 import json
 import reprlib
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import PAUSED
 from celery_dislock.words import TEXT_MOST, plain, shortened
@@ -27,36 +36,9 @@ LEADER = "beat"  # the thread that leads several beats
 written = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class About(TypedDict, total=False):
-    """
-    How a holder describes itself, as the JSON in the record of its lease.
-
-    Attributes:
-        task, id: The task; missing where a thread holds the lock.
-        thread: Name of the thread, in place of a task.
-        worker: Name of the worker; of a thread, its host.
-        pid, host: The process.
-        timeout: Seconds from a renewal to the end of the lease; missing if it is not renewed.
-        parked: Set where nobody holds the lock: it is reserved for a parked task, which is *id*, or
-            for those in line.
-        paused, note: Set where nobody holds the lock: an operator has paused it.
-        unreadable: In place of all others, the start of a description that cannot be read.
-    """
-
-    task: str
-    id: str
-    thread: str
-    worker: str | None
-    pid: int
-    host: str
-    timeout: float
-    parked: bool
-    paused: bool
-    note: str
-    unreadable: str
-
-
-def describe(who: About, worker: str | None, pid: int, timeout: float | None) -> About:
+def describe(
+    who: Mapping[str, Any], worker: str | None, pid: int, timeout: float | None
+) -> dict[str, Any]:
     """
     Make the description of a holder.
 
@@ -66,7 +48,7 @@ def describe(who: About, worker: str | None, pid: int, timeout: float | None) ->
         pid: The process.
         timeout: Seconds from a renewal to the end of the lease; None: it is not renewed.
     """
-    holder: About = {**who, "worker": worker, "pid": pid}
+    holder = {**who, "worker": worker, "pid": pid}
     if timeout is not None:
         holder["timeout"] = timeout
     return holder
@@ -74,22 +56,19 @@ def describe(who: About, worker: str | None, pid: int, timeout: float | None) ->
 
 def in_words(holder: Mapping[str, Any]) -> str:
     """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
-    return plain(_in_words(holder))
-
-
-def _in_words(holder: Mapping[str, Any]) -> str:
-    if "unreadable" in holder:
-        return f"a holder whose record cannot be read: {holder['unreadable']}"
     task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
-    if "paused" in holder:
-        note = f" ({holder['note']})" if holder.get("note") else ""
-        return f"{PAUSED}{note}"
-    if "parked" in holder:
-        return f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
-    who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
-    if holder.get("thread") == LEADER:
-        who = LEADER
-    return f"{who} on {worker} (pid {pid})"
+    if "unreadable" in holder:
+        told = f"a holder whose record cannot be read: {holder['unreadable']}"
+    elif "paused" in holder:
+        told = f"{PAUSED} ({holder['note']})" if holder.get("note") else PAUSED
+    elif "parked" in holder:
+        told = f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
+    elif holder.get("thread") == LEADER:
+        told = f"{LEADER} on {worker} (pid {pid})"
+    else:
+        who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
+        told = f"{who} on {worker} (pid {pid})"
+    return plain(told)
 
 
 def is_turn(holder: Mapping[str, Any]) -> bool:
@@ -98,7 +77,7 @@ def is_turn(holder: Mapping[str, Any]) -> bool:
 
 
 def holder_of(written: bytes) -> dict[str, Any]:
-    """Parse a :class:`About`, each value bounded; text that is no JSON object is shown."""
+    """Parse a description, each value bounded; text that is no JSON object is shown."""
     if (holder := parsed(written)) or written == b"{}":
         return {name: bounded(value) for name, value in holder.items()}
     return {"unreadable": reprlib.repr(text(written[:TEXT_MOST]))}

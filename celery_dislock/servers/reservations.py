@@ -10,11 +10,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock.keys.names import reserved_name
-from celery_dislock.scripts import BEGIN, CONFIRM, LOOK, RESERVE, UNRESERVE, milliseconds
+from celery_dislock.scripts import BEGIN, CONFIRM, RESERVE, UNRESERVE, milliseconds
 from celery_dislock.scripts.names import unique_of
 from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import Replaced
-from celery_dislock.servers.view import state_of
+from celery_dislock.servers.view import look
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -237,4 +237,4 @@ class Reservations:
             DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        return state_of(self._server.name, lock, self._server.run(LOOK, [lock], 0, 0))
+        return look(self._server, lock)

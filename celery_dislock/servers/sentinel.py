@@ -13,22 +13,21 @@ Sentinels are asked, and the answers of the highest epoch count: each failover h
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from celery_dislock.clock import monotonic
-from celery_dislock.config.urls import group, redis_options
+from celery_dislock.config.urls import group
 from celery_dislock.exceptions import ForbiddenError, SettingsError, StoreError
 from celery_dislock.redaction import Ours
-from celery_dislock.servers.connecting import BLOCKING, connection_maker, unknown_option
+from celery_dislock.servers.connecting import BLOCKING, connection_maker
 from celery_dislock.servers.connections import SOCKET_TIMEOUT, Outage, Wire, is_answer, one_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from celery_dislock.servers.connecting import Driver
     from celery_dislock.servers.connections import Connect
@@ -57,47 +56,12 @@ class Said(NamedTuple):
     is_replaced: bool = False  # another server is about to become the master
 
 
-class Sentinel:
-    """
-    One Sentinel, and the connection to it.
-
-    Args:
-        address: Host and port.
-        connect: Makes a connection, which need not be connected yet.
-    """
-
-    def __init__(self, address: Address, connect: Callable[[], Any]) -> None:
-        self.address = address
-        self.left_alone_until = 0.0
-        self.wire = Wire(_at(address), lambda _within: connect())
-
-    def ask(self, master: str, within: float, others: int = 0) -> Said | None:
-        """
-        Ask this Sentinel for the master.  Blocks for a round trip.
-
-        Args:
-            master: Name that the Sentinels have for the master.
-            within: Seconds to connect, and for each of two replies.
-            others: Number of other Sentinels that this one must know for its answer to count.
-
-        Returns:
-            The answer; None if the Sentinel knows fewer than *others* other Sentinels.
-
-        Raises:
-            StoreError: The Sentinel did not answer, or does not know the master.
-        """
-        asked = [("SENTINEL", one, master) for one in ("MASTER", "GET-MASTER-ADDR-BY-NAME")]
-        replies = self.wire.ask(asked, within=within, again=True)
-        state, named = (one_of([reply]) for reply in replies)
-        return said(state, named, others)
-
-
 class Sentinels:
     """
     The Sentinels of one master.  Safe to use from many threads or greenlets.
 
     Args:
-        sentinels: All Sentinels of the master.
+        wires: The connections to each Sentinel of the master.
         master: Name that the Sentinels have for the master.
         others: Number of other Sentinels that a Sentinel must know for its answer to count.
         timeout: Seconds to wait for all Sentinels together.
@@ -107,7 +71,7 @@ class Sentinels:
 
     def __init__(
         self,
-        sentinels: Iterable[Sentinel],
+        wires: Mapping[Address, Wire],
         master: str,
         *,
         others: int = 0,
@@ -115,7 +79,8 @@ class Sentinels:
         clock: Callable[[], float] = monotonic,
         driver: Driver = BLOCKING,
     ) -> None:
-        self._sentinels = tuple(sentinels)
+        self._wires = wires
+        self._left_alone_until = dict.fromkeys(wires, 0.0)
         self._master = master
         self._others = others
         self._timeout = timeout
@@ -165,21 +130,23 @@ class Sentinels:
         Returns:
             Of each Sentinel its address, and why its answer does not count; empty: it does.
         """
-        each = self._timeout / len(self._sentinels)
-        with self._mutex:
-            return [(_at(one.address), _why(self._hear(one, each))) for one in self._sentinels]
+        each = self._timeout / len(self._wires)
+        return [(_at(one), _why(self._hear(one, each))) for one in self._wires]
 
-    def _hear(self, sentinel: Sentinel, within: float) -> Said | NoMaster:
+    def _hear(self, at: Address, within: float) -> Said | NoMaster:
         """Ask a Sentinel for the master; return its answer, or why that does not count."""
         began = self._clock()
+        asked = [("SENTINEL", one, self._master) for one in ("MASTER", "GET-MASTER-ADDR-BY-NAME")]
         try:
-            answer = sentinel.ask(self._master, within, self._others)
+            replies = self._wires[at].ask(asked, within=within, again=True)
+            state, named = (one_of([reply]) for reply in replies)
+            answer = said(state, named, self._others)
         except StoreError as exc:
             if is_answer(exc):
                 forbidden = isinstance(exc, ForbiddenError)
                 return NoMaster(exc.reason if forbidden else "knows no such master")
             took = self._clock() - began
-            sentinel.left_alone_until = began + took * LEFT_ALONE
+            self._left_alone_until[at] = began + took * LEFT_ALONE
             kind = NoSentinel if isinstance(exc.raw, redis.TimeoutError) else NoMaster
             return kind(exc.reason)
         return answer or NoMaster("sees too few other Sentinels")
@@ -190,10 +157,8 @@ class Sentinels:
 
     def close(self) -> None:
         """Close the connections to the Sentinels."""
-        with self._mutex:
-            self._named = None
-            for sentinel in self._sentinels:
-                sentinel.wire.close()
+        for wire in self._wires.values():
+            wire.close()
 
     def _alone(self, within: float | None, ask: Callable[[], Address]) -> Address:
         """Ask while no other thread does.  A signal handler of the asking thread may ask, too."""
@@ -213,7 +178,14 @@ class Sentinels:
         heard = self._ask_all(within)
         answers = [one for one in heard.values() if isinstance(one, Said)]
         errors = "; ".join(f"{_at(at)}: {why}" for at, one in heard.items() if (why := _why(one)))
-        if not answers and or_last and self._named is not None:
+        if answers:
+            if self._outage.ends():
+                logger.info("The Sentinels answer again.")
+            self._named = choose(answers)
+            self._holds_until = began + CONFIRMED_FOR
+            if self._named is not None:
+                return self._named
+        elif or_last and self._named is not None:
             took = self._clock() - began
             self._holds_until = began + max(CONFIRMED_FOR, took * LEFT_ALONE)
             if self._outage.begins():
@@ -222,31 +194,22 @@ class Sentinels:
                     *(_at(self._named), errors),
                 )
             return self._named
-        if answers and self._outage.ends():
-            logger.info("The Sentinels answer again.")
-        named = choose(answers)
-        if answers:
-            self._named = named
-        if named is None:
-            slow = not answers and any(isinstance(one, NoSentinel) for one in heard.values())
-            kind = NoSentinel if slow else NoMaster
-            raise kind(f"no Sentinel names a master {self._master!r} ({errors})")
-        self._holds_until = began + CONFIRMED_FOR
-        return named
+        slow = not answers and any(isinstance(one, NoSentinel) for one in heard.values())
+        kind = NoSentinel if slow else NoMaster
+        raise kind(f"no Sentinel names a master {self._master!r} ({errors})")
 
     def _ask_all(self, within: float | None) -> dict[Address, Said | NoMaster]:
         """Ask the Sentinels that did not fail recently; the others only if none of them answers."""
         now = self._clock()
         until = now + min(self._timeout, self._timeout if within is None else within)
-        each = (until - now) / len(self._sentinels)
+        each = (until - now) / len(self._wires)
         heard: dict[Address, Said | NoMaster] = {}
         answered = failed = False
-        for sentinel in sorted(self._sentinels, key=lambda one: one.left_alone_until > now):
-            if (answered and sentinel.left_alone_until > now) or (
-                failed and self._clock() >= until
-            ):
+        for at in sorted(self._wires, key=self._left_alone_until.__getitem__):
+            is_left_alone = self._left_alone_until[at] > now
+            if (answered and is_left_alone) or (failed and self._clock() >= until):
                 continue
-            heard[sentinel.address] = one = self._hear(sentinel, each)
+            heard[at] = one = self._hear(at, each)
             answered = answered or isinstance(one, Said)
             failed = failed or bool(_why(one))
         return heard
@@ -316,28 +279,22 @@ def watched(url: str, options: Mapping[str, Any], driver: Driver) -> tuple[str, 
     """
     name, servers, addresses = group(url)
     options = dict(options)
-    master, asking = options.pop("master_name", None), options.pop("sentinel_kwargs", None)
+    master, asking = options.pop("master_name", None), options.pop("sentinel_kwargs", {})
     others = options.pop("min_other_sentinels", 0)
     setting = "dislock_transport_options"
     if not master or not isinstance(master, str):
         remedy = "sentinel:// needs 'master_name', the name that the Sentinels have for the master"
         raise SettingsError("app.conf", setting, sorted(options), remedy)
+    if not isinstance(asking, Mapping):
+        raise SettingsError("app.conf", setting, "sentinel_kwargs", "give a dict of options")
     make = connection_maker(name, servers, options, driver)
     patience = options.get("socket_timeout") or SOCKET_TIMEOUT
-    try:
-        asking = redis_options(asking or {})
-        # All Sentinels together get the timeout of one server, unless sentinel_kwargs has one.
-        each = asking.setdefault("socket_timeout", patience / len(addresses))
-        asking = {"socket_connect_timeout": each, "retry": Retry(NoBackoff(), 0), **asking}
-        pools = [redis.Redis(host, port, **asking).connection_pool for host, port in addresses]
-    except (TypeError, ValueError) as exc:  # from None: the text of a ValueError may be a secret
-        remedy = unknown_option(exc)
-        raise SettingsError("app.conf", setting, "sentinel_kwargs", remedy) from None
+    # All Sentinels together get the timeout of one server, unless sentinel_kwargs has one.
+    each = asking.get("socket_timeout") or patience / len(addresses)
+    limits = {"socket_timeout": each, "socket_connect_timeout": each}
+    reach = connection_maker(name, "redis://", {**limits, **asking}, driver)
     sentinels = Sentinels(
-        (
-            Sentinel(at, partial(driver.connection, pool.connection_class, pool.connection_kwargs))
-            for at, pool in zip(addresses, pools, strict=True)
-        ),
+        {at: Wire(_at(at), partial(reach, host=at[0], port=at[1])) for at in addresses},
         master,
         others=others,
         timeout=each * len(addresses),

@@ -27,7 +27,7 @@ from celery_dislock.servers.replies import (
 )
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.servers.reservations import Reservations
-from celery_dislock.servers.view import state_of
+from celery_dislock.servers.view import LEASES_ALONE, look
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.requests import Ending, Execution, LateRelease
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.view import Holder
-
-LEASES_ALONE = -1  # an argument of look.lua
 
 
 class Store:
@@ -180,8 +178,7 @@ class Store:
             DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        reply = self.lock_server.run(scripts.LOOK, [lock], 0, LEASES_ALONE)
-        return list(state_of(self.server, lock, reply).holders)
+        return list(look(self.lock_server, lock, most=LEASES_ALONE).holders)
 
     def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
         """
@@ -334,8 +331,7 @@ class Store:
         """
         End the leases and places in line of many owners, in a pipelined round trip or two.
 
-        Parked tasks get their
-        turn at the next sweep.
+        Parked tasks get their turn at the next sweep.
 
         Args:
             releases: What is ended, and how.
@@ -348,11 +344,10 @@ class Store:
         Raises:
             StoreError: The server did not answer; each lease and place may have been ended or not.
         """
-        nobody = ""  # no broker: the caller cannot publish
         errors: list[StoreError | None] = [None] * len(releases)
         sent: dict[Script, list[tuple[int, tuple[str | int, ...]]]] = {}
         for number, (locks, owner, ending) in enumerate(releases):
-            script, terms = _sent(ending, nobody)
+            script, terms = _sent(ending, home="")  # of no broker: the caller cannot publish
             sent.setdefault(script, []).extend((number, (lock, owner, *terms)) for lock in locks)
         for script, numbered in sent.items():
             calls = [call for _, call in numbered]

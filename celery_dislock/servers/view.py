@@ -17,6 +17,7 @@ from celery_dislock.config.options import MISSED, RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of, task_id_of_reserved
 from celery_dislock.keys.terms import NAMES
+from celery_dislock.scripts import LOOK
 from celery_dislock.servers.records import (
     LEADER,
     bounded_text,
@@ -31,8 +32,10 @@ from celery_dislock.words import plain
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from celery_dislock.servers.server import Server
+
+LEASES_ALONE = -1  # an argument of look.lua
 OVERDUE = MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
-REPEAT = "Set it again while all of them answer, or take it back"
 
 # Numbers as the scripts bound them; see _record.lua.
 _MS, _US, _COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
@@ -245,6 +248,23 @@ class LockState(NamedTuple):
         return bool(self.holders) or not self.has_leases_alone
 
 
+def look(server: Server, name: str, first: int = 0, most: int = 0) -> LockState:
+    """
+    Look at one lock.
+
+    Args:
+        server: The lock server.
+        name: Its name in Redis.
+        first: Place in line to begin with, from 0.
+        most: Maximum number of places; LEASES_ALONE: nothing but the leases.
+
+    Raises:
+        DamagedLockError: A record of the lock cannot be read.
+        StoreError: The server did not answer.
+    """
+    return state_of(server.name, name, server.run(LOOK, [name], first, most), first)
+
+
 def state_of(server: str, name: str, reply: Sequence[Any], first: int = 0) -> LockState:
     """
     Parse the reply of look.lua.
@@ -303,13 +323,6 @@ def _mode(letter: bytes | None) -> str:
 def is_beat(one: Holder | Waiter) -> bool:
     """Tell whether one of several beats holds a lock to lead, or waits for it."""
     return one.thread == LEADER
-
-
-def differing(lock: LockState) -> str:
-    """Say that independent servers disagree about the limit of a lock."""
-    have = "1 server has" if lock.limit_differs == 1 else f"{lock.limit_differs} servers have"
-    most = "no limit" if lock.limit is None else "a pause" if lock.limit == 0 else "a limit"
-    return f"most servers have {most}, {have} another state"
 
 
 def shown_key(name: str) -> str:

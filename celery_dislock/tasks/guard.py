@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
-    from celery_dislock.servers.records import About
     from celery_dislock.servers.reservations import Reservation
 
 
@@ -338,7 +337,7 @@ class Guard:
             keys = in_order(built)
             if self._limits is not None:
                 terms = terms_in_order(built, self._limits)
-        who: About = {"task": task.name, "id": shown_id(request.id), "host": process.host}
+        who = {"task": task.name, "id": shown_id(request.id), "host": process.host}
         renewed = None if self.interval is None else self.timeout
         holder = describe(who, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)

@@ -159,6 +159,14 @@ class TestAllHolders:
         down(servers[:2], "dead")
         assert found(store) == {lock: ["a/1"], fresh: ["b/1"]}
 
+    def test_servers_that_were_restarted_are_read_at_once(self, servers, store):
+        """The old connections are replaced, without an error to the caller."""
+        take(store, "a/1", LOCK)
+        assert found(store) == {LOCK: ["a/1"]}
+        for server in servers:
+            server.restart()
+        assert found(store) == {}
+
 
 def found(store):
     return {

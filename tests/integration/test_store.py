@@ -216,6 +216,20 @@ class TestPacking:
             assert all(isinstance(part, (str, bytes)) for part in command), command
 
 
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_connection_is_not_used_again_after_an_error(store, redis_client, batch):
+    """The next reply on it could belong to the command before."""
+    first = store.lock_server.send("CLIENT", "ID")
+    assert store.lock_server.send("CLIENT", "ID") == first
+    redis_client.set(LOCK, "no lock")
+    if batch:
+        assert isinstance(renew(store, "a/1"), StoreError)
+    else:
+        with pytest.raises(StoreError):
+            take(store, "a/1")
+    assert store.lock_server.send("CLIENT", "ID") != first
+
+
 def test_a_server_that_comes_back_is_used_again(own_redis_server):
     """After a restart the old connections are replaced, without an error to the caller."""
     store = Store(own_redis_server.url)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.operating.checks.table import Row, note, number, some, warning
-from celery_dislock.servers.view import REPEAT, differing, is_beat
+from celery_dislock.servers.view import is_beat
 from celery_dislock.words import for_people
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ HELD_LONG = 20  # timeouts, while others wait: ten minutes, unless a task has an
 STUCK_LONG = 5.0  # seconds since the first in line has come
 TURNS_MANY = 3  # turns that a parked task has not claimed: 90 s, unless a task has another timeout
 UNMET_LONG = 300.0  # seconds; a worker renews the reservations of what it has every few seconds
+
+REPEAT = "Set it again while all of them answer, or take it back"
 
 
 class Trouble(NamedTuple):
@@ -48,6 +50,13 @@ class Trouble(NamedTuple):
         so = self.row.is_so(lock, site)
         more = "" if so is True else f": {so}"
         return f"{self.row.what}{more}. {self.row.remedy.replace('KEY', lock.key)}"
+
+
+def differing(lock: LockState) -> str:
+    """Say that independent servers disagree about the limit of a lock."""
+    have = "1 server has" if lock.limit_differs == 1 else f"{lock.limit_differs} servers have"
+    most = "no limit" if lock.limit is None else "a pause" if lock.limit == 0 else "a limit"
+    return f"most servers have {most}, {have} another state"
 
 
 def _overdue_for(lock: LockState, _: Site) -> float:

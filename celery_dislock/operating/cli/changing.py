@@ -30,7 +30,7 @@ from celery_dislock.operating.locks import (
     terminated,
     unreserved,
 )
-from celery_dislock.servers.overview import find_parked, look_at_all
+from celery_dislock.servers.overview import SEARCHED, look_at_all
 from celery_dislock.tasks.actions import ENDED, FREED, RUNS, TERMINATED, WAIT
 from celery_dislock.words import for_people, plain
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from celery_dislock.operating.locks import AppLocks
+    from celery_dislock.servers.overview import Overview
     from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 for_ = click.option(
@@ -282,12 +283,31 @@ def _parked(opened: AppLocks, wanted: str, key: str | None) -> Iterator[tuple[st
     names = opened.process.lines.names() if key is None else [opened.name_of(check_written(key))]
     for name in names:
         try:
-            for place in find_parked(opened.overview, name, wanted):
+            for place in _find_parked(opened.overview, name, wanted):
                 yield name, place
         except DamagedLockError as exc:
             if key is not None:
                 raise
             tell(f"Not looked into: {exc}")
+
+
+def _find_parked(overview: Overview, name: str, wanted: str) -> list[Waiter]:
+    """
+    Return the parked tasks of a ticket or a task id in one line, read in pages.
+
+    Raises:
+        StoreError: The server did not answer.
+    """
+    found: dict[str, Waiter] = {}
+    first, seen_all = 0, False
+    while not seen_all:
+        lock = overview.lock(name, first, SEARCHED)
+        for place in (*lock.turns, *lock.line):
+            if place.parked and wanted in {place.ticket, place.id}:
+                found[place.ticket] = place
+        first += SEARCHED
+        seen_all = first >= lock.waiting
+    return list(found.values())
 
 
 def agrees(question: str, *, sure: bool) -> bool:

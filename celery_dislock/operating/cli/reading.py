@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.operating.checks.troubles import judged, troubles_of
+from celery_dislock.operating.checks.troubles import REPEAT, differing, judged, troubles_of
 from celery_dislock.operating.cli.session import (
     FOUND,
     as_json,
@@ -22,7 +22,7 @@ from celery_dislock.operating.cli.session import (
 from celery_dislock.operating.locks import as_data, rows
 from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.overview import PLACES, look_at_all
-from celery_dislock.servers.view import REPEAT, differing, is_beat
+from celery_dislock.servers.view import is_beat
 from celery_dislock.words import for_people, plain, to_json
 
 if TYPE_CHECKING:

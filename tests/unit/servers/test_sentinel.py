@@ -33,22 +33,29 @@ class FakeSentinel:
 
     def __init__(self, number: int, clock: Clock) -> None:
         self.address = (f"s{number}", 26379)
-        self.left_alone_until = 0.0
         self.says: object = Said(1, OLD)
         self.takes = 0.0
         self.asked: list[float] = []
-        self.wire = self
         self._clock = clock
 
-    def ask(self, master: str, within: float, others: int = 0) -> object:
+    def ask(self, _commands: object, *, within: float, again: bool) -> list[object]:
+        assert again
         self.asked.append(within)
         self._clock.advance(min(self.takes, within))
         if isinstance(self.says, Exception):
             raise store_error(self.address[0], self.says)
-        return self.says
+        return answered(self.says)
 
     def close(self) -> None:
         pass
+
+
+def answered(says: Said) -> list[object]:
+    """The two replies of a Sentinel that says this."""
+    host, port = (str(part).encode() for part in says.address or ("", 0))
+    fields = {b"ip": host, b"port": port, b"num-other-sentinels": b"2"}
+    fields |= {b"flags": b"master", b"config-epoch": str(says.epoch).encode()}
+    return [fields, [host, port]]
 
 
 class Connection:
@@ -68,7 +75,11 @@ def three(clock):
 
 @pytest.fixture
 def sentinels(three, clock):
-    return Sentinels(three, "locks", timeout=2.0, clock=clock)
+    return watching(three, clock)
+
+
+def watching(three, clock):
+    return Sentinels({one.address: one for one in three}, "locks", timeout=2.0, clock=clock)
 
 
 def asked(three):
@@ -222,10 +233,10 @@ def test_who_has_little_time_does_not_wait_for_another(sentinels, three):
     """The watchdog is not held up by a command that waits for a Sentinel."""
     inside, done = threading.Event(), threading.Event()
 
-    def ask(*_args):
+    def ask(*_args, **_options):
         inside.set()
         done.wait()
-        return Said(1, OLD)
+        return answered(Said(1, OLD))
 
     three[0].ask = ask
     slow = threading.Thread(target=sentinels.find)
@@ -242,10 +253,10 @@ def test_a_signal_handler_may_ask_while_its_thread_does(sentinels, three):
     """It asks on connections of its own, and does not wait for the question that it interrupts."""
     answers = []
 
-    def ask(*_args):
-        three[0].ask = lambda *_args: Said(1, OLD)
+    def ask(*_args, **_options):
+        three[0].ask = lambda *_args, **_options: answered(Said(1, OLD))
         answers.append(sentinels.find())
-        return Said(1, OLD)
+        return answered(Said(1, OLD))
 
     three[0].ask = ask
     asking = threading.Thread(target=lambda: answers.append(sentinels.find()), daemon=True)
@@ -294,7 +305,7 @@ def test_a_signal_at_whatever_instruction_lets_the_next_one_ask(three, clock):
     nth = 0
     while True:
         nth += 1
-        sentinels = Sentinels(three, "locks", timeout=2.0, clock=clock)
+        sentinels = watching(three, clock)
         if not strike(lambda: sentinels.confirm(Connection(OLD)), nth):  # noqa: B023 -- called here
             break
         sentinels.confirm(Connection(OLD), 0.0)
