@@ -29,8 +29,8 @@ BROKEN = {
     "one more is let in": ("lock.s == 0 and lock.x < limit", "lock.s == 0 and lock.x <= limit"),
     "shared leases pass an exclusive one": ("lock.x == 0 and limit > 0", "limit > 0"),
     "tokens do not grow": ("return newest < now_us and now_as_token or", "return '7' or"),
-    "a pause is not heeded": ("limit = limit_set(lock) or limit", "limit = limit"),
-    "a task may run again when it is done": ("mark_done(lock, ticket, DONE_WITH_LOCK)", ""),
+    "a pause is not heeded": ("terms, limit_set(lock))", "terms)"),
+    "a task may run again when it is done": ("mark_done(lock, ticket)", ""),
     "a key stays reserved": ("if not stays then it.state = '-'", "if not stays then"),
     "the last in line is served first": (
         "local head = redis.call('ZRANGE', lock.line, 0, 0)[1]",
