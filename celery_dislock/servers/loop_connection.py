@@ -12,16 +12,14 @@ import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
-import hiredis
 import redis
-from redis._parsers import BaseParser
 from redis.asyncio import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.bridge import current_call, sleep, wait_for
-from celery_dislock.servers.connecting import Driver
+from celery_dislock.servers.connecting import INCOMPLETE, PUSHED, Driver, reply_reader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,8 +29,6 @@ KINDS = {
     redis.SSLConnection: SSLConnection,
     redis.UnixDomainSocketConnection: UnixDomainSocketConnection,
 }
-INCOMPLETE = object()  # a reply
-PUSHED = getattr(hiredis, "PushNotification", ())  # what RESP3 lets a server tell unasked
 
 
 class NoCoroutineError(Ours, redis.RedisError):
@@ -59,11 +55,7 @@ class LoopConnection(asyncio.Protocol):
         self.socket_timeout: float | None = self._redis.socket_timeout
         self.socket_connect_timeout: float | None = self._redis.socket_connect_timeout
         self._patience = self.socket_timeout  # for each reply
-        self._replies = hiredis.Reader(
-            protocolError=redis.InvalidResponse,
-            replyError=BaseParser.parse_error,
-            notEnoughData=INCOMPLETE,
-        )
+        self._replies = reply_reader()
         self._transport: Any = None
         self._arrives: asyncio.Future[None] | None = None
         self._until = math.inf  # when it is given up to wait for a reply
