@@ -164,26 +164,12 @@ class Runtime(Generic[P]):
                 self.process.watchdog.hurry()
             raise
 
-    def lock(
-        self,
-        keys: Sequence[str],
-        options: TaskOptions,
-        store: Store | None = None,
-        *,
-        fair: bool = True,
-    ) -> Lock:
-        """
-        Make the lock of these keys; no round trip.
-
-        Args:
-            keys: See :class:`celery_dislock.locks.lock.Lock`, as for the others.
-            options: How it is taken and kept.
-            store: The store of the caller; None: it is looked up.
-            fair: False: pass those who wait in line.
-        """
+    def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
+        """Make the lock of these keys for the caller; no round trip."""
         process = self.process
-        store = process.store_here if store is None else store
-        return Lock(keys, self.lock_names(keys), options, store, process.watchdog, fair)
+        return Lock(
+            keys, self.lock_names(keys), options, process.store_here, watchdog=process.watchdog
+        )
 
     def lock_names(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Return the locks' names in Redis; the braces keep a lock in one slot of a cluster."""
