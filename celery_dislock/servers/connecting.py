@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import _socket
 import re
+import socket
+import struct
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 DOTTED = re.compile(r"\w+([.:]\w+)+")  # the name of an object in a module
+TIMES_SOCKETS = sys.platform == "linux" and sys.maxsize > 2**32  # and how is known
+MICROSECONDS = 1_000_000  # in a second
 MOST_AT_ONCE = 16384  # bytes that are read at once; replies are small
 REDIS_KINDS: Any = (redis.Connection, redis.SSLConnection, redis.UnixDomainSocketConnection)
 INCOMPLETE = object()  # a reply
@@ -72,6 +78,22 @@ class _Quick(AbstractConnection):
         connection.connect()
         self._replies = reply_reader()
 
+    def reset_patience(self) -> None:
+        """
+        Wait *socket_timeout* seconds for each reply.
+
+        The system counts them: Python would ask it before each call whether the socket is ready.  A
+        wait that a signal interrupts begins anew.
+        """
+        sock, seconds = self._sock, self.socket_timeout
+        if seconds is None or not TIMES_SOCKETS or sock.__class__.__base__ is not _socket.socket:
+            sock.settimeout(seconds)  # of TLS, too, and those of gevent and eventlet
+            return
+        sock.settimeout(None)
+        most = struct.pack("ll", *divmod(max(1, int(seconds * MICROSECONDS)), MICROSECONDS))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, most)
+
     def read_response(
         self,
         disable_decoding: bool = False,  # noqa: FBT001, FBT002 -- as in redis-py
@@ -91,7 +113,7 @@ class _Quick(AbstractConnection):
             if disconnect_on_error:
                 closing: Any = self
                 closing.disconnect()
-            if isinstance(exc, TimeoutError):
+            if isinstance(exc, (TimeoutError, BlockingIOError)):
                 raise redis.TimeoutError("Timeout reading from socket") from exc
             if isinstance(exc, OSError):
                 raise redis.ConnectionError(f"Error while reading from socket: {exc}") from exc

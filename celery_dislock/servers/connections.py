@@ -245,7 +245,7 @@ class Wire:
                 connection.socket_connect_timeout = connection.socket_timeout = within
             connection.connect()
             connection.socket_timeout = patience
-            set_patience(connection, patience)
+            reset_patience(connection)
         except BaseException as exc:
             if connection is not None:
                 connection.disconnect()
@@ -289,7 +289,7 @@ class Wire:
             for number, answer in zip(unknown, answers, strict=True):
                 replies[number] = answer
         if within is not None:
-            set_patience(connection, connection.socket_timeout)
+            reset_patience(connection)
         return replies, is_clean
 
     def _failed(self, exc: BaseException, kind: type[StoreError] = StoreError) -> StoreError:
@@ -334,9 +334,14 @@ def _break_off(
 
 
 def set_patience(connection: redis.Connection, seconds: float | None) -> None:
-    """Set the seconds to wait for each reply on a connected connection."""
+    """Set the seconds to wait for each reply on a connected connection, for now."""
     sock: Any = connection._sock  # noqa: SLF001 -- redis-py has no other way before version 8
     sock.settimeout(seconds)
+
+
+def reset_patience(connection: Any) -> None:
+    """Wait *socket_timeout* seconds for each reply again; with the fewest calls, if it may."""
+    connection.reset_patience()
 
 
 def _meant(exc: ResponseError) -> ResponseError:

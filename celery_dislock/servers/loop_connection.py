@@ -70,6 +70,10 @@ class LoopConnection(asyncio.Protocol):
         """Set the seconds to wait for each reply."""
         self._patience = seconds
 
+    def reset_patience(self) -> None:
+        """Wait *socket_timeout* seconds for each reply."""
+        self._patience = self.socket_timeout
+
     def connect(self) -> None:
         """Connect; raises redis-py's errors."""
         _require_coroutine()
