@@ -16,6 +16,7 @@ import logging
 import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from celery_dislock.config.options import seconds
 from celery_dislock.exceptions import (
@@ -344,7 +345,7 @@ class ReentrantLock:
         found = [one for one in own if one[0] is here]
         if not found and caller.kind != "task":  # a task releases what it has acquired itself
             elsewhere = [one for one in own if of_block or not one[2]]
-            found = [one for one in elsewhere if one[0].is_of_caller(caller)] or elsewhere
+            found = [one for one in elsewhere if one[0].caller == ref(caller)] or elsewhere
         if not found and here is not None:
             found = [(here, entry, block) for entry, block in list(here.entries.items())]
         blocks = [one for one in found if one[2]] if of_block else []
