@@ -28,7 +28,7 @@ from celery_dislock.locks.interruption import is_pool_process, patched_by
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import FLUSH_WITHIN, Watchdog
 from celery_dislock.servers.bridge import current_call, in_thread, run_on_loop, wait_for
-from celery_dislock.servers.connections import Outage
+from celery_dislock.servers.server import Outage
 from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:

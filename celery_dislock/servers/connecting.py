@@ -22,7 +22,12 @@ from redis.retry import Retry
 
 from celery_dislock.config.urls import HIDDEN, redis_options, redis_url
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.servers.connections import NUMBERS, SOCKET_TIMEOUT
+from celery_dislock.servers.connections import (
+    INCOMPLETE,
+    NUMBERS,
+    SOCKET_TIMEOUT,
+    read_response,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,8 +37,6 @@ TIMES_SOCKETS = sys.platform == "linux" and sys.maxsize > 2**32  # and how is kn
 MICROSECONDS = 1_000_000  # in a second
 MOST_AT_ONCE = 16384  # bytes that are read at once; replies are small
 REDIS_KINDS: Any = (redis.Connection, redis.SSLConnection, redis.UnixDomainSocketConnection)
-INCOMPLETE = object()  # a reply
-PUSHED = getattr(hiredis, "PushNotification", ())  # what RESP3 lets a server tell unasked
 
 
 class _Packer:
@@ -66,17 +69,17 @@ class _Quick(AbstractConnection):
     _sock: Any
 
     def __init__(self, **arguments: Any) -> None:
-        self._replies: Any = None  # None: not logged in
+        self.replies: Any = None  # None: not logged in
         super().__init__(**arguments)
         self._command_packer = _Packer(self._command_packer)
-        self._received = bytearray(MOST_AT_ONCE)
+        self.received = bytearray(MOST_AT_ONCE)
 
     def connect(self) -> None:
         """Connect; raises redis-py's errors."""
-        self._replies = None
+        self.replies = None
         connection: Any = super()
         connection.connect()
-        self._replies = reply_reader()
+        self.replies = reply_reader()
 
     def reset_patience(self) -> None:
         """
@@ -94,37 +97,11 @@ class _Quick(AbstractConnection):
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, option, most)
 
-    def read_response(
-        self,
-        disable_decoding: bool = False,  # noqa: FBT001, FBT002 -- as in redis-py
-        *,
-        disconnect_on_error: bool = True,
-        **options: Any,
-    ) -> Any:
-        """Return a reply, strings as bytes; raises redis-py's errors."""
-        replies, received = self._replies, self._received
-        if replies is None:
-            return super().read_response(disable_decoding, **options)
-        try:
-            while (reply := replies.gets()) is INCOMPLETE or isinstance(reply, PUSHED):
-                if reply is INCOMPLETE:
-                    replies.feed(received, 0, self._sock.recv_into(received) or _closed())
-        except BaseException as exc:
-            if disconnect_on_error:
-                closing: Any = self
-                closing.disconnect()
-            if isinstance(exc, (TimeoutError, BlockingIOError)):
-                raise redis.TimeoutError("Timeout reading from socket") from exc
-            if isinstance(exc, OSError):
-                raise redis.ConnectionError(f"Error while reading from socket: {exc}") from exc
-            raise
-        if isinstance(reply, redis.RedisError):
-            raise reply
-        return reply
+    read_response = read_response
 
-
-def _closed() -> int:
-    raise redis.ConnectionError("Connection closed by server.")
+    def read_to_log_in(self, *args: Any, **options: Any) -> Any:
+        """Return a reply while redis-py connects; see its method."""
+        return super().read_response(*args, **options)
 
 
 KINDS = {kind: type(kind.__name__, (_Quick, kind), {}) for kind in REDIS_KINDS}

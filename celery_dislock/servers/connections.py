@@ -63,6 +63,8 @@ AROUND = re.compile(
 # Part of the error of a script that misses a key because the slot is being moved.
 ON_ANOTHER_NODE = "attempted to access a non local key"
 
+INCOMPLETE = object()  # a reply
+PUSHED = getattr(hiredis, "PushNotification", ())  # what RESP3 lets a server tell unasked
 NUMBERS = {int, float, bool}  # types of what is packed as text
 
 # Errors which mean that the server is away: redis-py's, and an OSError that redis-py passes on.
@@ -100,6 +102,39 @@ def packed(command: Command) -> bytes:
 def send(connection: redis.Connection, *command: str | bytes | float) -> None:
     """Send a command on a connection, which connects first if it is not connected."""
     connection.send_packed_command((packed(command),), check_health=False)
+
+
+def read_response(
+    connection: Any,
+    disable_decoding: bool = False,  # noqa: FBT001, FBT002 -- as in redis-py
+    *,
+    disconnect_on_error: bool = True,
+    **options: Any,
+) -> Any:
+    """Return a reply on a blocking connection, strings as bytes; raises redis-py's errors."""
+    replies, received = connection.replies, connection.received
+    if replies is None:
+        return connection.read_to_log_in(disable_decoding, **options)
+    try:
+        while (reply := replies.gets()) is INCOMPLETE or isinstance(reply, PUSHED):
+            if reply is INCOMPLETE:
+                size = connection._sock.recv_into(received)  # noqa: SLF001 -- redis-py's
+                replies.feed(received, 0, size or _closed())
+    except BaseException as exc:
+        if disconnect_on_error:
+            connection.disconnect()
+        if isinstance(exc, (TimeoutError, BlockingIOError)):
+            raise redis.TimeoutError("Timeout reading from socket") from exc
+        if isinstance(exc, OSError):
+            raise redis.ConnectionError(f"Error while reading from socket: {exc}") from exc
+        raise
+    if isinstance(reply, redis.RedisError):
+        raise reply
+    return reply
+
+
+def _closed() -> int:
+    raise redis.ConnectionError("Connection closed by server.")
 
 
 class Demoted(Ours, redis.ConnectionError):
@@ -374,38 +409,6 @@ def one_of(replies: Sequence[Any]) -> Any:
 def is_answer(error: StoreError) -> bool:
     """Tell whether the error is the server's reply.  If not, the server counts as away."""
     return isinstance(error.raw, ResponseError)
-
-
-def is_lost(reply: Any) -> bool:
-    """Tell whether a command was sent and not answered: the server may run it at any later time."""
-    unsent = isinstance(reply, UnreachableError)
-    return isinstance(reply, StoreError) and not unsent and not is_answer(reply)
-
-
-class Outage:
-    """The outage of a server, if there is one: notices when it begins and ends, to log it once."""
-
-    def __init__(self) -> None:
-        self._lasts = False
-        self._refuses = False  # while it lasts: the server answers, with an error
-
-    def begins(self, error: Exception | None = None) -> bool:
-        """Take note of a failure, and of its error; return whether it is the first in a row."""
-        self._refuses = isinstance(error, StoreError) and is_answer(error)
-        first, self._lasts = not self._lasts, True
-        return first
-
-    def ends(self, *, took: bool = True) -> bool:
-        """
-        Take note of an answer; return whether that ends an outage.
-
-        Args:
-            took: Whether something free was taken.  If not, a server that refused it may still do
-                so: one without memory answers what it reads, and goes on with what it has.
-        """
-        ends = self._lasts and (took or not self._refuses)
-        self._lasts = self._lasts and not ends
-        return ends
 
 
 def store_error(

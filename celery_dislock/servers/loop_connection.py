@@ -19,7 +19,8 @@ from redis.backoff import NoBackoff
 
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.bridge import current_call, sleep, wait_for
-from celery_dislock.servers.connecting import INCOMPLETE, PUSHED, Driver, reply_reader
+from celery_dislock.servers.connecting import Driver, reply_reader
+from celery_dislock.servers.connections import INCOMPLETE, PUSHED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

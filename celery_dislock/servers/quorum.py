@@ -22,9 +22,9 @@ from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.servers.connecting import BLOCKING
-from celery_dislock.servers.connections import by_digest, by_text, commands_of, is_answer, is_lost
+from celery_dislock.servers.connections import by_digest, by_text, commands_of, is_answer
 from celery_dislock.servers.peers import GRACE, LEAST, Names, Peer, ask_all, by_majority
-from celery_dislock.servers.server import Member, Server
+from celery_dislock.servers.server import Member, Server, is_lost
 from celery_dislock.servers.view import LIMIT_RECORD
 
 if TYPE_CHECKING:
