@@ -78,6 +78,6 @@ TAKE_UP_MS = int(NUMBER.findall(read_lua("_record"))[0])
 
 
 @lru_cache(TIMES)
-def milliseconds(seconds: float) -> str:
-    """Write seconds as milliseconds for a script, rounded up so that no lease ends early."""
-    return str(-int(-seconds * 1000 // 1))
+def milliseconds(seconds: float) -> int:
+    """Convert seconds to milliseconds, rounded up so that no lease ends early."""
+    return -int(-seconds * 1000 // 1)

@@ -73,7 +73,7 @@ AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
 
 def by_digest(script: Script, keys: Sequence[str], *arguments: str | bytes | float) -> Command:
     """Return the command that runs a script if the server has cached it."""
-    return (b"EVALSHA", script.sha, str(len(keys)), *keys, *arguments)
+    return (b"EVALSHA", script.sha, len(keys), *keys, *arguments)
 
 
 def commands_of(script: Script, calls: Sequence[Call]) -> list[Command]:
@@ -83,7 +83,7 @@ def commands_of(script: Script, calls: Sequence[Call]) -> list[Command]:
 
 def by_text(script: Script, keys: Sequence[str], *arguments: str | bytes | float) -> Command:
     """Return the command that sends and runs a script; the server then caches it."""
-    return (b"EVAL", script.text, str(len(keys)), *keys, *arguments)
+    return (b"EVAL", script.text, len(keys), *keys, *arguments)
 
 
 def packed(command: Command) -> bytes:
@@ -92,10 +92,8 @@ def packed(command: Command) -> bytes:
 
     hiredis 3.5 can crash the process if a signal handler raises while hiredis packs an int.
     """
-    parts: Any = command
-    if not NUMBERS.isdisjoint(map(type, command)):
-        parts = tuple([str(part) if part.__class__ in NUMBERS else part for part in command])
-    sent: bytes = hiredis.pack_command(parts)
+    parts: Any = [str(part) if part.__class__ in NUMBERS else part for part in command]
+    sent: bytes = hiredis.pack_command(tuple(parts))
     return sent
 
 

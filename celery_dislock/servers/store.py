@@ -126,13 +126,14 @@ class Store:
             else (scripts.ACQUIRE_UNIQUE, reservation.begins)
         )
         who = owner, milliseconds(ttl), holder, MODES[terms.mode]
-        how = milliseconds(place), "1" if terms.fair else "0", *more
+        how = milliseconds(place), int(terms.fair), *more
         tokens: tuple[int, ...] = ()
         try:
             for group in (locks,) if len(locks) == 1 else self.lock_server.together(locks):
                 before = len(tokens)
+                limit: int | str
                 if isinstance(terms.limit, int):
-                    limit = str(terms.limit)
+                    limit = terms.limit
                 else:
                     limit = ",".join(map(str, terms.limit[before : before + len(group)]))
                 reply, _ = self.lock_server.exchange(script, group, *who, limit, *how)
@@ -234,7 +235,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        at_least_ms = "-1" if at_least is None else milliseconds(at_least)
+        at_least_ms = -1 if at_least is None else milliseconds(at_least)
         return self._end(scripts.RELEASE_DEAD, locks, owner_start, at_least_ms, self.home)
 
     def _end(self, script: Script, locks: Sequence[str], owner: str, *terms: str | int) -> int:
