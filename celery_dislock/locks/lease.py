@@ -16,6 +16,7 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import ref
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.reservations import Reservation
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
+TIMES = 100  # expiries whose trust is remembered: those of settings, mostly
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
 
 AT_ONCE, WAITED, PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
@@ -42,6 +44,7 @@ GONE_WHEN_RELEASED = "it was gone when it was released: expired, taken or delete
 GONE = {GONE_WHEN_RENEWED, GONE_WHEN_RELEASED}  # reasons of a loss: the server says so
 
 
+@lru_cache(TIMES)
 def trust_in(ttl: float) -> float:
     """Return the seconds for which a lease with an expiry of *ttl* seconds is trusted."""
     return ttl - min(TRUST_MARGIN, ttl * TRUST_MARGIN_RATIO)
