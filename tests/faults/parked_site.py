@@ -52,11 +52,7 @@ class Site:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        server: RedisServer,
-        *,
-        rabbitmq: RabbitServer | None = None,
+        self, folder: Path, server: RedisServer, *, rabbitmq: RabbitServer | None = None
     ) -> None:
         self.folder = folder
         self.redis = server.client(decode_responses=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 
 LOCK = name_of("acl")
-LONG = 60.0  # seconds: no lease of these tests runs out by itself
-HOLDER = json.dumps({"task": "shop.export", "id": "id-1", "worker": "celery@w1", "pid": 7})
 WITHIN = 10.0  # seconds
 
 COMMANDS = re.findall(r"\+([\w|]+)", RULES)

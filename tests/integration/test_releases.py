@@ -202,8 +202,7 @@ def test_an_end_after_a_minimum_is_sent_again_as_it_was(driven, declare):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ends"),
-    [("skip", "success"), ("wait", "success"), ("skip", "failure")],
+    ("strategy", "ends"), [("skip", "success"), ("wait", "success"), ("skip", "failure")]
 )
 def test_a_lease_that_is_left_ends_a_timeout_after_its_last_renewal(
     driven, declare, heard, strategy, ends

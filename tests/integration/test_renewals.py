@@ -193,10 +193,7 @@ def test_zero_or_less_is_no_cap(driven, cap):
 
 def test_a_fixed_expiry_is_never_renewed_and_its_end_is_reported(driven, heard):
     """With expire the server hears nothing more, and a body that outlives it is told."""
-    with (
-        pytest.raises(LockLostError, match="expiry of 60 s"),
-        driven.lock(expire=60) as lease,
-    ):
+    with pytest.raises(LockLostError, match="expiry of 60 s"), driven.lock(expire=60) as lease:
         assert "timeout" not in lease.holder  # from which others would tell a renewal
         driven.advance(lease.acquired_at + 59.4 - driven.now)
         assert lease.held

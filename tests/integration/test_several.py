@@ -34,7 +34,6 @@ SHORT = 0.5
 WITHIN = 10.0
 HOLDER = '{"task": "tests.other", "id": "o-1", "worker": "w", "pid": 1}'
 A, B, C = NAMES = [name_of(key) for key in "abc"]
-LINE = f"{B}:line"
 
 
 @pytest.fixture(params=["single", "cluster"])

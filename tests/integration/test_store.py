@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 LOCK, OTHER = "dislock:{export:7}", "dislock:{other}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
-SHORT = 0.05  # seconds: one that does
 HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
 WITHIN = 10.0  # seconds
 

@@ -247,10 +247,7 @@ class TestBadTemplates:
             ("e:\n<corp_id>", "'\\n' cannot stand in a key"),
             ("<corp_id><year>", "separate <corp_id> and <year> with ':'"),
             ("<corp_id>:%23%a<year>%b<fmt>", "separate <year> and <fmt> with ':'"),
-            (
-                "%<corp_id>",
-                "'%' cannot stand before '#' or <name>: '%#' marks a shortened key",
-            ),
+            ("%<corp_id>", "'%' cannot stand before '#' or <name>: '%#' marks a shortened key"),
             ("<corp_id>%#", "'%' cannot stand before '#' or <name>: '%#' marks a shortened key"),
         ],
     )

@@ -175,8 +175,7 @@ def written(state=b"w", ends=61_000):
 
 
 @pytest.mark.parametrize(
-    ("state", "word"),
-    [(b"s", "being sent"), (b"w", "waiting"), (b"r", "running"), (b"d", "ended")],
+    ("state", "word"), [(b"s", "being sent"), (b"w", "waiting"), (b"r", "running"), (b"d", "ended")]
 )
 def test_a_record_of_a_reserved_key(state, word):
     """For whom, since when, and for how much longer."""

@@ -487,10 +487,7 @@ def test_a_task_that_ran_without_its_lock_frees_its_key(app, lock_server, broker
     """Else the next messages of the key would be dropped for lock_unique_for."""
     app.conf.dislock_on_unavailable = "run"
     task = unique(
-        app,
-        lambda: setattr(lock_server, "away", False),
-        lock_key=lock_key,
-        lock_unique_until=until,
+        app, lambda: setattr(lock_server, "away", False), lock_key=lock_key, lock_unique_until=until
     )
     task.apply_async(task_id="1")
     lock_server.away = True
