@@ -69,6 +69,19 @@ def test_a_lease_that_expires_while_its_release_is_on_its_way_was_held(driven, h
     assert names(heard) == ["lock_acquired", "lock_released"]
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_closing_tells_of_locks_that_are_still_held(driven, caplog, held):
+    """They end with their expiry, or when they are released, which is possible as before."""
+    dislock = driven.beside()
+    lease = dislock.lock("k").try_acquire()
+    if not held:
+        lease.release()
+    dislock.close()
+    assert ("Closed while this process held 1 lock(s)" in caplog.text) is held
+    lease.release()
+    driven.assert_free("k")
+
+
 def test_a_release_touches_no_other_owner(driven):
     """A lost lease's release leaves the new holder alone."""
     lease = driven.take()
