@@ -94,12 +94,13 @@ def test_the_pauses_of_an_outage_grow(driven):
         assert 25 <= driven.asked(scripts.RENEW) <= 45
 
 
-def test_the_first_retry_follows_at_once(driven):
-    """A connection that was cut while it was idle costs no pause beside."""
+def test_the_first_retry_follows_at_once(driven, caplog):
+    """A connection that was cut while it was idle costs no pause beside, and is told."""
     with driven.lock() as lease:
         driven.fault(scripts.RENEW, cut, times=1)
         driven.advance(10.01)
         assert (driven.asked(scripts.RENEW), lease.renewals) == (2, 1)
+    assert "Cannot renew 1 lock(s), trying again" in caplog.text
 
 
 def test_a_lease_not_renewed_in_time_is_lost_at_its_deadline(driven, heard):
