@@ -20,8 +20,16 @@ NAME = "dislock:{export:7}"
 SERVER = "redis://fake"
 HOLDER = {"task": "shop.export", "id": "9b1d", "worker": "w", "pid": 7, "host": "h", "timeout": 30}
 NOTHING = {
-    **{"now": NOW, "leases": [], "waiting": 0, "line": [], "turns": [], "aside": 0},
-    **{"unique": b"", "ticked": -1, "limit": b"", "limit_ms": -2},
+    "now": NOW,
+    "leases": [],
+    "waiting": 0,
+    "line": [],
+    "turns": [],
+    "aside": 0,
+    "unique": b"",
+    "ticked": -1,
+    "limit": b"",
+    "limit_ms": -2,
 }
 
 
