@@ -25,7 +25,7 @@ def test_a_released_lease_is_held_no_more(driven, heard):
     driven.proxy.commands.clear()
     lease.release()
     lease.release()
-    assert not lease.held
+    assert lease.held is False
     assert lease.remaining == 0
     assert len(driven.proxy.commands) == 1
     assert names(heard) == ["lock_acquired", "lock_released"]
