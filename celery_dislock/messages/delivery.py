@@ -94,11 +94,15 @@ class Delivery:
         notes: The notes in the message's headers.
 
     Attributes:
+        id: The task's id.
+        sent_to: The task's name as its message has it; an app may know a task by two names.
+        is_eager: Whether the task runs eagerly: in the calling process, without a message.
         options: The task's options that apply to this delivery.
         reservation: The reservation in the message's header that is still to be ended; None if
             there is none.
-        outbox: Messages that the body sends under its own task id; None while no body runs.
         began: Whether the body was entered.
+        runs: Whether the body runs now.
+        held_back: Messages that the body has sent under its own task id; None: it has sent none.
         ending: How the lease ends.  Until the body has ended: released.
         if_done: What ends with the lease if the work is done, so that no copy of it is to run.
         after_result: Functions called with the task's state, after the result is stored and the
@@ -112,13 +116,16 @@ class Delivery:
         # The request has this object, too.  If each kept the other alive, both would be left to
         # the garbage collector, which costs more than a third of all that the guard does.
         self._request = ref(request)
+        self.id = request.id
+        self.sent_to = str(request.task or task.name)
+        self.is_eager = bool(request.is_eager)
         self.lock = lock
         self.attempt = attempt
         self.notes = notes
         self.options: TaskOptions = lock.options
-        self.outbox: Outbox | None = None
         self.reservation: Reservation | None = None
-        self.began = False
+        self.began = self.runs = False
+        self.held_back: Outbox | None = None
         self.ending = self.if_done = RELEASED
         self.after_result: list[Callable[[str], None]] = []
         # Celery copies delivery_info into a retry's options.
@@ -136,19 +143,11 @@ class Delivery:
         return self._request()
 
     @property
-    def id(self) -> Any:
-        """The task's id."""
-        return self.request.id
-
-    @property
-    def sent_to(self) -> str:
-        """The task's name as its message has it; an app may know a task by two names."""
-        return str(self.request.task or self.task.name)
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether the task runs eagerly: in the calling process, without a message."""
-        return bool(self.request.is_eager)
+    def outbox(self) -> Outbox | None:
+        """What holds back the messages that the body sends under its own id; None: none runs."""
+        if self.runs and self.held_back is None:
+            self.held_back = Outbox()
+        return self.held_back if self.runs else None
 
     @property
     def message(self) -> Message:

@@ -79,6 +79,7 @@ class Notes:
         since: UNIX time at which the task first asked for its lock in vain; None if nobody
             measures it.
         is_later: Whether a later version has written the header; it has FROZEN members only then.
+        given: The header as it came; None: the message has none, as most.
     """
 
     put_off: int = 0
@@ -89,11 +90,13 @@ class Notes:
     replaced: str | None = None
     since: float | None = None
     is_later: bool = False
+    given: Any = None
 
     @classmethod
     def of(cls, request: Context) -> Notes:
         """Read the notes of a delivery; invalid notes are ignored, with one warning for all."""
-        notes, given = cls(), _header_of(request)
+        given = _header_of(request)
+        notes = cls(given=given)
         if given is None:
             return notes
         notes.is_later = _version(given) > VERSION
@@ -124,10 +127,8 @@ class Notes:
         noted[TICKET] = list(self.parked or ())  # AMQP has no tuples
         return {name: note for name, note in noted.items() if note}
 
-    @property
-    def waits_for_later(self) -> bool:
-        """Whether only a later version can go on with what the task has."""
-        return self.is_later and bool(self.parked or self.held_by)
+
+NO_NOTES = Notes()
 
 
 def _header_of(request: Context) -> Any:
@@ -213,7 +214,7 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     """
     given = notes_of(request).get(TICKET)
     turn = None if given is None else _ticket(given, str(request.id))
-    is_own = turn is not None and turn[1] == own_ticket(request) and _is_under(prefix, turn[0])
+    is_own = turn is not None and turn[1] == own_ticket(request) and is_under(prefix, turn[0])
     return turn if is_own else None
 
 
@@ -238,7 +239,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
     if not isinstance(given, (list, tuple)) or len(given) not in {2, 4}:
         return None
     lock, until, mark, number = (*given, "-", 0)[:4]  # without a number: nothing replaces it
-    if not (_is_text(lock, LOCK_MOST) and _is_under(prefix, lock)):
+    if not (_is_text(lock, LOCK_MOST) and is_under(prefix, lock)):
         return None
     if until not in UNIQUE_UNTIL or not (isinstance(mark, str) and MARK.fullmatch(mark)):
         return None
@@ -264,7 +265,8 @@ def _is_text(given: object, most: int) -> bool:
     return isinstance(given, str) and len(given) <= most and not SURROGATE.search(given)
 
 
-def _is_under(prefix: str, lock: str) -> bool:
+def is_under(prefix: str, lock: str) -> bool:
+    """Tell whether a lock's name in Redis has this prefix."""
     return lock.startswith(f"{prefix}:{{")
 
 

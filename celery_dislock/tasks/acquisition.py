@@ -12,8 +12,8 @@ from celery.exceptions import Ignore
 
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.locks.lease import AT_ONCE, PUT_OFF, Lease
-from celery_dislock.messages.headers import OWNERS_MOST
-from celery_dislock.messages.unrun import put_off
+from celery_dislock.messages.headers import OWNERS_MOST, is_under
+from celery_dislock.messages.unrun import put_off, put_off_later, skip
 from celery_dislock.parking.park import Parking
 from celery_dislock.servers.replies import Replaced
 
@@ -55,20 +55,31 @@ class Acquisition:
         self.parking: Parking | None = None
         self._runtime = runtime
         self._process = runtime.process
-        self._first: Callable[[], Lease | Conflict] = partial(
-            delivery.lock.try_acquire, delivery.attempt
-        )
         was_parked = delivery.notes.parked is not None
-        if was_parked and not delivery.options.parks:  # its record may be lost
+        parks = delivery.options.parks
+        if was_parked and not parks:  # its record may be lost
             delivery.options = replace(delivery.options, lock_on_conflict="queue")
-        can_park = self._process.can_park and not delivery.is_eager
-        if can_park and (was_parked or delivery.options.parks) and len(delivery.lock.names) == 1:
+        fits = len(delivery.lock.names) == 1 and not delivery.is_eager
+        if (was_parked or parks) and fits and self._process.can_park:
             self.parking = Parking(delivery, self._process)
-            self._first = self.parking.ask
 
     def ask(self) -> Lease | Conflict | None:
-        """Take the lock if it is free, or claim a parked task's turn; one round trip."""
-        return self._asked(self._first, first=True)
+        """
+        Take the lock if it is free, or claim a parked task's turn; one round trip.
+
+        Raises:
+            Ignore: The delivery ends unasked, since its notes say so.
+        """
+        delivery = self.delivery
+        first: Callable[[], Lease | Conflict] = (
+            partial(delivery.lock.try_acquire, delivery.attempt)
+            if self.parking is None
+            else self.parking.ask
+        )
+        if delivery.notes.given is not None:
+            self._end_unasked()
+            first = partial(self._go_on, first)
+        return self._asked(first)
 
     def wait(self, seconds: float) -> Lease | Conflict | None:
         """
@@ -92,17 +103,15 @@ class Acquisition:
         """
         return self._asked(partial(parking.park, conflict, bounds), may_run=False)
 
-    def unavailable(self, error: StoreError, owner: str | None, *, may_run: bool = True) -> None:
+    def unavailable(self, error: StoreError, *, may_run: bool = True) -> None:
         """
         Apply ``dislock_on_unavailable`` after the lock server did not answer.
 
-        Returns only if the body runs without its lock.
+        Returns only if the body runs without its lock.  If the lock was asked for, the server may
+        still grant it.  If the task is put off, its next delivery releases that lease first.
 
         Args:
             error: The error of the lock server.
-            owner: Owner for which the lock was requested; None if it was not requested.  The
-                server may still grant the lock to this owner.  If the task is put off, its next
-                delivery releases that lease first.
             may_run: Whether the body may run without its lock; if not, "run" puts the task off.
 
         Raises:
@@ -121,30 +130,25 @@ class Acquisition:
         if choice == "run" and may_run:
             logger.warning("Task %s runs without its lock %r: %s", delivery, key, error)
             return
-        if owner is not None and not isinstance(error, UnreachableError):
-            delivery.lock.release_late(owner)  # or a stalled process may keep what it was granted
+        has_asked = attempt.asked_at is not None
+        if has_asked and not isinstance(error, UnreachableError):
+            # Or a stalled process may keep what it was granted.
+            delivery.lock.release_late(attempt.owner)
         notes = delivery.notes
         damaged = isinstance(error, DamagedLockError) and notes.put_off >= DAMAGED_TRIES
         if choice == "raise" or damaged or delivery.is_eager:
             raise error
-        if owner is not None:
-            notes.given_up = [*notes.given_up, owner][-OWNERS_MOST:]
+        if has_asked:
+            notes.given_up = [*notes.given_up, attempt.owner][-OWNERS_MOST:]
         put_off(delivery, f"lock {key!r} cannot be had: {error}", error=error)
 
-    def _asked(
-        self, ask: Callable[[], T], *, first: bool = False, may_run: bool = True
-    ) -> T | None:
+    def _asked(self, ask: Callable[[], T], *, may_run: bool = True) -> T | None:
         """Call *ask*; if the server does not answer, apply ``dislock_on_unavailable``."""
-        attempt, owner = self.delivery.attempt, None
+        attempt = self.delivery.attempt
         try:
-            if first:
-                self._end_given_up()
-            owner = attempt.owner
-            if first:
-                self._take_over()
             answer = ask()
         except StoreError as exc:
-            self.unavailable(exc, owner, may_run=may_run)
+            self.unavailable(exc, may_run=may_run)
             return None
         except (Ignore, Replaced):  # parked, or a copy: the server has answered
             self._process.lock_server_answered(took=False)
@@ -157,20 +161,34 @@ class Acquisition:
         self._process.lock_server_answered(took=took)
         return answer
 
-    def _end_given_up(self) -> None:
-        """Release leases that earlier deliveries may have been granted after they gave up."""
-        for owner in self.delivery.notes.given_up:
-            self.delivery.lock.store.release(self.delivery.lock.names, owner)
+    def _end_unasked(self) -> None:
+        """
+        End a delivery whose notes say that its task does not run here; raises Ignore then.
 
-    def _take_over(self) -> None:
-        """Take over the lease that an earlier delivery has left for this one."""
-        left_by, lock, attempt = (
-            self.delivery.notes.held_by,
-            self.delivery.lock,
-            self.delivery.attempt,
-        )
-        if left_by is None:
-            return
-        taken = lock.store.take_over(lock.names, left_by, attempt.owner, attempt.holder_json)
-        if 0 < taken < len(lock.names):  # the leases are kept all together, or not at all
-            lock.abandon(attempt)
+        Its turn may be for a lock under another prefix: its line would give it another turn if it
+        ran here.  A later release may have written its turn, or the lease that it goes on with.
+        """
+        delivery, notes = self.delivery, self.delivery.notes
+        if notes.replaced is not None:
+            skip(delivery, notes.replaced)
+        if notes.is_later and (notes.parked or notes.held_by):
+            put_off_later(delivery)
+        prefix = self._runtime.settings.dislock_prefix
+        if notes.parked is not None and not is_under(prefix, notes.parked[0]):
+            lock, _ = notes.parked
+            reason = f"it has its turn for {lock}, and this worker's locks have the prefix {prefix}"
+            put_off(delivery, reason, level=logging.WARNING)
+
+    def _go_on(self, ask: Callable[[], T]) -> T:
+        """Call *ask* after what earlier deliveries of the task have left was released or taken."""
+        lock, attempt, notes = self.delivery.lock, self.delivery.attempt, self.delivery.notes
+        for owner in notes.given_up:  # they may have been granted the lock after that
+            lock.store.release(lock.names, owner)
+        if notes.held_by is not None:
+            attempt.asked_at = lock.clock()
+            taken = lock.store.take_over(
+                lock.names, notes.held_by, attempt.owner, attempt.holder_json
+            )
+            if 0 < taken < len(lock.names):  # the leases are kept all together, or not at all
+                lock.abandon(attempt)
+        return ask()

@@ -28,7 +28,6 @@ from celery_dislock.messages.unrun import (
     PUT_OFF_FIRST,
     acknowledge,
     put_off,
-    put_off_later,
     skip,
 )
 from celery_dislock.parking.store import Bounds
@@ -278,19 +277,3 @@ def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     # A turn that is claimed late may be given twice, which needs no warning.
     level = logging.WARNING if delivery.notes.parked is None else logging.INFO
     put_off(delivery, reason, at_most=conflict.remaining, level=level)
-
-
-def put_off_unknown(delivery: Delivery, prefix: str) -> None:
-    """
-    Put off a task that has what this worker cannot go on with; raises Ignore then.
-
-    Its turn may be for a lock under another prefix: its line would give it another turn if it ran
-    here.  A later release may have written its turn, or the lease that it goes on with.
-    """
-    notes = delivery.notes
-    if notes.waits_for_later:
-        put_off_later(delivery)
-    if notes.parked is not None and not notes.parked[0].startswith(f"{prefix}:{{"):
-        lock, _ = notes.parked
-        reason = f"it has its turn for {lock}, and this worker's locks have the prefix {prefix}"
-        put_off(delivery, reason, level=logging.WARNING)

@@ -10,7 +10,7 @@ import inspect
 import logging
 import sys
 import time
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from celery.app.task import Context
@@ -23,9 +23,9 @@ from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.channel import TRACING
 from celery_dislock.locks.interruption import Running, StopTask
 from celery_dislock.locks.lease import PUT_OFF, Attempt, Conflict, current
-from celery_dislock.messages.delivery import Delivery, Outbox
-from celery_dislock.messages.headers import Notes, own_turn, reservation_of
-from celery_dislock.messages.unrun import skip
+from celery_dislock.locks.lock import Lock
+from celery_dislock.messages.delivery import Delivery
+from celery_dislock.messages.headers import NO_NOTES, Notes, own_turn, reservation_of
 from celery_dislock.servers.bridge import wait_for
 from celery_dislock.servers.records import describe
 from celery_dislock.servers.replies import Replaced
@@ -36,7 +36,7 @@ from celery_dislock.tasks.keys import TaskKeys, terms_in_order
 from celery_dislock.tasks.redelivery import Copies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery import Task
     from celery.worker.request import Request
@@ -58,6 +58,7 @@ RETURNED = (
     "it returned what has to be awaited, and would run on without its lock: declare it with "
     "`async def`, for a pool that awaits, or as a plain function that calls asyncio.run()"
 )
+DESCRIBED_MOST = 100  # processes, and timeouts of their tasks, whose description is kept
 KEPT_TIMEOUTS = 2  # timeouts for which the reservation of a running task is kept at each renewal
 
 
@@ -150,8 +151,6 @@ class Guard:
         self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run the body under the task's lock, or end the delivery if the lock cannot be taken."""
-        if self.runtime.off:
-            return body(*args, **kwargs)
         delivery = self._delivery(task, request, args, kwargs)
         previous = current.set(delivery.attempt)
         try:
@@ -177,13 +176,19 @@ class Guard:
         """
         if request.is_eager:
             return self.run(task, request, partial(_await_all, body), args, kwargs)
-        if self.runtime.off:
-            return body(*args, **kwargs)
         if self.runtime.unawaited_by is not None:
             raise self.unawaited()
         return self.runtime.on_loop(
             self.run, task, request, partial(_await_here, body), args, kwargs
         )
+
+    def run_unlocked(
+        self, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run the body where locks are off; an ``async def`` one as :meth:`run_async` does."""
+        if self.is_async and request.is_eager:
+            return _await_all(body, *args, **kwargs)
+        return body(*args, **kwargs)
 
     def unawaited(self) -> SettingsError:
         """Make the error of an ``async def`` body that the pool of this process does not await."""
@@ -195,14 +200,15 @@ class Guard:
         if self._looks_for_copies and not delivery.is_eager:
             copies = Copies(delivery, self.runtime.process.store)
         lease = self._take(delivery, copies)
-        delivery.began = True
-        delivery.outbox = Outbox()
+        delivery.began = delivery.runs = True
         caller, outcome = current_caller(), COMES_AGAIN
         begun = len(caller.leases)
         try:
             if lease is not None:
                 caller.hold(CallerLease(delivery.lock, lease, execution=True))
-            result = self._run_body(lease, body)
+                if self._interrupts:
+                    body = partial(_interrupted, lease, body)
+            result = body()
             if hasattr(type(result), "__await__"):
                 self._refuse_awaitable(result)
             if copies is not None and lease is not None:
@@ -220,21 +226,6 @@ class Guard:
             caller.end_body(begun)
             self._end(delivery, lease, outcome)
 
-    def _run_body(self, lease: Lease | None, body: Callable[[], Any]) -> Any:
-        """Run the body; stop it when its lease ends, if the options ask for that."""
-        if lease is None or not self._interrupts:
-            return body()
-        running = Running(lease)
-        try:
-            running.begin()
-            return body()
-        except asyncio.CancelledError as exc:
-            if not running.took_back(exc):
-                raise
-            raise LockLostError(lease.key, lease.why_ended) from exc
-        finally:
-            running.end()
-
     def _refuse_awaitable(self, result: Any) -> NoReturn:
         if inspect.iscoroutine(result):
             result.close()
@@ -242,35 +233,37 @@ class Guard:
 
     def _end(self, delivery: Delivery, lease: Lease | None, outcome: Outcome) -> None:
         """End the lease and the reservation, and publish what the body sent under its id."""
-        outbox, delivery.outbox = delivery.outbox or Outbox(), None
-        ending = delivery.if_done if outcome.done else RELEASED
-        kept = self._kept_for_retry(lease, outbox.retry_in)
-        if kept:
-            outbox.held_by = delivery.attempt.owner
-            ending = ending._replace(expires=True, at_least=kept)
-        elif outcome.released_by and not getattr(self.options, outcome.released_by):
+        delivery.runs = False
+        outbox, ending = delivery.held_back, delivery.if_done if outcome.done else RELEASED
+        retry_in = None if outbox is None else outbox.retry_in
+        if outcome.released_by and not getattr(self.options, outcome.released_by):
             ending = ending._replace(expires=True)
-        if outbox.retry_in is not None or not outcome.done:  # its message comes again
+        if outbox is not None and retry_in is not None and self.options.lock_hold_on_retry:
+            kept = self._kept_for_retry(lease, retry_in)
+            if kept:
+                outbox.held_by = delivery.attempt.owner
+                ending = ending._replace(expires=True, at_least=kept)
+        if retry_in is not None or not outcome.done:  # its message comes again
             delivery.reservation = None
         elif lease is not None and delivery.reservation is delivery.attempt.reservation:
             ending = ending._replace(reservation=delivery.reservation)
         delivery.ending = ending
         delivery.settle()
-        if ending.reservation is None:
-            delivery.end_reservation()
-        delivery.reservation = None
-        outbox.send()
+        if delivery.reservation is not None:
+            if ending.reservation is None:
+                delivery.end_reservation()
+            delivery.reservation = None
+        if outbox is not None:
+            outbox.send()
 
-    def _begin(self, delivery: Delivery, lease: Lease | None = None) -> None:
+    def _begin(self, delivery: Delivery, reservation: Reservation, lease: Lease | None) -> None:
         """
         Tell the lock server that a reserved task begins, unless the acquisition did.
 
         Raises:
             Replaced: The task must not run.
         """
-        reservation, attempt = delivery.reservation, delivery.attempt
-        if reservation is None:
-            return
+        attempt = delivery.attempt
         if not (attempt.has_begun and attempt.reservation):
             try:
                 elsewhere = reservation.lock != reserved_lock(delivery.lock.names)
@@ -287,37 +280,32 @@ class Guard:
 
     def _take(self, delivery: Delivery, copies: Copies | None) -> Lease | None:
         """Return the lease; None if the body runs without one."""
-        if not self._locks:
-            self._begin(delivery)
-            return None
-        if delivery.notes.replaced is not None:
-            skip(delivery, delivery.notes.replaced)
-        conflicts.put_off_unknown(delivery, self.runtime.settings.dislock_prefix)
-        asking = Acquisition(delivery, self.runtime)
-        answer = asking.ask()
-        if isinstance(answer, Conflict):
-            answer = conflicts.resolve(asking, answer)
-        delivery.forget_notes()
-        self._begin(delivery, answer)
-        if answer is None or copies is None:
-            return answer
+        lease: Lease | None = None
+        asking = Acquisition(delivery, self.runtime) if self._locks else None
+        if asking is not None:
+            answer = asking.ask()
+            lease = conflicts.resolve(asking, answer) if isinstance(answer, Conflict) else answer
+            if delivery.notes != NO_NOTES:
+                delivery.forget_notes()
+        if delivery.reservation is not None:
+            self._begin(delivery, delivery.reservation, lease)
+        if asking is None or lease is None or copies is None:
+            return lease
         try:
             copies.look_for_others()
         except StoreError as exc:
             delivery.settle()
-            asking.unavailable(exc, delivery.attempt.owner)
+            asking.unavailable(exc)
             return None
-        return answer
+        return lease
 
-    def _kept_for_retry(self, lease: Lease | None, delay: float | None) -> float:
+    def _kept_for_retry(self, lease: Lease | None, delay: float) -> float:
         """Return for how long the retry's lease is kept, counted from its grant; 0 if it is not."""
-        if delay is None or lease is None or not self.options.lock_hold_on_retry:
-            return 0.0
         try:
-            is_held = lease.confirm()
+            is_held = lease is not None and lease.confirm()
         except StoreError:
             return 0.0
-        return lease.held_for + delay + self.timeout if is_held else 0.0
+        return lease.held_for + delay + self.timeout if lease is not None and is_held else 0.0
 
     def _delivery(self, task: Task, request: Context, args: Any, kwargs: Any) -> Delivery:
         """
@@ -326,7 +314,9 @@ class Guard:
         A task that was parked has the lock that it waited for, whatever its code says by now.
         """
         process, notes = self.runtime.process, Notes.of(request)
-        if notes.parked is not None and (request.is_eager or not (self._locks and self.can_park)):
+        if notes.parked is not None and (
+            request.is_eager or not self._locks or not process.can_park
+        ):
             notes.parked = None
         terms: tuple[Terms, ...] | None = None
         if notes.parked is not None:
@@ -337,25 +327,29 @@ class Guard:
             keys = in_order(built)
             if self._limits is not None:
                 terms = terms_in_order(built, self._limits)
-        who = {"task": task.name, "id": shown_id(request.id), "host": process.host}
         renewed = None if self.interval is None else self.timeout
-        holder = describe(who, request.hostname, process.pid, renewed)
+        here = _described(process.host, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
-        attempt = Attempt(process.owner_name(start), holder, sender=task)
+        attempt = Attempt(
+            process.owner_name(start), {"task": task.name, "id": shown_id(request.id), **here}, task
+        )
         if notes.put_off:
             attempt.how = PUT_OFF
         if notes.since is not None:
             waited = time.time() - notes.since
             attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
-        lock = self.runtime.lock(keys, self.options)
+        store = process.store_here if self.is_async else process.store
+        names = self.runtime.lock_names(keys)
+        lock = Lock(keys, names, self.options, store, watchdog=process.watchdog)
         if terms is not None:
             lock.terms = terms
         if TRACING in sys.modules:
             lock.channel.begins(attempt)
-        delivery: Delivery = Delivery(task, request, lock, attempt, notes)
-        delivery.reservation = self.reservation_of(request)
-        if delivery.reservation is not None and [delivery.reservation.lock] == list(lock.names):
-            attempt.reservation = delivery.reservation
+        delivery = Delivery(task, request, lock, attempt, notes)
+        if notes.given is not None:
+            delivery.reservation = self.reservation_of(request)
+            if delivery.reservation is not None and (delivery.reservation.lock,) == names:
+                attempt.reservation = delivery.reservation
         request.dislock_delivery = delivery
         return delivery
 
@@ -415,6 +409,26 @@ class Guard:
     def turn_of(self, request: Context) -> tuple[str, str] | None:
         """Return the lock and the ticket of the turn that a request brings; None if none."""
         return own_turn(request, self.runtime.settings.dislock_prefix)
+
+
+@lru_cache(DESCRIBED_MOST)
+def _described(host: str, worker: str | None, pid: int, timeout: float | None) -> Mapping[str, Any]:
+    """Return what a holder says of its process."""
+    return describe({"host": host}, worker, pid, timeout)
+
+
+def _interrupted(lease: Lease, body: Callable[[], Any]) -> Any:
+    """Run a body that is stopped when its lease ends, if the options ask for that."""
+    running = Running(lease)
+    try:
+        running.begin()
+        return body()
+    except asyncio.CancelledError as exc:
+        if not running.took_back(exc):
+            raise
+        raise LockLostError(lease.key, lease.why_ended) from exc
+    finally:
+        running.end()
 
 
 def _await_here(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

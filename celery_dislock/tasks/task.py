@@ -219,14 +219,8 @@ def name_of(task: type[Task], app: Celery) -> str | None:
 
 
 def _before_body(task: Task, **_kwargs: Any) -> None:
-    request = task.request
-    if not _is_guarded(task):
-        tell(task.app, "begin_unlocked", request)
-
-
-def _is_guarded(task: Task) -> bool:
-    guard: Guard | None = getattr(task, "dislock_guard", None)
-    return guard is not None and not guard.runtime.off
+    if getattr(task, "dislock_guard", None) is None:  # a guard tells it itself
+        tell(task.app, "begin_unlocked", task.request)
 
 
 def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
@@ -240,8 +234,9 @@ def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
             return
         if state in {states.IGNORED, states.REJECTED}:  # else it was freed when that was stored
             tell(task.app, "end", request)
-        if _is_guarded(task):
-            _leave_unclaimed(task.dislock_guard, request, state, retval)
+        guard: Guard | None = getattr(task, "dislock_guard", None)
+        if guard is not None and guard.can_park:
+            _leave_unclaimed(guard, request, state, retval)
 
 
 def free_key(app: Celery, request: object) -> None:
@@ -271,7 +266,7 @@ def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) ->
     If another delivery has claimed the turn, nothing is changed.  Logs a StoreError instead of
     raising it; blocks for a round trip.
     """
-    turn = guard.turn_of(request) if guard.can_park else None
+    turn = guard.turn_of(request)
     if turn is None:
         return
     what, lines = f"{request.task}[{turn[1]}]", guard.runtime.process.lines
