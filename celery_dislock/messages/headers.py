@@ -79,7 +79,8 @@ class Notes:
         since: UNIX time at which the task first asked for its lock in vain; None if nobody
             measures it.
         is_later: Whether a later version has written the header; it has FROZEN members only then.
-        given: The header as it came; None: the message has none, as most.
+        came: Whether the message has our header; most have none.
+        unique: Its reservation, unchecked; see :func:`reservation_of`.  None: it has none.
     """
 
     put_off: int = 0
@@ -90,18 +91,20 @@ class Notes:
     replaced: str | None = None
     since: float | None = None
     is_later: bool = False
-    given: Any = None
+    came: bool = False
+    unique: Any = None
 
     @classmethod
     def of(cls, request: Context) -> Notes:
         """Read the notes of a delivery; invalid notes are ignored, with one warning for all."""
-        given = _header_of(request)
-        notes = cls(given=given)
+        notes, given = cls(), _header_of(request)
         if given is None:
             return notes
+        notes.came = True
         notes.is_later = _version(given) > VERSION
         ignored = [] if _version(given) else [f"{HEADER}={reprlib.repr(given)}"]
         members = _members(given)
+        notes.unique = members.get(UNIQUE)
         for name, (attribute, read) in READERS.items():
             note = members.get(name)
             if note is None:

@@ -70,14 +70,15 @@ class Acquisition:
         Raises:
             Ignore: The delivery ends unasked, since its notes say so.
         """
-        delivery = self.delivery
+        delivery, notes = self.delivery, self.delivery.notes
         first: Callable[[], Lease | Conflict] = (
             partial(delivery.lock.try_acquire, delivery.attempt)
             if self.parking is None
             else self.parking.ask
         )
-        if delivery.notes.given is not None:
+        if notes.came:
             self._end_unasked()
+        if notes.given_up or notes.held_by:
             first = partial(self._go_on, first)
         return self._asked(first)
 

@@ -346,7 +346,7 @@ class Guard:
         if TRACING in sys.modules:
             lock.channel.begins(attempt)
         delivery = Delivery(task, request, lock, attempt, notes)
-        if notes.given is not None:
+        if notes.unique is not None:
             delivery.reservation = self.reservation_of(request)
             if delivery.reservation is not None and (delivery.reservation.lock,) == names:
                 attempt.reservation = delivery.reservation
