@@ -330,36 +330,9 @@ def _override(task: type[Task], name: str, method: Callable[..., Any]) -> None:
 @cache
 def recovering(base: type | str) -> type:
     """Extend a Request class, given as class or name: the main process learns there of a death."""
-    from celery_dislock.tasks import request as deaths  # noqa: PLC0415 -- workers alone have it
+    from celery_dislock.tasks.request import Recovering  # noqa: PLC0415 -- workers alone have it
 
-    class Request(symbol_by_name(base)):  # type: ignore[misc]
-        """A request whose execution's lock is released when its process dies."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._was_parked = deaths.keep_and_tell(self)
-
-        def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
-            # Before Celery's own handling, which may requeue the message.
-            exc = exc_info.exception
-            exc = getattr(exc, "exc", exc)
-            if isinstance(exc, deaths.DEATHS):
-                deaths.release_after_death(self)
-            else:
-                deaths.send_events(self, exc)
-            return super().on_failure(exc_info, *args, **kwargs)
-
-        def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 -- Celery's
-            """Send an event; called by Celery, too."""
-            fields = deaths.as_monitors_take_it(type, fields, parked=self._was_parked)
-            super().send_event(type, **fields)
-
-        def on_timeout(self, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
-            if not soft:
-                deaths.release_after_death(self)
-            return super().on_timeout(soft, timeout)
-
-    return Request
+    return type("Request", (Recovering, symbol_by_name(base)), {})
 
 
 def guard_tasks(app: Celery) -> None:
