@@ -190,18 +190,18 @@ def without_notes(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     return own
 
 
-def ours_first(headers: Mapping[str, Any]) -> Mapping[str, Any]:
+def ours_first(headers: Mapping[str, Any], notes: Mapping[str, Any]) -> Mapping[str, Any]:
     """
-    Return a message's headers with ours first, as scripts read it: its version, then SENT.
+    Return a message's headers with these notes, ours first, as scripts read it: version, then SENT.
 
     A message that has no header of ours is given one, since a script may have to add a note.
     """
-    given: Any = headers.get(HEADER, {"v": VERSION})
+    own = with_notes(headers, notes)
+    given: Any = own.pop(HEADER, {"v": VERSION})
     if not _version(given):
         return headers
     first = {name: given[name] for name in ("v", SENT) if name in given}
-    others = {name: one for name, one in headers.items() if name != HEADER}
-    return {HEADER: {**first, **given}, **others}
+    return {HEADER: {**first, **given}, **own}
 
 
 def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:

@@ -12,7 +12,6 @@ or replacement is new work with a ticket of its own, even though Celery copies t
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import StoreError
@@ -22,7 +21,6 @@ from celery_dislock.locks.lease import Conflict
 from celery_dislock.messages.headers import (
     SINCE,
     own_ticket,
-    with_notes,
 )
 from celery_dislock.messages.message import TaskParked
 from celery_dislock.messages.unrun import acknowledge, put_off_later
@@ -96,13 +94,10 @@ class Parking:
             TaskParked: The task is in line.
             StoreError: The lock server did not answer.  The task may be in line.
         """
-        message = self._delivery.message
-        if self._delivery.notes.since is not None:
-            notes = {SINCE: self._delivery.notes.since}
-            message = replace(message, headers=with_notes(message.headers, notes))
+        message, since = self._delivery.message, self._delivery.notes.since
         place = min(conflict.place, bounds.most or conflict.place)
         self._store_state(conflict, place)
-        return self._answer(message.to_bytes(), bounds)
+        return self._answer(message.to_bytes({} if since is None else {SINCE: since}), bounds)
 
     def result_stored(self, _state: str) -> None:
         """

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.parking.process import ParkingProcess
-    from celery_dislock.parking.store import Bounds
-    from celery_dislock.servers.replies import Full
 
 DAMAGED_TRIES = 5  # times put off, about 30 s in all, before a task fails for a damaged lock
 
@@ -38,8 +36,8 @@ class Acquisition:
     """
     Acquires the lock for one delivery.
 
-    Every public method blocks.  If the lock server is away, ``dislock_on_unavailable`` decides
-    whether the delivery ends, or the method returns None and the body runs without its lock.
+    Every method blocks.  If the lock server is away, ``dislock_on_unavailable`` decides whether the
+    delivery ends, or the method returns None and the body runs without its lock.
 
     Args:
         delivery: The delivery.
@@ -80,29 +78,7 @@ class Acquisition:
             self._end_unasked()
         if notes.given_up or notes.held_by:
             first = partial(self._go_on, first)
-        return self._asked(first)
-
-    def wait(self, seconds: float) -> Lease | Conflict | None:
-        """
-        Wait in line for the lock for *seconds* at most; occupies the worker slot.
-
-        Returns a conflict at once if the lock is reserved for a parked task, which may need that
-        slot.  The task keeps its place in line then.
-        """
-        delivery = self.delivery
-        return self._asked(
-            partial(delivery.lock.acquire, delivery.attempt, timeout=seconds, gives_way=True)
-        )
-
-    def park(
-        self, parking: Parking, conflict: Conflict, bounds: Bounds
-    ) -> Lease | Conflict | Full | None:
-        """
-        Park the task; see :meth:`Parking.park`.
-
-        A task that may be in line already never runs without its lock: it is put off instead.
-        """
-        return self._asked(partial(parking.park, conflict, bounds), may_run=False)
+        return self.answer(first)
 
     def unavailable(self, error: StoreError, *, may_run: bool = True) -> None:
         """
@@ -143,8 +119,14 @@ class Acquisition:
             notes.given_up = [*notes.given_up, attempt.owner][-OWNERS_MOST:]
         put_off(delivery, f"lock {key!r} cannot be had: {error}", error=error)
 
-    def _asked(self, ask: Callable[[], T], *, may_run: bool = True) -> T | None:
-        """Call *ask*; if the server does not answer, apply ``dislock_on_unavailable``."""
+    def answer(self, ask: Callable[[], T], *, may_run: bool = True) -> T | None:
+        """
+        Return what the lock server answers; None if the body runs without its lock.
+
+        Args:
+            ask: Asks the lock server.
+            may_run: See :meth:`unavailable`.
+        """
         attempt = self.delivery.attempt
         try:
             answer = ask()

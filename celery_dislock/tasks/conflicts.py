@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NoReturn
 
 import celery
@@ -33,6 +33,7 @@ from celery_dislock.messages.unrun import (
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import Full
+from celery_dislock.signals import lock_conflict
 from celery_dislock.words import plain, shortened, so_far
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
         SettingsError: A callable has returned a value that is not a strategy.
     """
     delivery = asking.delivery
-    delivery.lock.channel.conflict(delivery.task, conflict, delivery.id)
+    if lock_conflict.receivers:
+        delivery.lock.channel.conflict(delivery.task, conflict, delivery.id)
     if is_a_copy(delivery, conflict):
         _count(delivery, conflict, "copy")
         put_off_copy(delivery, conflict)
@@ -175,7 +177,9 @@ def wait(asking: Acquisition, conflict: Conflict) -> Lease | None:
     if delivery.is_eager:
         fail(asking, conflict)
     until = min(delivery.notes.retry_until or math.inf, now + delivery.options.lock_wait_timeout)
-    answer = asking.wait(until - now)
+    answer = asking.answer(
+        partial(delivery.lock.acquire, delivery.attempt, timeout=until - now, gives_way=True)
+    )
     if not isinstance(answer, Conflict):
         return answer
     if is_a_copy(delivery, answer):  # another delivery of this task was first
@@ -203,7 +207,8 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
         options.lock_queue_limit or 0, options.lock_queue_bytes, options.lock_queue_overflow
     )
     try:
-        answer = asking.park(asking.parking, conflict, bounds)
+        # It may be in line already, so it does not run without its lock.
+        answer = asking.answer(partial(asking.parking.park, conflict, bounds), may_run=False)
     except TaskParked:
         _count(delivery, conflict, "queue")
         if hint := _hint(delivery, conflict):

@@ -30,10 +30,9 @@ from celery_dislock.servers.bridge import wait_for
 from celery_dislock.servers.records import describe
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
-from celery_dislock.tasks import conflicts
+from celery_dislock.tasks import conflicts, redelivery
 from celery_dislock.tasks.acquisition import Acquisition
 from celery_dislock.tasks.keys import TaskKeys, terms_in_order
-from celery_dislock.tasks.redelivery import Copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -196,10 +195,7 @@ class Guard:
 
     def _run(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
         """Take the lock, run the body, and end the lease as the body's outcome asks for."""
-        copies = None
-        if self._looks_for_copies and not delivery.is_eager:
-            copies = Copies(delivery, self.runtime.process.store)
-        lease = self._take(delivery, copies)
+        lease = self._take(delivery)
         delivery.began = delivery.runs = True
         caller, outcome = current_caller(), COMES_AGAIN
         begun = len(caller.leases)
@@ -211,8 +207,8 @@ class Guard:
             result = body()
             if hasattr(type(result), "__await__"):
                 self._refuse_awaitable(result)
-            if copies is not None and lease is not None:
-                copies.body_succeeded()
+            if lease is not None and self.options.lock_dedupe_redelivered and not delivery.is_eager:
+                redelivery.body_succeeded(delivery, self.runtime.process.store)
         except StopTask as exc:
             outcome = FAILED
             raise exc.error from exc
@@ -278,7 +274,7 @@ class Guard:
         elif lease is not None:
             lease.reservation = attempt.reservation
 
-    def _take(self, delivery: Delivery, copies: Copies | None) -> Lease | None:
+    def _take(self, delivery: Delivery) -> Lease | None:
         """Return the lease; None if the body runs without one."""
         lease: Lease | None = None
         asking = Acquisition(delivery, self.runtime) if self._locks else None
@@ -289,14 +285,19 @@ class Guard:
                 delivery.forget_notes()
         if delivery.reservation is not None:
             self._begin(delivery, delivery.reservation, lease)
-        if asking is None or lease is None or copies is None:
-            return lease
-        try:
-            copies.look_for_others()
-        except StoreError as exc:
-            delivery.settle()
-            asking.unavailable(exc)
-            return None
+        if asking is not None and lease is not None and self._looks_for_copies:
+            return self._only(delivery, asking, lease)
+        return lease
+
+    def _only(self, delivery: Delivery, asking: Acquisition, lease: Lease) -> Lease | None:
+        """Return the lease, unless another delivery of the task runs or has run."""
+        if not delivery.is_eager:
+            try:
+                redelivery.look_for_others(delivery, self.runtime.process.store)
+            except StoreError as exc:
+                delivery.settle()
+                asking.unavailable(exc)
+                return None
         return lease
 
     def _kept_for_retry(self, lease: Lease | None, delay: float) -> float:
