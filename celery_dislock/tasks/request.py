@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
-from celery import states
+from celery import states, worker
 from celery.worker.request import Request
 from kombu.asynchronous import get_event_loop
 
@@ -33,8 +33,9 @@ from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_messag
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
+    from celery.app.task import Context
     from celery.worker.consumer import Consumer
 
     from celery_dislock.tasks.guard import Guard
@@ -187,9 +188,11 @@ def _is_zombie(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] == "Z"
 
 
-def scheduled(consumer: Consumer) -> Iterator[Request]:
-    """Return the messages that wait in a worker for their ETA: its timer alone has them."""
-    for waiting in consumer.timer.schedule.queue:
-        request, *_ = waiting.entry.args or (None,)
-        if isinstance(request, Request):
-            yield request
+def waiting(consumer: Consumer, ids: Collection[str]) -> Iterator[Context]:
+    """Return the requests of tasks with these ids that wait in a worker, perhaps for their ETA."""
+    # The worker's timer alone has those that wait for their ETA.
+    given = [one for due in consumer.timer.schedule.queue for one in due.entry.args or ()]
+    scheduled = [one for one in given if isinstance(one, Request)]
+    for request in [*worker.state.reserved_requests, *scheduled]:
+        if request.id in ids and request not in worker.state.active_requests:
+            yield request._context  # noqa: SLF001 -- Celery has no public name
