@@ -263,9 +263,10 @@ def test_what_is_no_message_is_refused_by_what_it_begins_with():
 @pytest.mark.parametrize("more", [{"colour": "red"}, {"body": "x"}])
 def test_a_message_of_a_later_version_is_read_as_far_as_it_is_known(more):
     """What is new in it is left out."""
-    written = b"2" + message().to_bytes()[1:]
+    written = message().to_bytes()
     new = json.dumps(more)[1:-1].encode()
-    assert Message.from_bytes(written.replace(b"{", b"{" + new + b",", 1)) == message()
+    later = b"2" + written[1:].replace(b"{", b"{" + new + b",", 1)
+    assert Message.from_bytes(later) == Message.from_bytes(written)
 
 
 class Explosive:
