@@ -13,8 +13,8 @@ from celery.exceptions import Ignore
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.locks.lease import AT_ONCE, PUT_OFF, Lease
 from celery_dislock.messages.headers import OWNERS_MOST, is_under
-from celery_dislock.messages.unrun import put_off, put_off_later, skip
-from celery_dislock.parking.park import Parking
+from celery_dislock.messages.unrun import put_off, skip
+from celery_dislock.parking.park import Parking, put_off_later
 from celery_dislock.servers.replies import Replaced
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Acquisition:
         if notes.replaced is not None:
             skip(delivery, notes.replaced)
         if notes.is_later and (notes.parked or notes.held_by):
-            put_off_later(delivery)
+            put_off_later(delivery, self._process.lines)
         prefix = self._runtime.settings.dislock_prefix
         if notes.parked is not None and not is_under(prefix, notes.parked[0]):
             lock, _ = notes.parked
