@@ -43,7 +43,7 @@ def owners_start(task_id: object) -> str:
 
 def execution_start(task_id: object, hostname: str, pid: int) -> str:
     """Return the prefix of an owner's name that the worker's main process can also compute."""
-    return f"{owners_start(task_id)}{hostname}:{pid}/"
+    return f"{task_name(task_id)}@{hostname}:{pid}/"
 
 
 def ticket_name(task_id: object, retries: object, nesting: object) -> str:

@@ -19,7 +19,7 @@ from celery.utils.time import maybe_iso8601
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import HELD, Notes, forget_notes, with_notes
-from celery_dislock.messages.message import AS_IT_CAME, Message, result_is_ignored
+from celery_dislock.messages.message import AS_IT_CAME, Message
 from celery_dislock.reporting import logged
 from celery_dislock.servers.requests import RELEASED
 
@@ -160,11 +160,6 @@ class Delivery:
         if self._as_it_came is None:
             raise LookupError(f"task {self} came without a message that could be sent again")
         return Message.of(self.request, self._as_it_came)
-
-    @property
-    def result_is_ignored(self) -> bool:
-        """Whether the task's result is not stored."""
-        return result_is_ignored(self.task, self.request)
 
     @property
     def lease(self) -> Lease | None:

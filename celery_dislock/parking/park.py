@@ -23,7 +23,7 @@ from celery_dislock.messages.headers import (
     SINCE,
     own_ticket,
 )
-from celery_dislock.messages.message import TaskParked
+from celery_dislock.messages.message import TaskParked, result_is_ignored
 from celery_dislock.messages.unrun import acknowledge, put_off
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
@@ -157,7 +157,7 @@ class Parking:
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
         delivery = self._delivery
-        if delivery.result_is_ignored:
+        if result_is_ignored(delivery.task, delivery.request):
             return
         meta = {"key": conflict.key, "place": place, "holder": in_words(conflict.holder)}
         try:

@@ -111,10 +111,11 @@ def _error(delivery: Delivery, conflict: Conflict) -> LockHeldError:
 
 def _hint(delivery: Delivery, conflict: Conflict) -> str:
     """Say if the lock is held by a task that has sent this one, and may wait for it."""
-    request = delivery.request
-    around = {shown_id(one) for one in (request.parent_id, request.root_id) if one}
-    holder = conflict.holder.get("id")
-    return SENT_BY_HOLDER if holder in around - {shown_id(delivery.id)} else ""
+    request, holder = delivery.request, conflict.holder.get("id")
+    if holder is None or holder == shown_id(delivery.id):
+        return ""
+    has_sent = holder in map(shown_id, (request.parent_id, request.root_id))
+    return SENT_BY_HOLDER if has_sent else ""
 
 
 @lru_cache(WARNED_MOST)

@@ -359,16 +359,6 @@ class Guard:
         return reservation_of(request, self.runtime.settings.dislock_prefix, self.kept)
 
     @property
-    def parks(self) -> bool:
-        """Whether this task may be parked."""
-        return self._locks and self.options.parks and not self.runtime.off
-
-    @property
-    def can_park(self) -> bool:
-        """Whether this process can park tasks."""
-        return not self.runtime.off and self.runtime.process.can_park
-
-    @property
     def has_lock(self) -> bool:
         """Whether this task takes a lock."""
         return self._locks and not self.runtime.off
@@ -404,11 +394,17 @@ class Guard:
         Raises:
             Exception: As for :meth:`keys`.
         """
-        turn = self.turn_of(Context(request.request_dict)) if self.can_park else None
+        turn = self.turn_of(Context(request.request_dict))
         return [key_of(turn[0])] if turn else self.keys(request.args, request.kwargs)
 
     def turn_of(self, request: Context) -> tuple[str, str] | None:
-        """Return the lock and the ticket of the turn that a request brings; None if none."""
+        """
+        Return the lock and the ticket of the turn that a request brings.
+
+        None if it brings none, or if this process cannot park tasks.
+        """
+        if self.runtime.off or not self.runtime.process.can_park:
+            return None
         return own_turn(request, self.runtime.settings.dislock_prefix)
 
 

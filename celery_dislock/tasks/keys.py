@@ -70,19 +70,17 @@ class TaskKeys:
         if serializer:
             args, kwargs = self._received.of(args, kwargs, serializer)
         if self._validate is None:
-            return self._built(args, kwargs)
+            return [builder.key(args, kwargs) for builder in self._builders]
         given, named = self._validate(*self._before, *args, **kwargs)
         given = given[len(self._before) :]
         if not self._is_digest:
-            return self._built(given, named)
+            return [builder.key(given, named) for builder in self._builders]
+        (digest,) = self._builders
         try:
             plain = {name: _dumped(one) for name, one in named.items()}
-            return self._built([*map(_dumped, given)], plain)
+            return [digest.key([*map(_dumped, given)], plain)]
         except LockKeyError:  # a model may have what cannot be digested
-            return self._built(args, kwargs)
-
-    def _built(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-        return [builder.key(args, kwargs) for builder in self._builders]
+            return [digest.key(args, kwargs)]
 
 
 def _dumped(argument: Any) -> Any:

@@ -228,7 +228,7 @@ def end_unguarded(task: Task, state: str, retval: Any) -> None:
     if state in {states.IGNORED, states.REJECTED}:  # else it was freed when that was stored
         tell(task.app, "end", request)
     guard: Guard | None = getattr(task, "dislock_guard", None)
-    if guard is not None and guard.can_park:
+    if guard is not None:
         _leave_unclaimed(guard, request, state, retval)
 
 
@@ -262,11 +262,9 @@ def leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
     next turn.  Blocks for a round trip.
     """
     guard: Guard | None = getattr(sender, "dislock_guard", None)
-    if guard is None or not guard.can_park:
-        return
+    turn = None if guard is None else guard.turn_of(request)
     Notes.of(request)  # warns of those that are forged
-    turn = guard.turn_of(request)
-    if turn is None:
+    if guard is None or turn is None:
         return
     try:
         guard.runtime.process.lines.leave(*turn, task=request.task)
