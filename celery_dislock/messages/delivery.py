@@ -18,7 +18,7 @@ from celery.utils.time import maybe_iso8601
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.messages.headers import HELD, Notes, forget_notes, with_notes
+from celery_dislock.messages.headers import HELD, with_notes
 from celery_dislock.messages.message import AS_IT_CAME, Message
 from celery_dislock.reporting import logged
 from celery_dislock.servers.requests import RELEASED
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Attempt, Lease
     from celery_dislock.locks.lock import Lock
+    from celery_dislock.messages.headers import Notes
     from celery_dislock.servers.reservations import Reservation, Reservations
 
 logger = logging.getLogger("celery_dislock")
@@ -175,11 +176,6 @@ class Delivery:
     def logged(self, error: Any, what: str, **kwargs: Any) -> Any:
         """Log how the delivery ends, in place of Celery's line about *error*; return the error."""
         return logged(error, self.task.name, self.id, what, **kwargs)
-
-    def forget_notes(self) -> None:
-        """Drop the notes once the lock is taken: they do not apply to later messages."""
-        self.notes = Notes()
-        forget_notes(self.request)
 
     def settle(self) -> None:
         """End the lease, if there is one; a second call does nothing."""

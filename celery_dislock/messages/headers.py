@@ -259,7 +259,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
 
 
 def forget_notes(request: Context) -> None:
-    """Remove the notes of one delivery from a request: Celery copies its headers."""
+    """Remove the notes of one delivery from a request, once it has its lock: Celery copies them."""
     about = vars(request)
     for headers in (about, about.get("headers")):
         if isinstance(headers, dict) and HEADER in headers:

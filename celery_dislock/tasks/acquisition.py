@@ -80,24 +80,46 @@ class Acquisition:
             first = partial(self._go_on, first)
         return self.answer(first)
 
-    def unavailable(self, error: StoreError, *, may_run: bool = True) -> None:
+    def answer(self, ask: Callable[[], T], *, may_run: bool = True) -> T | None:
+        """
+        Return what the lock server answers; None if the body runs without its lock.
+
+        Args:
+            ask: Asks the lock server.
+            may_run: Whether the body may run without its lock; if not, "run" puts the task off.
+
+        Raises:
+            Retry: The lock server is away, and the task was put off.
+            Reject: The broker is away too, and will deliver the message again.
+            StoreError: The task fails.  An eager task always fails, because it cannot be put off.
+                A task whose lock is damaged fails after some tries.
+        """
+        attempt = self.delivery.attempt
+        try:
+            answer = ask()
+        except StoreError as exc:
+            self._unavailable(exc, may_run=may_run)
+            return None
+        except (Ignore, Replaced):  # parked, or a copy: the server has answered
+            self._process.lock_server_answered(took=False)
+            raise
+        except BaseException:  # of a signal handler, perhaps with the lock granted already
+            self.delivery.lock.interrupted(attempt)
+            self.delivery.settle()
+            raise
+        took = isinstance(answer, Lease) and attempt.how in {AT_ONCE, PUT_OFF}
+        self._process.lock_server_answered(took=took)
+        return answer
+
+    def _unavailable(self, error: StoreError, *, may_run: bool = True) -> None:
         """
         Apply ``dislock_on_unavailable`` after the lock server did not answer.
 
         Returns only if the body runs without its lock.  If the lock was asked for, the server may
         still grant it.  If the task is put off, its next delivery releases that lease first.
-
-        Args:
-            error: The error of the lock server.
-            may_run: Whether the body may run without its lock; if not, "run" puts the task off.
-
-        Raises:
-            Retry: The task was put off.
-            Reject: The broker is away too, and will deliver the message again.
-            StoreError: The task fails.  An eager task always fails, because it cannot be put off.
-                A task whose lock is damaged fails after some tries.
         """
         delivery, key = self.delivery, self.delivery.lock.key
+        delivery.settle()  # it had the lock, and looked for copies
         self._process.lock_server_failed(error)
         choice = self._runtime.settings.dislock_on_unavailable
         attempt = delivery.attempt
@@ -118,31 +140,6 @@ class Acquisition:
         if has_asked:
             notes.given_up = [*notes.given_up, attempt.owner][-OWNERS_MOST:]
         put_off(delivery, f"lock {key!r} cannot be had: {error}", error=error)
-
-    def answer(self, ask: Callable[[], T], *, may_run: bool = True) -> T | None:
-        """
-        Return what the lock server answers; None if the body runs without its lock.
-
-        Args:
-            ask: Asks the lock server.
-            may_run: See :meth:`unavailable`.
-        """
-        attempt = self.delivery.attempt
-        try:
-            answer = ask()
-        except StoreError as exc:
-            self.unavailable(exc, may_run=may_run)
-            return None
-        except (Ignore, Replaced):  # parked, or a copy: the server has answered
-            self._process.lock_server_answered(took=False)
-            raise
-        except BaseException:  # of a signal handler, perhaps with the lock granted already
-            self.delivery.lock.interrupted(attempt)
-            self.delivery.settle()
-            raise
-        took = isinstance(answer, Lease) and attempt.how in {AT_ONCE, PUT_OFF}
-        self._process.lock_server_answered(took=took)
-        return answer
 
     def _end_unasked(self) -> None:
         """

@@ -25,7 +25,13 @@ from celery_dislock.locks.interruption import Running, StopTask
 from celery_dislock.locks.lease import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.lock import Lock
 from celery_dislock.messages.delivery import Delivery
-from celery_dislock.messages.headers import NO_NOTES, Notes, own_turn, reservation_of
+from celery_dislock.messages.headers import (
+    NO_NOTES,
+    Notes,
+    forget_notes,
+    own_turn,
+    reservation_of,
+)
 from celery_dislock.servers.bridge import wait_for
 from celery_dislock.servers.records import describe
 from celery_dislock.servers.replies import Replaced
@@ -282,23 +288,14 @@ class Guard:
             answer = asking.ask()
             lease = conflicts.resolve(asking, answer) if isinstance(answer, Conflict) else answer
             if delivery.notes != NO_NOTES:
-                delivery.forget_notes()
+                delivery.notes = Notes()
+                forget_notes(delivery.request)
         if delivery.reservation is not None:
             self._begin(delivery, delivery.reservation, lease)
-        if asking is not None and lease is not None and self._looks_for_copies:
-            return self._only(delivery, asking, lease)
-        return lease
-
-    def _only(self, delivery: Delivery, asking: Acquisition, lease: Lease) -> Lease | None:
-        """Return the lease, unless another delivery of the task runs or has run."""
-        if not delivery.is_eager:
-            try:
-                redelivery.look_for_others(delivery, self.runtime.process.store)
-            except StoreError as exc:
-                delivery.settle()
-                asking.unavailable(exc)
-                return None
-        return lease
+        if asking is None or lease is None or not self._looks_for_copies or delivery.is_eager:
+            return lease
+        store = self.runtime.process.store
+        return asking.answer(partial(redelivery.look_for_others, delivery, lease, store))
 
     def _kept_for_retry(self, lease: Lease | None, delay: float) -> float:
         """Return for how long the retry's lease is kept, counted from its grant; 0 if it is not."""

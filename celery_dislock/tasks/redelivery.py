@@ -30,6 +30,7 @@ from celery_dislock.keys.names import shown_id
 from celery_dislock.messages.unrun import acknowledge, put_off
 
 if TYPE_CHECKING:
+    from celery_dislock.locks.lease import Lease
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.servers.store import Store
 
@@ -39,12 +40,13 @@ DONE = "done"
 logger = logging.getLogger("celery_dislock")
 
 
-def look_for_others(delivery: Delivery, store: Store) -> None:
+def look_for_others(delivery: Delivery, lease: Lease, store: Store) -> Lease:
     """
-    Release the lock and end this delivery, if another delivery of the task runs or has succeeded.
+    Return the lease, unless another delivery of the task runs or has succeeded.
 
     Args:
         delivery: The delivery, which has its lock.
+        lease: Its lease, which is released if it is a copy.
         store: The store of its lock.
 
     Raises:
@@ -60,16 +62,17 @@ def look_for_others(delivery: Delivery, store: Store) -> None:
             if is_copy and not other.expiring:
                 _put_off(delivery, "another delivery of this task holds", other.remaining)
     if not options.lock_dedupe_redelivered:
-        return
+        return lease
     mark = store.recall(lock.names[0], delivery.id)
     state, _, retries = (mark or "").partition(" ")
     if not retries.isdecimal() or int(retries) < delivery.request.retries:
-        return  # no mark, or one of an earlier retry
+        return lease  # no mark, or one of an earlier retry
     if state == ENDED:
         _put_off(delivery, "this task has just succeeded under", lock.timeout)
     if state == DONE:
         delivery.end_reservation()
         acknowledge(delivery, f"it has succeeded under lock {lock.key!r} before")
+    return lease
 
 
 def _put_off(delivery: Delivery, why: str, at_most: float) -> None:
