@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from celery.worker.request import Request
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.keys.terms import Terms
+    from celery_dislock.config.terms import Terms
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
@@ -140,7 +140,7 @@ class Guard:
             or options.lock_dedupe_redelivered
         )
         self._locks = options.lock_limit is not None
-        self._limits = options.limits
+        self._terms = options.terms
         # The watchdog renews it with the one lease; else the main process alone does.
         by_watchdog = self.interval is not None and len(self._keys) == 1
         self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else options.lock_unique_for
@@ -329,7 +329,7 @@ class Guard:
         keys = in_order(built)
         if turn is not None and keys != [key_of(turn[0])] and self._knows(turn):
             return [key_of(turn[0])], None
-        return keys, None if self._limits is None else terms_in_order(built, self._limits)
+        return keys, terms_in_order(built, self._terms) if len(self._terms) > 1 else None
 
     def _knows(self, turn: tuple[str, str]) -> bool:
         """Tell whether a turn is known on the lock server; also where that cannot be known now."""
