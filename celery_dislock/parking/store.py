@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kombu.utils.json import dumps
 
 from celery_dislock import scripts
+from celery_dislock.config.terms import ALONE, written
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.keys.terms import ALONE, written
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
@@ -38,7 +38,7 @@ from celery_dislock.servers.replies import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from celery_dislock.keys.terms import Terms
+    from celery_dislock.config.terms import Terms
     from celery_dislock.servers.replies import Refused, Turn
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.server import Server
@@ -191,6 +191,10 @@ class Lines:
         if resent and how == RUNS and state == scripts.LEFT_BEFORE:
             return scripts.HAS_LEFT  # by the first of the two, most likely: no task is lost
         return int(state)
+
+    def knows(self, lock: str, ticket: str) -> bool:
+        """Tell whether anything is known of a parked task: it waits, runs or is done, perhaps."""
+        return bool(self._server.run(scripts.KNOWS, [lock], ticket))
 
     def drop(self, lock: str, ticket: str, note: str) -> Dropped | None:
         """

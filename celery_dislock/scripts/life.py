@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TTL_MS = 60_000  # of most keys, if nobody deletes them
 LATER = 1 << 53  # than any token
-TERMS = TTL_MS, "{}", "x 1"
+TERMS = TTL_MS, "{}", "x:1"
 MESSAGE = '{"headers":{}}'
 BYTES_MOST = 1_000_000  # of a line
 
@@ -92,6 +92,7 @@ class Life:
         yield self._parking(scripts.PARK, "t")
         yield self._parking(scripts.PARK, "u")
         yield scripts.FREE, lock, ("b", LATER, home, 1)
+        yield scripts.KNOWS, lock, ("t:0:0",)
         yield scripts.GIVE_BACK, lock, ("t:0:0",)
         yield scripts.SWEEP, lock, (home,)
         yield scripts.DROP, lock, (home, "t:0:0", '"note":1')

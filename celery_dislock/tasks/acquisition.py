@@ -54,10 +54,11 @@ class Acquisition:
         self._runtime = runtime
         self._process = runtime.process
         was_parked = delivery.notes.parked is not None
-        parks = delivery.options.parks
-        if was_parked and not parks:  # its record may be lost
-            delivery.options = replace(delivery.options, lock_on_conflict="queue")
-        fits = len(delivery.lock.names) == 1 and not delivery.is_eager
+        parks, is_one = delivery.options.parks, len(delivery.lock.names) == 1
+        if was_parked and not parks:  # it had been promised a turn
+            strategy = "queue" if is_one else "retry"
+            delivery.options = replace(delivery.options, lock_on_conflict=strategy)
+        fits = is_one and not delivery.is_eager
         if (was_parked or parks) and fits and self._process.can_park:
             self.parking = Parking(delivery, self._process)
 

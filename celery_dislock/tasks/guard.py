@@ -11,10 +11,9 @@ import logging
 import sys
 import time
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.app.task import Context
-from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
@@ -38,6 +37,7 @@ from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts, redelivery
 from celery_dislock.tasks.acquisition import Acquisition
+from celery_dislock.tasks.endings import COMES_AGAIN, FAILED, SUCCEEDED, outcome_of
 from celery_dislock.tasks.keys import TaskKeys, terms_in_order
 
 if TYPE_CHECKING:
@@ -47,11 +47,12 @@ if TYPE_CHECKING:
     from celery.worker.request import Request
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.keys.terms import Terms
+    from celery_dislock.config.terms import Terms
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.servers.reservations import Reservation
+    from celery_dislock.tasks.endings import Outcome
 
 
 UNAWAITED = (
@@ -65,38 +66,6 @@ RETURNED = (
 )
 DESCRIBED_MOST = 100  # processes, and timeouts of their tasks, whose description is kept
 KEPT_TIMEOUTS = 2  # timeouts for which the reservation of a running task is kept at each renewal
-
-
-class Outcome(NamedTuple):
-    """
-    How a body has ended, and what that means for its lock.
-
-    Attributes:
-        done: Whether its work is done, so that its message is not expected again.
-        released_by: Option that says whether the lock is released, or left to expire; empty: it is
-            released.
-    """
-
-    done: bool
-    released_by: str = ""
-
-
-SUCCEEDED = Outcome(done=True, released_by="release_on_success")
-FAILED = Outcome(done=True, released_by="release_on_failure")
-ENDED_EARLY = Outcome(done=True)  # by one of Celery's predicates
-COMES_AGAIN = Outcome(done=False)
-STOPPED = Outcome(done=False, released_by="release_on_failure")  # with its worker
-
-
-def outcome_of(error: BaseException) -> Outcome:
-    """Return the outcome of a body that has raised an exception."""
-    if isinstance(error, Reject) and error.requeue:
-        return COMES_AGAIN
-    if isinstance(error, (Retry, Ignore, Reject)):
-        return ENDED_EARLY
-    return FAILED if isinstance(error, Exception) else STOPPED
-
-
 WAIT_MOST = 31 * 86400.0  # seconds: no line is kept for longer, so a header that says so is forged
 
 logger = logging.getLogger("celery_dislock")
@@ -146,7 +115,7 @@ class Guard:
             or options.lock_dedupe_redelivered
         )
         self._locks = options.lock_limit is not None
-        self._limits = options.limits
+        self._terms = options.terms
         # The watchdog renews it with the one lease; else the main process alone does.
         by_watchdog = self.interval is not None and len(self._keys) == 1
         self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else options.lock_unique_for
@@ -297,6 +266,35 @@ class Guard:
         store = self.runtime.process.store
         return asking.answer(partial(redelivery.look_for_others, delivery, lease, store))
 
+    def _keys_and_terms(
+        self, task: Task, request: Context, notes: Notes, args: Any, kwargs: Any
+    ) -> tuple[Sequence[str], tuple[Terms, ...] | None]:
+        """
+        Return the keys of a delivery, and their terms; None: those of the options.
+
+        A task that was parked has the lock that it waited for, whatever its code says by now.  If
+        nothing is known of it there, its message is all that says so, and anybody can write that.
+        """
+        turn = notes.parked
+        try:
+            # An eager task's arguments have taken no way through a serializer.
+            built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
+        except Exception:
+            if turn is None or not self._knows(turn):
+                raise
+            return [key_of(turn[0])], None
+        keys = in_order(built)
+        if turn is not None and keys != [key_of(turn[0])] and self._knows(turn):
+            return [key_of(turn[0])], None
+        return keys, terms_in_order(built, self._terms) if len(self._terms) > 1 else None
+
+    def _knows(self, turn: tuple[str, str]) -> bool:
+        """Tell whether a turn is known on the lock server; also where that cannot be known now."""
+        try:
+            return self.runtime.process.lines.knows(*turn)
+        except StoreError:  # the next question will not be answered either
+            return True
+
     def _kept_for_retry(self, lease: Lease | None, delay: float) -> float:
         """Return for how long the retry's lease is kept, counted from its grant; 0 if it is not."""
         try:
@@ -306,25 +304,13 @@ class Guard:
         return lease.held_for + delay + self.timeout if lease is not None and is_held else 0.0
 
     def _delivery(self, task: Task, request: Context, args: Any, kwargs: Any) -> Delivery:
-        """
-        Create the Delivery, and attach it to the request.
-
-        A task that was parked has the lock that it waited for, whatever its code says by now.
-        """
+        """Create the Delivery, and attach it to the request."""
         process, notes = self.runtime.process, Notes.of(request)
         if notes.parked is not None and (
             request.is_eager or not self._locks or not process.can_park
         ):
             notes.parked = None
-        terms: tuple[Terms, ...] | None = None
-        if notes.parked is not None:
-            keys: Sequence[str] = [key_of(notes.parked[0])]
-        else:
-            # An eager task's arguments have taken no way through a serializer.
-            built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
-            keys = in_order(built)
-            if self._limits is not None:
-                terms = terms_in_order(built, self._limits)
+        keys, terms = self._keys_and_terms(task, request, notes, args, kwargs)
         renewed = None if self.interval is None else self.timeout
         here = _described(process.host, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
@@ -386,13 +372,19 @@ class Guard:
 
     def keys_of(self, request: Request) -> Sequence[str]:
         """
-        Return the keys that a worker's request locks: that which it was parked for, or by its call.
+        Return the keys that a worker's request may lock: by its call, and that of its turn.
 
         Raises:
             Exception: As for :meth:`keys`.
         """
         turn = self.turn_of(Context(request.request_dict))
-        return [key_of(turn[0])] if turn else self.keys(request.args, request.kwargs)
+        try:
+            keys = self.keys(request.args, request.kwargs)
+        except Exception:
+            if turn is None:
+                raise
+            keys = []
+        return in_order([*keys, *([key_of(turn[0])] if turn else [])])
 
     def turn_of(self, request: Context) -> tuple[str, str] | None:
         """

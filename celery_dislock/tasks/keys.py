@@ -1,4 +1,4 @@
-"""The keys of a task's calls, built of the arguments as its body gets them.
+"""The keys of a task's calls with their terms, built of the arguments as its body gets them.
 
 The body of a task with ``pydantic=True`` gets models, which Celery makes of what the message has,
 with their defaults.  So the keys are built of these models, by the sender too, which sends plain
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
-from celery_dislock.keys.terms import Terms
 from celery_dislock.tasks.received import Received
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from celery import Task
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.config.terms import Terms
 
 
 class TaskKeys:
@@ -100,16 +100,16 @@ def _is_static(task: type[Task]) -> bool:
     return isinstance(inspect.getattr_static(task, "run"), staticmethod)
 
 
-def terms_in_order(keys: Sequence[str], limits: Sequence[int]) -> tuple[Terms, ...]:
+def terms_in_order(keys: Sequence[str], terms: Sequence[Terms]) -> tuple[Terms, ...]:
     """
     Return the terms of a lock's keys, in the order of :func:`in_order`; one if all have the same.
 
-    Of two limits that a task declares for the same key, the smaller one counts.
+    Of two that a task declares for the same key, the stricter ones count.
     """
-    smallest: dict[str, int] = {}
-    for key, limit in zip(keys, limits, strict=True):
-        smallest[key] = min(limit, smallest.get(key, limit))
-    ordered = tuple(Terms(limit=smallest[key]) for key in in_order(keys))
+    strictest: dict[str, Terms] = {}
+    for key, its in zip(keys, terms, strict=True):
+        strictest[key] = its.stricter(strictest.get(key, its))
+    ordered = tuple(strictest[key] for key in in_order(keys))
     return ordered[:1] if len(set(ordered)) == 1 else ordered
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from celery_dislock.keys.terms import Terms
+from celery_dislock.config.terms import Terms
 from celery_dislock.parking.store import OVER, Bounds, Lines, Ticket
 from celery_dislock.scripts import HAS_LEFT
 from celery_dislock.servers.replies import Done, Full, Granted, Later, Parked, Refused

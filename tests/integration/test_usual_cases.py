@@ -33,7 +33,7 @@ def lease(ends=30_000, *, token=TOKEN, mode="x", holder='{"id":"me"}'):
 
 
 def place(ends=90_000, *, ttl=30_000, mode="x", limit=1, holder='{"id":"you"}'):
-    return f"1 {NOW + ends} {ttl} {mode} {limit} {holder}"
+    return f"1 {NOW + ends} {ttl} {mode}:{limit} {holder}"
 
 
 def state(*, lock=None, places=(), **more):
@@ -177,7 +177,7 @@ def test_another_release_is_left_to_the_rest(case):
 @pytest.mark.parametrize("case", ["one waits", "two wait"])
 def test_a_release_on_other_terms_is_that_of_the_rest(case, how):
     """A ticket is ended, and a lease that runs out goes on, while others wait."""
-    running = {f"{LOCK}:running": {"t:0:0": f"1 {US} {NOW} 0 x 1"}}
+    running = {f"{LOCK}:running": {"t:0:0": f"1 {US} {NOW} 0 x:1"}}
     check(RELEASES[how], HAND_OFFS[case] | running)
 
 
@@ -194,7 +194,7 @@ def test_several_locks_are_released_by_the_rest():
 def test_the_usual_refusal_is_that_of_the_rest(case, mode, limit):
     """Whatever leases there are; with a line, a turn or a limit the rest answers."""
     before = (HAND_OFFS | OTHER_RELEASES)[case]
-    asked = "new", 30_000, "{}", f"{mode} {limit}", 0, 1
+    asked = "new", 30_000, "{}", f"{mode}:{limit}", 0, 1
     rest = made(ACQUIRE.text.replace("\nif known and ", "\nif false and "))
     assert rest != ACQUIRE
     assert run(ACQUIRE, [LOCK], asked, before) == run(rest, [LOCK], asked, before)
@@ -204,7 +204,7 @@ def test_the_usual_refusal_takes_three_commands():
     """Those that it needs to know that nothing but leases decides."""
     server = LuaServer()
     for owner in ("me", "new"):
-        server.run(ACQUIRE, [LOCK], owner, 30_000, "{}", "x 1", 0, 1)
+        server.run(ACQUIRE, [LOCK], owner, 30_000, "{}", "x:1", 0, 1)
     assert [one.split()[0] for one in server.called()] == ["TIME", "EXISTS", "HGETALL"]
 
 
