@@ -20,7 +20,7 @@ from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
 from celery_dislock.keys.templates import in_order, key_of
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.channel import TRACING
-from celery_dislock.locks.interruption import Running, StopTask
+from celery_dislock.locks.interruption import THROWN, Running, StopTask
 from celery_dislock.locks.lease import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.lock import Lock
 from celery_dislock.messages.delivery import Delivery
@@ -209,10 +209,10 @@ class Guard:
         retry_in = None if outbox is None else outbox.retry_in
         if outcome.released_by and not getattr(self.options, outcome.released_by):
             ending = ending._replace(expires=True)
-        if outbox is not None and retry_in is not None and self.options.lock_hold_on_retry:
-            kept = self._kept_for_retry(lease, retry_in)
+        if outbox is not None and retry_in is not None and lease is not None:
+            kept = self._kept_for_retry(lease, retry_in) if self.options.lock_hold_on_retry else 0.0
             if kept:
-                outbox.held_by = delivery.attempt.owner
+                outbox.held_by = lease.owner
                 ending = ending._replace(expires=True, at_least=kept)
         if retry_in is not None or not outcome.done:  # its message comes again
             delivery.reservation = None
@@ -279,8 +279,8 @@ class Guard:
         try:
             # An eager task's arguments have taken no way through a serializer.
             built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
-        except Exception:
-            if turn is None or not self._knows(turn):
+        except Exception as exc:
+            if turn is None or isinstance(exc, THROWN) or not self._knows(turn):
                 raise
             return [key_of(turn[0])], None
         keys = in_order(built)
@@ -295,13 +295,13 @@ class Guard:
         except StoreError:  # the next question will not be answered either
             return True
 
-    def _kept_for_retry(self, lease: Lease | None, delay: float) -> float:
+    def _kept_for_retry(self, lease: Lease, delay: float) -> float:
         """Return for how long the retry's lease is kept, counted from its grant; 0 if it is not."""
         try:
-            is_held = lease is not None and lease.confirm()
+            is_held = lease.confirm()
         except StoreError:
             return 0.0
-        return lease.held_for + delay + self.timeout if lease is not None and is_held else 0.0
+        return lease.held_for + delay + self.timeout if is_held else 0.0
 
     def _delivery(self, task: Task, request: Context, args: Any, kwargs: Any) -> Delivery:
         """Create the Delivery, and attach it to the request."""
@@ -322,6 +322,7 @@ class Guard:
         if notes.since is not None:
             waited = time.time() - notes.since
             attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
+        # A plain body runs for no event loop.
         store = process.store_here if self.is_async else process.store
         names = self.runtime.lock_names(keys)
         lock = Lock(keys, names, self.options, store, watchdog=process.watchdog)
