@@ -24,10 +24,10 @@ local it = unique_of(key) or new_unique(nonce)
 
 if it.is_later then return {2} end
 
-local function reserved() return {1, now - it.first, it.mark, it.number} end
+local function reserved() return {1, now - it.first, it.mark, tonumber(it.number)} end
 
 -- A message of another life of the record replaces none: newest may be the number of one that is not sent.
-local function number_again() return mark == it.mark and number or it.newest > 0 and it.newest + 1 or 0 end
+local function number_again() return mark == it.mark and number or it.newest - 0 > 0 and it.newest + 1 or 0 end
 
 if is_reserved(it) then
   if it.nonce == nonce then return reserved() end
