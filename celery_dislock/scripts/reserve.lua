@@ -20,7 +20,13 @@
 local key, id, ttl, replaces, nonce, result, mark, number = KEYS[1], unpack(ARGV)
 ttl, replaces, number = tonumber(ttl), replaces == '1', tonumber(number)
 
-local it = unique_of(key) or new_unique(nonce)
+local it = unique_of(key)
+if not (it or mark or replaces) then  -- the usual case, which needs no more
+  local since, its_mark = string.format('%.0f', now), now_as_token .. nonce
+  put(key, ttl, 's', now + ttl, id, since, since, nonce, '0', result, its_mark, '0', '0', '0', '0', '-')
+  return {1, 0, its_mark, 0}
+end
+it = it or new_unique(nonce)
 
 if it.is_later then return {2} end
 
