@@ -132,9 +132,9 @@ class Sending(NamedTuple):
     def _send(self, **options: Any) -> Any:
         declared = self.guard.options
         if declared.lock_queue_overflow == "replace":  # the last that was sent counts
-            sent = {SENT: int(time.time() * 1e6)}
-            notes = notes_in(options.get("headers"))
-            options["headers"] = with_notes(options.get("headers"), {**sent, **notes})
+            given = options.get("headers")
+            sent = {SENT: int(time.time() * 1e6), **notes_in(given)}
+            options["headers"] = with_notes(given, sent)
         if declared.lock_unique_until is None:
             return self.send_now(options)
         task_id = options.get("task_id")
@@ -262,18 +262,19 @@ class Sender:
 
     def _publish(self, sending: Sending, options: dict[str, Any], reserved: Reservation) -> Any:
         """Publish the message, or run the task, and confirm its reservation, or give it back."""
-        done = False
+        given_back = reserved._replace(until="end")
         if sending.eager:
             self._try("confirm", reserved)
         try:
             result = sending.send_now(options)
-            done = not sending.eager
-        finally:
-            if not done:  # if it ran, it has begun, unless a test has patched apply()
-                self._try("end_waiting", reserved._replace(until="end"))
-        if done:
+        except BaseException:
+            self._try("end_waiting", given_back)
+            raise
+        if not sending.eager:
             self._try("confirm", reserved)
-        elif reserved.until == "expiry" and getattr(result, "id", None) == options["task_id"]:
+            return result
+        self._try("end_waiting", given_back)  # unless it has begun: a test may have patched apply()
+        if reserved.until == "expiry" and getattr(result, "id", None) == options["task_id"]:
             self._remember(result.id, reserved, result)
         return result
 
@@ -406,10 +407,8 @@ def outbox_of(task: Task) -> Any:
 
 def _running_id() -> Any:
     """Return the id of the task that runs here; None if none does."""
-    current, here = get_current_task(), traced.get()
-    if current is None:
-        return None if here is None else here.request.id
-    return current.request.id
+    running = get_current_task() or traced.get()
+    return running and running.request.id
 
 
 def _number_in(guard: Guard, headers: Mapping[str, Any], lock: str) -> tuple[str, int] | tuple[()]:
