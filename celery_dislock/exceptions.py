@@ -293,8 +293,7 @@ class DamagedLockError(StoreError):
     def __str__(self) -> str:
         return (
             f"lock server {self.server}: {self.lock!r} cannot be used: {self.reason}. Rename or "
-            "delete the key that is wrong; if a later version of celery-dislock wrote it, update "
-            "this worker"
+            "delete the key that is wrong"
         )
 
 

@@ -17,7 +17,6 @@ from celery_dislock.config.options import TaskOptions
 from celery_dislock.config.plain import Plain
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.channel import Channel, Watcher
-from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.parking.store import Lines
@@ -224,6 +223,7 @@ class Process(Runtime[Any]):
         self.watchdog = SimulatedWatchdog(
             self.store, clock=net.clock, threaded=False, channel=self.channel
         )
+        self.watchdog.pause = sleep_in(net)
         self._owners = count(1)
 
     @property
@@ -236,20 +236,6 @@ class Process(Runtime[Any]):
         options = dict(given)
         fair = options.pop("fair", True)
         return Plain(TaskOptions(**options), timeout=None, fair=fair, stated=options)
-
-    def lock(
-        self,
-        keys: Sequence[str],
-        options: TaskOptions,
-        store: Store | None = None,
-        *,
-        fair: bool = True,
-    ) -> Lock:
-        """Make a lock under the driven clock."""
-        return Lock(
-            *(keys, self.lock_names(keys), options, store or self.store, self.watchdog, fair),
-            pause=sleep_in(self.net),
-        )
 
     def owner_name(self, start: str) -> str:
         """Make a unique name for a new owner."""

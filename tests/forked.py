@@ -170,11 +170,7 @@ def start_celery(
 
 
 def run_python(
-    module: str,
-    *arguments: str,
-    folder: Path,
-    env: Mapping[str, str],
-    timeout: float = TIMEOUT,
+    module: str, *arguments: str, folder: Path, env: Mapping[str, str], timeout: float = TIMEOUT
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m MODULE ARGUMENTS`` to its end."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -190,12 +186,7 @@ def run_python(
 
 
 def _start(
-    module: str,
-    arguments: Sequence[str],
-    folder: Path,
-    env: Mapping[str, str],
-    out: int,
-    err: int,
+    module: str, arguments: Sequence[str], folder: Path, env: Mapping[str, str], out: int, err: int
 ) -> Forked | subprocess.Popen[bytes]:
     is_other = OTHER_RELEASE in env  # which the template has not imported
     if sys.platform == "linux" and not (PATCHING & set(arguments) or is_other):

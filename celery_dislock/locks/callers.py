@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from asyncio import _get_running_loop
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -104,10 +105,6 @@ class CallerLease:
         """
         ours = self.lock.store is lock.store or (runtime is not None and runtime is self.runtime)
         return ours and tuple(self.lock.names) == tuple(lock.names)
-
-    def is_of_caller(self, caller: Caller) -> bool:
-        """Return whether this caller has taken the lease."""
-        return self.caller is not None and self.caller() is caller
 
     def leave(self, entry: object) -> None:
         """
@@ -207,10 +204,6 @@ class Caller:
         if around and around[-1]() is held:
             _around.set(around[:-1])
 
-    def forget_all(self) -> None:
-        """Forget the leases of a caller that has ended; only their blocks and locks know them."""
-        self.leases.clear()
-
     def find(self, lock: Lock) -> CallerLease | None:
         """Return the latest lease of one of the lock's keys whose block runs here; None: none."""
         return next((held for held in self._of(lock) if self.is_inside(held)), None)
@@ -297,9 +290,7 @@ def described(
 
 def an_event_loop_runs() -> bool:
     """Return whether an event loop runs in this thread, which a blocking call would stop."""
-    asyncio: Any = sys.modules.get("asyncio")
-    running = getattr(asyncio, "_get_running_loop", None)  # missing during an import
-    if running is not None and running() is not None:
+    if _get_running_loop() is not None:
         return True
     trio: Any = sys.modules.get("trio.lowlevel")
     current_task = getattr(trio, "current_task", None)
@@ -325,7 +316,7 @@ def nobody_is_left(caller: ref[Caller], held: ref[CallerLease] | None) -> bool:
     if alive is not None:
         if not alive.dead:
             return False
-        alive.forget_all()
+        alive.leases.clear()  # only their blocks and locks know them now
     return held is None or held() is None
 
 

@@ -131,7 +131,6 @@ class Lease:
     end: End | None = None
     caller_ended: Callable[[], bool] | None = None
     on_end: Callable[[Lease, str], None] | None = None
-    asked_until = 0.0  # beyond the trust, if another process may have renewed it
     _reason = ""  # of a loss
 
     def __init__(
@@ -331,7 +330,6 @@ class NoLease(Lease):
 NOT_LOCKED = NoLease()
 
 
-@dataclass(slots=True, eq=False)
 class Attempt:
     """
     One attempt of one owner to take a lock, and the lease if it succeeded.
@@ -356,20 +354,19 @@ class Attempt:
         trace: What a watcher keeps with the attempt and its lease.
     """
 
-    owner: str
-    holder: Mapping[str, Any]
-    sender: object = None
-    holder_json: str = ""
     reservation: Reservation | None = None
-    has_begun: bool = False
+    has_begun = False
     lease: Lease | None = None
-    how: str = AT_ONCE
+    how = AT_ONCE
     asked_at: float | None = None
-    waited: float = 0.0
+    waited = 0.0
     trace: Any = None
 
-    def __post_init__(self) -> None:
-        self.holder_json = self.holder_json or written(self.holder)
+    def __init__(
+        self, owner: str, holder: Mapping[str, Any], sender: object = None, holder_json: str = ""
+    ) -> None:
+        self.owner, self.holder, self.sender = owner, holder, sender
+        self.holder_json = holder_json or written(holder)
 
     def end(self, ending: Ending = RELEASED) -> None:
         """End the lease, if there is one; a second call does nothing."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
@@ -21,15 +20,14 @@ from celery_dislock.locks.lease import (
     Lease,
     trust_in,
 )
-from celery_dislock.servers.bridge import sleep
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Granted, Refused, Replaced
-from celery_dislock.servers.requests import LateRelease
+from celery_dislock.servers.requests import RELEASED, LateRelease
 from celery_dislock.signals import lock_acquired, lock_released
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.watchdog import Watchdog
@@ -46,7 +44,6 @@ LATE = 0.002  # seconds to wait beyond a lease's end: the server counts in milli
 logger = logging.getLogger("celery_dislock")
 
 
-@dataclass(eq=False)
 class Lock:
     """
     The lock of one or several keys, with one set of options.
@@ -61,7 +58,6 @@ class Lock:
         store: The store of the lock server.
         watchdog: Renews the leases.
         fair: False: pass those who wait in line if the lock admits one more lease.
-        pause: Called with the seconds to sleep after waiting in line has failed.
 
     Attributes:
         key: The key, or all keys in one text, for messages.
@@ -72,20 +68,21 @@ class Lock:
         channel: Is told what happens to the leases: the watchdog's channel.
     """
 
-    keys: Sequence[str]
-    names: Sequence[str]
-    options: TaskOptions
-    store: Store
-    watchdog: Watchdog
-    fair: bool = True
-    pause: Callable[[float], None] = sleep
-
-    def __post_init__(self) -> None:
-        options = self.options
-        self.key = self.keys[0] if len(self.keys) == 1 else " + ".join(self.keys)
-        self.clock, self.channel = self.watchdog.clock, self.watchdog.channel
-        self.timeout = options.timeout
-        self.interval = options.renewal_interval
+    def __init__(
+        self,
+        keys: Sequence[str],
+        names: Sequence[str],
+        options: TaskOptions,
+        store: Store,
+        watchdog: Watchdog,
+        *,
+        fair: bool = True,
+    ) -> None:
+        self.keys, self.names, self.options, self.store = keys, names, options, store
+        self.key = keys[0] if len(keys) == 1 else " + ".join(keys)
+        self.watchdog, self.clock, self.channel = watchdog, watchdog.clock, watchdog.channel
+        self.timeout, self.interval = options.timeout, options.renewal_interval
+        self.fair = fair
         self.terms: tuple[Terms, ...] = (Terms(options.lock_mode, options.lock_limit or 1),)
         self._is_unheard = False  # since the last release that was answered
 
@@ -180,7 +177,7 @@ class Lock:
                     unheard = 0
                 except StoreError as exc:
                     unheard += 1
-                    self.pause(self._rest(exc, unheard, left))
+                    self.watchdog.pause(self._rest(exc, unheard, left))
                     continue
                 granted = self._granted(handed, attempt.asked_at or 0.0, place)
                 if granted is not None:
@@ -293,64 +290,66 @@ class Lock:
         return False
 
     def end(self, lease: Lease, ending: Ending) -> None:
-        """End a lease; see :meth:`Lease.release`.  It can be repeated if it was interrupted."""
+        """
+        End a lease; see :meth:`Lease.release`.  It can be repeated if it was interrupted.
+
+        A lease may expire while its release is on its way: a greenlet that sends it waits for a hub
+        that computes, or a connection is made anew.  It was held until its owner was done.
+        """
         self.watchdog.unwatch(lease)
         # An earlier call may have been interrupted by an exception after it had sent the release.
         sent_before = lease.end in ENDED_BY_OWNER
         if lease.end is None:
             lease.end = End.EXPIRING if ending.expires else End.RELEASED
+        trusted = lease.trusted_until > self.clock()
+        if ending.expires or self.options.lock_at_least_for:
+            ending = self._dated(lease, ending, trusted=trusted)
         done = sent_before  # if it is interrupted again, the watchdog does the rest
         try:
-            was_held = self._release(lease, ending, sent_before=sent_before)
-            if not (was_held or ending.expires or lease.lost):
-                if lease.capped:  # the cap was reported before
-                    lease.lose(f"it was renewed {lease.renewals} times, its cap, and ran out")
-                else:
-                    lease.lose(GONE_WHEN_RELEASED)
-                    self.channel.lost(lease)
+            was_held = self.store.release(self.names, lease.owner, ending) or sent_before
+            if sent_before:
+                self.watchdog.cleared(lease.owner)
+            if not (was_held or (trusted and lease.trusted_until <= self.clock())):
+                self._gone(lease, ending)
             done = True
+        except StoreError as exc:
+            self.release_late(lease.owner, ending)
+            logger.warning(
+                "Lock %r of %s could not be released and ends by itself within %.1f s, or when the "
+                "lock server answers again: %s",
+                *(self.key, in_words(lease.holder), self.timeout, exc),
+            )
+            if not trusted:
+                self._gone(lease, ending)
+            done = True
+        except BaseException:  # an interruption: perhaps nobody repeats this call
+            self.release_late(lease.owner, ending)
+            raise
         finally:
             if done:
                 lease.finished = True
                 if self.channel.watched or lock_released.receivers:
                     self.channel.released(lease, expiring=ending.expires)
 
-    def _release(self, lease: Lease, ending: Ending, *, sent_before: bool) -> bool:
-        """
-        Send the release; return False if the lease was gone when it should have been held.
-
-        A lease may expire while its release is on its way: a greenlet that sends it waits for a hub
-        that computes, or a connection is made anew.  It was held until its owner was done.
-        """
-        trusted = lease.trusted_until > self.clock()
+    def _dated(self, lease: Lease, ending: Ending, *, trusted: bool) -> Ending:
+        """Return the ending of a lease that lasts for some time, with that time."""
         at_least = max(ending.at_least, self.options.lock_at_least_for)
         if ending.expires:
             # The main process of the worker may have renewed it until now.
             renewed_at = self.clock() if self.asks and not trusted else lease.renewed_at
             # Subtracted first, or rounding errors would make a millisecond more of the sum.
             at_least = max(at_least, self.timeout + (renewed_at - lease.since))
-        if at_least != ending.at_least:
-            ending = ending._replace(at_least=at_least)
-        try:
-            ended = self.store.release(self.names, lease.owner, ending)
-        except StoreError as exc:
-            self._release_late(lease, ending)
-            logger.warning(
-                "Lock %r of %s could not be released and ends by itself within %.1f s, or when the "
-                "lock server answers again: %s",
-                *(self.key, in_words(lease.holder), self.timeout, exc),
-            )
-            return trusted
-        except BaseException:  # an interruption: perhaps nobody repeats this call
-            self._release_late(lease, ending)
-            raise
-        if sent_before:
-            self.watchdog.cleared(lease.owner)
-        return ended or sent_before or (trusted and lease.trusted_until <= self.clock())
+        return ending._replace(at_least=at_least)
 
-    def _release_late(self, lease: Lease, ending: Ending) -> None:
-        late = LateRelease(self.names, lease.owner, ending)
-        self.watchdog.clear(late, timeout=self.timeout)
+    def _gone(self, lease: Lease, ending: Ending) -> None:
+        """Take note that a lease was gone when it should have been held."""
+        if ending.expires or lease.lost:
+            return
+        if lease.capped:  # the cap was reported before
+            lease.lose(f"it was renewed {lease.renewals} times, its cap, and ran out")
+        else:
+            lease.lose(GONE_WHEN_RELEASED)
+            self.channel.lost(lease)
 
     def interrupted(self, attempt: Attempt, *, refused: bool = False) -> None:
         """
@@ -364,17 +363,16 @@ class Lock:
             refused: See :meth:`abandon`.
         """
         if attempt.lease is None:
-            self.give_up(attempt)
+            self.release_late(attempt.owner)
             if self.abandon(attempt, refused=refused):
                 self.watchdog.cleared(attempt.owner)
 
-    def give_up(self, attempt: Attempt) -> None:
-        """Have the watchdog give up an attempt, since the server does not answer; does not block.
+    def release_late(self, owner: str, ending: Ending = RELEASED) -> None:
+        """Have the watchdog release what an owner has, or may have, that is done; does not block.
 
-        The attempt may have been granted the lock all the same, and must not ask again.
+        An attempt that is given up so must not ask again.
         """
-        late = LateRelease(self.names, attempt.owner)
-        self.watchdog.clear(late, timeout=self.timeout)
+        self.watchdog.clear(LateRelease(self.names, owner, ending), timeout=self.timeout)
 
     def abandon(self, attempt: Attempt, *, refused: bool = False) -> bool:
         """
@@ -390,7 +388,7 @@ class Lock:
         try:
             self.store.release(self.names, attempt.owner)
         except StoreError as exc:
-            self.give_up(attempt)
+            self.release_late(attempt.owner)
             # A beat that stands by tries again each second, for as long as the server refuses.
             if refused:
                 return False

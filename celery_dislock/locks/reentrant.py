@@ -16,6 +16,7 @@ import logging
 import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from celery_dislock.config.options import seconds
 from celery_dislock.exceptions import (
@@ -35,6 +36,7 @@ from celery_dislock.locks.callers import (
 )
 from celery_dislock.locks.interruption import Running, refusal
 from celery_dislock.locks.lease import Attempt, Conflict, End
+from celery_dislock.locks.lock import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,8 +45,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.locks.lock import Lock
-    from celery_dislock.locks.runtime import Runtime
+    from celery_dislock.locks.runtime import Process, Runtime
     from celery_dislock.servers.view import Holder
 
 MAY_WAIT = seconds(at_least=0)  # check of a maximum wait
@@ -242,8 +243,7 @@ class ReentrantLock:
         try:
             answer = self._take(entry, block, blocking=True, timeout=self._timeout)
             if isinstance(answer, Conflict):
-                hint = current_caller().hint(self._lock_here())
-                raise answer.error(hint)  # noqa: TRY301 -- nothing to undo
+                raise answer.error(self._hint())  # noqa: TRY301 -- nothing to undo
             if self._options.lock_on_lost == "raise" and not (answer.execution or answer.running):
                 answer.running, answer.block = Running(answer.lease, frame), entry
                 answer.running.begin()
@@ -317,15 +317,21 @@ class ReentrantLock:
         """The key, or all keys in one text, for messages."""
         return " + ".join(self.keys)
 
-    def _lock_here(self, caller: Caller | None = None) -> Lock:
+    def _lock_here(self, process: Process, caller: Caller | None = None) -> Lock:
         """Return the lock on the caller's store; made again after a fork, or a close()."""
-        process = self._runtime.process
         by_thread = caller is not None and caller.kind != "task"
         store = process.store if by_thread else process.store_here
         lock = self._made
         if lock is None or lock.store is not store:
-            self._made = lock = self._runtime.lock(self.keys, self._options, store, fair=self._fair)
+            self._made = lock = Lock(
+                *(self.keys, self._runtime.lock_names(self.keys), self._options, store),
+                watchdog=process.watchdog,
+                fair=self._fair,
+            )
         return lock
+
+    def _hint(self) -> str:
+        return current_caller().hint(self._lock_here(self._runtime.process))
 
     def _latest(self, *, of_block: bool = False) -> tuple[CallerLease, object] | None:
         """Return the acquisition that a release undoes; *of_block*: if possible, of a block."""
@@ -339,7 +345,7 @@ class ReentrantLock:
         found = [one for one in own if one[0] is here]
         if not found and caller.kind != "task":  # a task releases what it has acquired itself
             elsewhere = [one for one in own if of_block or not one[2]]
-            found = [one for one in elsewhere if one[0].is_of_caller(caller)] or elsewhere
+            found = [one for one in elsewhere if one[0].caller == ref(caller)] or elsewhere
         if not found and here is not None:
             found = [(here, entry, block) for entry, block in list(here.entries.items())]
         blocks = [one for one in found if one[2]] if of_block else []
@@ -352,7 +358,7 @@ class ReentrantLock:
         caller = current_caller()
         if not caller.leases:
             return None
-        lock = self._lock_here(caller)
+        lock = self._lock_here(self._runtime.process, caller)
         held = caller.find(lock)
         return held if held is not None and held.is_of(lock, self._runtime) else None
 
@@ -373,7 +379,8 @@ class ReentrantLock:
             raise EventLoopError(self.key)
         if options.lock_on_lost != "warn":
             self._refuse_to_interrupt(block)
-        lock, process = self._lock_here(caller), self._runtime.process
+        process = self._runtime.process
+        lock = self._lock_here(process, caller)
         if caller.kind == "greenlet":
             process.check_patching()
         held = caller.find(lock) if caller.leases else None
@@ -437,8 +444,7 @@ class ReentrantLock:
 
     def _not_owner(self) -> NotOwnerError:
         holders = self.holders()
-        hint = current_caller().hint(self._lock_here())
-        return NotOwnerError(self.key, ", ".join(holder.who for holder in holders), hint)
+        return NotOwnerError(self.key, ", ".join(one.who for one in holders), self._hint())
 
 
 @lru_cache(1000)  # keys that are remembered as warned of

@@ -28,7 +28,7 @@ from celery_dislock.locks.interruption import is_pool_process, patched_by
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import FLUSH_WITHIN, Watchdog
 from celery_dislock.servers.bridge import current_call, in_thread, run_on_loop, wait_for
-from celery_dislock.servers.connections import Outage
+from celery_dislock.servers.server import Outage
 from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
@@ -164,26 +164,12 @@ class Runtime(Generic[P]):
                 self.process.watchdog.hurry()
             raise
 
-    def lock(
-        self,
-        keys: Sequence[str],
-        options: TaskOptions,
-        store: Store | None = None,
-        *,
-        fair: bool = True,
-    ) -> Lock:
-        """
-        Make the lock of these keys; no round trip.
-
-        Args:
-            keys: See :class:`celery_dislock.locks.lock.Lock`, as for the others.
-            options: How it is taken and kept.
-            store: The store of the caller; None: it is looked up.
-            fair: False: pass those who wait in line.
-        """
+    def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
+        """Make the lock of these keys for the caller; no round trip."""
         process = self.process
-        store = process.store_here if store is None else store
-        return Lock(keys, self.lock_names(keys), options, store, process.watchdog, fair)
+        return Lock(
+            keys, self.lock_names(keys), options, process.store_here, watchdog=process.watchdog
+        )
 
     def lock_names(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Return the locks' names in Redis; the braces keep a lock in one slot of a cluster."""

@@ -32,6 +32,7 @@ from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.locks.channel import Channel
 from celery_dislock.locks.lease import GONE_WHEN_RENEWED, End
 from celery_dislock.locks.loop import Loop
+from celery_dislock.servers.bridge import sleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +78,10 @@ class Watchdog(Loop):
         failures: Batches of renewals that have failed in a row.
         uncleared: Late releases by owner, each with the time after which it is not retried.
         channel: The argument of that name.
+        pause: Called with the seconds to sleep, by a lock whose waiting in line has failed.
     """
+
+    pause: Callable[[float], None] = staticmethod(sleep)
 
     def __init__(
         self,

@@ -47,8 +47,9 @@ GIVEN_UP = "given_up"  # owners that got no reply, and may hold the lock
 TICKET = "ticket"  # lock and ticket of a parked task that has its turn
 REPLACED = "replaced"  # why a parked task lost its place in line
 SINCE = "since"  # when it first asked for its lock in vain: UNIX time, for metrics
+LATER = "later"  # since when it waits for a worker of a later release: UNIX time
 
-FROZEN = (PUT_OFF, HELD, TICKET, REPLACED, SINCE)  # in each version, with "v"
+FROZEN = (PUT_OFF, HELD, TICKET, REPLACED, SINCE, LATER)  # in each version, with "v"
 
 PUT_OFF_MOST_TIMES = 10**6  # the count stops here
 UNTIL_MOST = 10.0**11  # UNIX time, about the year 5138
@@ -78,6 +79,8 @@ class Notes:
         replaced: Why the task lost its place in line.
         since: UNIX time at which the task first asked for its lock in vain; None if nobody
             measures it.
+        later: UNIX time since which the task waits for a worker of a later release; None: it does
+            not.
         is_later: Whether a later version has written the header; it has FROZEN members only then.
     """
 
@@ -88,6 +91,7 @@ class Notes:
     parked: tuple[str, str] | None = None
     replaced: str | None = None
     since: float | None = None
+    later: float | None = None
     is_later: bool = False
 
     @classmethod
@@ -318,4 +322,5 @@ READERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     TICKET: ("parked", _ticket),
     REPLACED: ("replaced", readable_reason),
     SINCE: ("since", _time),
+    LATER: ("later", _time),
 }

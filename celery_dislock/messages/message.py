@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore
@@ -155,15 +155,17 @@ class Message:
         Deserialize a message.
 
         Raises:
-            ValueError: The bytes are damaged, or in a format that this version does not know.
+            ValueError: The bytes are damaged.
         """
         if not written:
             raise ValueError("the record of its ticket cannot be read")
         about, newline, body = written.partition(b"\n")
-        if not about.startswith(FORMAT) or not newline:
+        version, space, header = about.partition(b" ")
+        if not (version.isdigit() and space and newline):
             raise ValueError(f"it begins with {written[:20]!r}, which is not a known format")
-        try:
-            message = cls(**loads(about[len(FORMAT) :]), body=body)
+        try:  # a later version has more members
+            known = {name: one for name, one in loads(header).items() if name in FIELDS}
+            message = cls(**known, body=body)
             named = [message.headers.get(name, "") for name in ("id", "task")]
             texts = (message.exchange, message.routing_key, *named)
             can_be_sent = [_can_be_sent(*one) for one in message.properties.items()]
@@ -218,6 +220,9 @@ class Message:
             **options,
             **about,
         )
+
+
+FIELDS = {one.name for one in fields(Message)} - {"body"}  # of the stored message's first line
 
 
 def without_brokers(headers: Mapping[str, Any] | None) -> dict[str, Any]:

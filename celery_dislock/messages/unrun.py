@@ -18,7 +18,7 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from kombu.exceptions import OperationalError
 
 from celery_dislock.config.options import LONGEST
-from celery_dislock.exceptions import LaterReleaseError, StoreError
+from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import PUT_OFF_MOST_TIMES
 from celery_dislock.messages.message import TaskSkipped, store_end
 from celery_dislock.messages.resending import publish
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 PUT_OFF_FIRST = 1.0  # seconds; doubled each time
 PUT_OFF_MOST = 60.0  # seconds
-LATER_MOST = 86400.0  # seconds for which a task waits for a worker of a later release
 
 logger = logging.getLogger("celery_dislock")
 
@@ -71,22 +70,6 @@ def put_off(
         _keep_reservation(delivery, delivery.reservation, delay)
     ends = Ignore(reason) if error is None else Retry(str(error), exc=error, when=delay)
     raise delivery.logged(ends, f"put off for {delay:.1f} s: {reason}", level=level)
-
-
-def put_off_later(delivery: Delivery) -> NoReturn:
-    """
-    Put off a task whose turn, or whose lease, a later release has written.
-
-    Raises:
-        Ignore: The task was put off, for a worker of that release.
-        LaterReleaseError: It was put off for a day in vain.
-    """
-    notes, now = delivery.notes, time.time()
-    notes.since = notes.since or now
-    error = LaterReleaseError(delivery.lock.key)
-    if now - notes.since > LATER_MOST:
-        raise error
-    put_off(delivery, str(error), level=logging.WARNING)
 
 
 def _send_again(delivery: Delivery, delay: float, reason: str) -> float:

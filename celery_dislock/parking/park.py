@@ -12,10 +12,11 @@ or replacement is new work with a ticket of its own, even though Celery copies t
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import LaterReleaseError, StoreError
 from celery_dislock.keys.names import owners_start
 from celery_dislock.locks.lease import PARKED as PARKED_BEFORE
 from celery_dislock.locks.lease import Conflict
@@ -25,7 +26,7 @@ from celery_dislock.messages.headers import (
     with_notes,
 )
 from celery_dislock.messages.message import TaskParked
-from celery_dislock.messages.unrun import acknowledge, put_off_later
+from celery_dislock.messages.unrun import acknowledge, put_off
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import in_words
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.parking.store import Lines
 
+LATER_MOST = 86400.0  # seconds for which a task waits for a worker of a later release
 PARKED = "PARKED"  # state of the result while a task is in line
 
 logger = logging.getLogger("celery_dislock")
@@ -154,7 +157,7 @@ class Parking:
                 attempt.how = PARKED_BEFORE
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         if isinstance(answer, Later):
-            put_off_later(delivery)
+            put_off_later(delivery, self._lines)
         return lock.conflict(answer) if isinstance(answer, Refused) else answer
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
@@ -168,3 +171,30 @@ class Parking:
             logger.warning(
                 "Task %s is parked, and its result does not say so: %s", delivery, reason_of(exc)
             )
+
+
+def put_off_later(delivery: Delivery, lines: Lines) -> NoReturn:
+    """
+    Put off a task whose turn, or whose lease, a later release has written.
+
+    Raises:
+        Ignore: The task was put off, for a worker of that release.
+        LaterReleaseError: It was put off for a day in vain, and leaves its line when it has failed.
+    """
+    notes, now = delivery.notes, time.time()
+    notes.later = notes.later or now
+    error = LaterReleaseError(delivery.lock.key)
+    if now - notes.later <= LATER_MOST:
+        put_off(delivery, str(error), level=logging.WARNING)
+    turn = notes.parked
+    if turn is not None:
+
+        def leave(_state: str) -> None:
+            try:
+                lines.leave(*turn, task=delivery.sent_to)
+            except StoreError as exc:
+                logger.warning("Task %s has failed, and stays in line: %s", delivery, exc)
+
+        delivery.after_result.append(leave)
+    delivery.end_reservation()
+    raise error

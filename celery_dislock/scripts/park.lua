@@ -82,7 +82,7 @@ local function put_in_line(joined, terms, its_home, its_message)
 end
 
 -- When a message was sent, if its first line says so: our header comes first, as Message.to_bytes() writes it.
-local SENT = '^[^\n]*,"headers":{"dislock":{"v":%d+,"sent":(%d+)'
+local SENT = '^[^\n]*,"headers":{"dislock":{"v":1,"sent":(%d+)'
 local function sent_at(stored) return tonumber(string.match(stored, SENT)) end
 
 local function was_sent_before(other)

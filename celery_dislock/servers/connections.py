@@ -63,6 +63,8 @@ AROUND = re.compile(
 # Part of the error of a script that misses a key because the slot is being moved.
 ON_ANOTHER_NODE = "attempted to access a non local key"
 
+INCOMPLETE = object()  # a reply
+PUSHED = getattr(hiredis, "PushNotification", ())  # what RESP3 lets a server tell unasked
 NUMBERS = {int, float, bool}  # types of what is packed as text
 
 # Errors which mean that the server is away: redis-py's, and an OSError that redis-py passes on.
@@ -98,6 +100,39 @@ def packed(command: Command) -> bytes:
 def send(connection: redis.Connection, *commands: Command) -> None:
     """Send commands on a connection, which connects first if it is not connected."""
     connection.send_packed_command((b"".join(map(packed, commands)),), check_health=False)
+
+
+def read_response(
+    connection: Any,
+    disable_decoding: bool = False,  # noqa: FBT001, FBT002 -- as in redis-py
+    *,
+    disconnect_on_error: bool = True,
+    **options: Any,
+) -> Any:
+    """Return a reply on a blocking connection, strings as bytes; raises redis-py's errors."""
+    replies, received = connection.replies, connection.received
+    if replies is None:
+        return connection.read_to_log_in(disable_decoding, **options)
+    try:
+        while (reply := replies.gets()) is INCOMPLETE or isinstance(reply, PUSHED):
+            if reply is INCOMPLETE:
+                size = connection._sock.recv_into(received)  # noqa: SLF001 -- redis-py's
+                replies.feed(received, 0, size or _closed())
+    except BaseException as exc:
+        if disconnect_on_error:
+            connection.disconnect()
+        if isinstance(exc, (TimeoutError, BlockingIOError)):
+            raise redis.TimeoutError("Timeout reading from socket") from exc
+        if isinstance(exc, OSError):
+            raise redis.ConnectionError(f"Error while reading from socket: {exc}") from exc
+        raise
+    if isinstance(reply, redis.RedisError):
+        raise reply
+    return reply
+
+
+def _closed() -> int:
+    raise redis.ConnectionError("Connection closed by server.")
 
 
 class Demoted(Ours, redis.ConnectionError):
@@ -239,7 +274,7 @@ class Wire:
                 connection.socket_connect_timeout = connection.socket_timeout = within
             connection.connect()
             connection.socket_timeout = patience
-            set_patience(connection, patience)
+            reset_patience(connection)
         except BaseException as exc:  # noqa: BLE001 -- raised again by _failed()
             if connection is not None:
                 connection.disconnect()
@@ -275,7 +310,7 @@ class Wire:
             for number, answer in zip(unknown, answers, strict=True):
                 replies[number] = answer
         if within is not None:
-            set_patience(connection, connection.socket_timeout)
+            reset_patience(connection)
         return replies
 
     def _failed(self, exc: BaseException, kind: type[StoreError] = StoreError) -> StoreError:
@@ -315,9 +350,14 @@ def _break_off(
 
 
 def set_patience(connection: redis.Connection, seconds: float | None) -> None:
-    """Set the seconds to wait for each reply on a connected connection."""
+    """Set the seconds to wait for each reply on a connected connection, for now."""
     sock: Any = connection._sock  # noqa: SLF001 -- redis-py has no other way before version 8
     sock.settimeout(seconds)
+
+
+def reset_patience(connection: Any) -> None:
+    """Wait *socket_timeout* seconds for each reply again; with the fewest calls, if it may."""
+    connection.reset_patience()
 
 
 def _meant(exc: ResponseError) -> ResponseError:
@@ -348,38 +388,6 @@ def one_of(replies: Sequence[Any]) -> Any:
 def is_answer(error: StoreError) -> bool:
     """Tell whether the error is the server's reply.  If not, the server counts as away."""
     return isinstance(error.raw, ResponseError)
-
-
-def is_lost(reply: Any) -> bool:
-    """Tell whether a command was sent and not answered: the server may run it at any later time."""
-    unsent = isinstance(reply, UnreachableError)
-    return isinstance(reply, StoreError) and not unsent and not is_answer(reply)
-
-
-class Outage:
-    """The outage of a server, if there is one: notices when it begins and ends, to log it once."""
-
-    def __init__(self) -> None:
-        self._lasts = False
-        self._refuses = False  # while it lasts: the server answers, with an error
-
-    def begins(self, error: Exception | None = None) -> bool:
-        """Take note of a failure, and of its error; return whether it is the first in a row."""
-        self._refuses = isinstance(error, StoreError) and is_answer(error)
-        first, self._lasts = not self._lasts, True
-        return first
-
-    def ends(self, *, took: bool = True) -> bool:
-        """
-        Take note of an answer; return whether that ends an outage.
-
-        Args:
-            took: Whether something free was taken.  If not, a server that refused it may still do
-                so: one without memory answers what it reads, and goes on with what it has.
-        """
-        ends = self._lasts and (took or not self._refuses)
-        self._lasts = self._lasts and not ends
-        return ends
 
 
 def store_error(

@@ -11,9 +11,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import hiredis
 import redis
-from redis._parsers import BaseParser
 from redis.asyncio import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -21,7 +19,8 @@ from redis.backoff import NoBackoff
 from celery_dislock.clock import FOREVER
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.bridge import current_call, sleep, wait_for
-from celery_dislock.servers.connecting import Driver
+from celery_dislock.servers.connecting import Driver, reply_reader
+from celery_dislock.servers.connections import INCOMPLETE, PUSHED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,8 +30,6 @@ KINDS = {
     redis.SSLConnection: SSLConnection,
     redis.UnixDomainSocketConnection: UnixDomainSocketConnection,
 }
-INCOMPLETE = object()  # a reply
-PUSHED = getattr(hiredis, "PushNotification", ())  # what RESP3 lets a server tell unasked
 
 
 class NoCoroutineError(Ours, redis.RedisError):
@@ -59,11 +56,7 @@ class LoopConnection(asyncio.Protocol):
         self.socket_timeout: float | None = self._redis.socket_timeout
         self.socket_connect_timeout: float | None = self._redis.socket_connect_timeout
         self._patience = self.socket_timeout  # for each reply
-        self._replies = hiredis.Reader(
-            protocolError=redis.InvalidResponse,
-            replyError=BaseParser.parse_error,
-            notEnoughData=INCOMPLETE,
-        )
+        self._replies = reply_reader()
         self._transport: Any = None
         self._arrives: asyncio.Future[None] | None = None
         self._lost: redis.ConnectionError | None = redis.ConnectionError("it is not connected")
@@ -75,6 +68,10 @@ class LoopConnection(asyncio.Protocol):
     def settimeout(self, seconds: float | None) -> None:
         """Set the seconds to wait for each reply."""
         self._patience = seconds
+
+    def reset_patience(self) -> None:
+        """Wait *socket_timeout* seconds for each reply."""
+        self._patience = self.socket_timeout
 
     def connect(self) -> None:
         """Connect; raises redis-py's errors."""

@@ -26,6 +26,7 @@ from celery_dislock.servers.connections import (
     by_text,
     commands_of,
     one_of,
+    reset_patience,
     send,
     set_patience,
     store_error,
@@ -224,7 +225,7 @@ class Node(Server):
 
 
 def _reset_patience(connection: redis.Connection, reply: Any) -> Any:
-    set_patience(connection, connection.socket_timeout)
+    reset_patience(connection)
     return reply
 
 

@@ -28,11 +28,10 @@ from celery_dislock.servers.connections import (
     by_text,
     commands_of,
     is_answer,
-    is_lost,
     one_of,
 )
 from celery_dislock.servers.peers import GRACE, LEAST, Names, Peer, ask_all
-from celery_dislock.servers.server import Member, Server
+from celery_dislock.servers.server import Member, Server, is_lost
 from celery_dislock.servers.view import LIMIT_RECORD
 
 if TYPE_CHECKING:

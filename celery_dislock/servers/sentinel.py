@@ -24,7 +24,8 @@ from celery_dislock.config.urls import group
 from celery_dislock.exceptions import ForbiddenError, SettingsError, StoreError
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.connecting import BLOCKING, connection_maker
-from celery_dislock.servers.connections import SOCKET_TIMEOUT, Outage, Wire, is_answer, one_of
+from celery_dislock.servers.connections import SOCKET_TIMEOUT, Wire, is_answer, one_of
+from celery_dislock.servers.server import Outage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

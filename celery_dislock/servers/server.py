@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from celery_dislock.exceptions import StoreError, UnreachableError
+from celery_dislock.servers.connections import is_answer
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -162,3 +165,35 @@ def scan(send: Callable[..., Any], pattern: str) -> Iterator[list[str]]:
         yield [name.decode(errors="replace") for name in names]
         if cursor == b"0":
             return
+
+
+def is_lost(reply: Any) -> bool:
+    """Tell whether a command was sent and not answered: the server may run it at any later time."""
+    unsent = isinstance(reply, UnreachableError)
+    return isinstance(reply, StoreError) and not unsent and not is_answer(reply)
+
+
+class Outage:
+    """The outage of a server, if there is one: notices when it begins and ends, to log it once."""
+
+    def __init__(self) -> None:
+        self._lasts = False
+        self._refuses = False  # while it lasts: the server answers, with an error
+
+    def begins(self, error: Exception | None = None) -> bool:
+        """Take note of a failure, and of its error; return whether it is the first in a row."""
+        self._refuses = isinstance(error, StoreError) and is_answer(error)
+        first, self._lasts = not self._lasts, True
+        return first
+
+    def ends(self, *, took: bool = True) -> bool:
+        """
+        Take note of an answer; return whether that ends an outage.
+
+        Args:
+            took: Whether something free was taken.  If not, a server that refused it may still do
+                so: one without memory answers what it reads, and goes on with what it has.
+        """
+        ends = self._lasts and (took or not self._refuses)
+        self._lasts = self._lasts and not ends
+        return ends

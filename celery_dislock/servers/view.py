@@ -51,7 +51,7 @@ _RESERVED = re.compile(
 HOME = 4  # index of the broker among those fields
 _FREE = b"-"
 _STATES = {"s": "being sent", "w": "waiting", "r": "running", "d": "ended"}
-_MESSAGE = b'1 {"'  # how a message begins, after the fields of such a record
+_MESSAGE = re.compile(rb'\d{1,9} {"')  # how a message begins, after the fields of such a record
 
 
 class Holder(NamedTuple):
@@ -429,6 +429,7 @@ def parked_message(kept: bytes) -> tuple[bytes, str | None]:
     Returns:
         The message, as it was stored, and the digest of its broker's URL; None: not known.
     """
-    start = max(kept.find(_MESSAGE), 0)
+    begins = _MESSAGE.search(kept)
+    start = begins.start() if begins else 0
     record = kept[:start].split()
     return kept[start:], text(record[HOME]) if len(record) > HOME else None

@@ -122,7 +122,7 @@ class Acquisition:
             logger.warning("Task %s runs without its lock %r: %s", delivery, key, error)
             return
         if owner is not None and not isinstance(error, UnreachableError):
-            delivery.lock.give_up(attempt)  # or a stalled process may keep what it was granted
+            delivery.lock.release_late(owner)  # or a stalled process may keep what it was granted
         notes = delivery.notes
         damaged = isinstance(error, DamagedLockError) and notes.put_off >= DAMAGED_TRIES
         if choice == "raise" or damaged or delivery.is_eager:

@@ -28,9 +28,9 @@ from celery_dislock.messages.unrun import (
     PUT_OFF_FIRST,
     acknowledge,
     put_off,
-    put_off_later,
     skip,
 )
+from celery_dislock.parking.park import put_off_later
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import Full
@@ -280,7 +280,7 @@ def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     put_off(delivery, reason, at_most=conflict.remaining, level=level)
 
 
-def put_off_unknown(delivery: Delivery, prefix: str) -> None:
+def put_off_unknown(delivery: Delivery, process: ParkingProcess) -> None:
     """
     Put off a task that has what this worker cannot go on with; raises Ignore then.
 
@@ -289,7 +289,8 @@ def put_off_unknown(delivery: Delivery, prefix: str) -> None:
     """
     notes = delivery.notes
     if notes.waits_for_later:
-        put_off_later(delivery)
+        put_off_later(delivery, process.lines)
+    prefix = process.settings.dislock_prefix
     if notes.parked is not None and not notes.parked[0].startswith(f"{prefix}:{{"):
         lock, _ = notes.parked
         reason = f"it has its turn for {lock}, and this worker's locks have the prefix {prefix}"

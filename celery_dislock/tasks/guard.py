@@ -292,7 +292,7 @@ class Guard:
             return None
         if delivery.notes.replaced is not None:
             skip(delivery, delivery.notes.replaced)
-        conflicts.put_off_unknown(delivery, self.runtime.settings.dislock_prefix)
+        conflicts.put_off_unknown(delivery, self.runtime.process)
         asking = Acquisition(delivery, self.runtime)
         answer = asking.ask()
         if isinstance(answer, Conflict):

@@ -59,8 +59,8 @@ from celery_dislock.messages.headers import (
 from celery_dislock.messages.message import AS_IT_CAME
 from celery_dislock.messages.resending import in_time, retried
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.connections import Outage
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
+from celery_dislock.servers.server import Outage
 from celery_dislock.tasks.duplicates import First, duplicate_of
 from celery_dislock.tasks.received import UNCHANGED
 from celery_dislock.words import plain

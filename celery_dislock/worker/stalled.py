@@ -27,8 +27,8 @@ from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.watchdog import EARLY
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.connections import Outage
 from celery_dislock.servers.requests import Execution
+from celery_dislock.servers.server import Outage
 from celery_dislock.tasks.request import is_alive, is_child
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.worker.timed import TimedStep

@@ -184,9 +184,7 @@ def scene(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(
-    redis_client: redis.Redis,
-    workers: dict[Worker, int],
-    start_fleet: Callable[..., Fleet],
+    redis_client: redis.Redis, workers: dict[Worker, int], start_fleet: Callable[..., Fleet]
 ) -> Iterator[None]:
     """Check after each test that no lock is left behind.
 

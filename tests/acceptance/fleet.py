@@ -125,11 +125,7 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        pool: str,
-        queue: str,
-        workers: Sequence[Worker],
-        broker_url: str | None = None,
+        self, pool: str, queue: str, workers: Sequence[Worker], broker_url: str | None = None
     ) -> None:
         self.pool = pool
         self.queue = queue

@@ -15,9 +15,6 @@ from tests.forked import start_celery
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     import redis
 
 pytestmark = pytest.mark.acceptance
@@ -30,7 +27,7 @@ LEADS, STANDS_BY = "Beat leads, lock 'beat'", "Beat stands by, lock 'beat'"
 class Beat:
     """One beat, alone or in a worker, with its log in a file."""
 
-    def __init__(self, folder: Path, name: str, command: list[str], env: dict[str, str]) -> None:
+    def __init__(self, folder, name, command, env):
         self.log_file = folder / f"{name}.log"
         arguments = ["-A", "tests.acceptance.beat_app", *command, "--loglevel", "INFO"]
         arguments += ["--schedule", str(folder / f"{name}-schedule")]
@@ -38,19 +35,19 @@ class Beat:
         self.process = start_celery(arguments, folder, env, self.log_file)
 
     @property
-    def log(self) -> str:
+    def log(self):
         return self.log_file.read_text("utf-8", "replace")
 
     @property
-    def leads(self) -> bool:
+    def leads(self):
         """Whether it runs and leads, as it has said last."""
         runs = self.process.poll() is None
         return runs and self.log.rfind(LEADS) > self.log.rfind(STANDS_BY)
 
-    def says(self, words: str, times: int = 1) -> None:
+    def says(self, words, times=1):
         wait_for(f"{self.log_file.stem} says {words!r}", lambda: self.log.count(words) >= times)
 
-    def send(self, number: int) -> None:
+    def send(self, number):
         """Send a signal to it, and to its worker's processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
@@ -59,7 +56,7 @@ class Beat:
 class Beats:
     """Some beats, a broker, and a lock server of their own."""
 
-    def __init__(self, folder: Path, broker: RedisServer, locks: RedisServer) -> None:
+    def __init__(self, folder, broker, locks):
         self.folder, self.locks, self.broker = folder, locks, broker
         self.client: redis.Redis = broker.client(decode_responses=True)
         self.started: list[Beat] = []
@@ -72,25 +69,25 @@ class Beats:
             "task_default_queue": QUEUE,
         }
 
-    def start(self, *command: str) -> Beat:
+    def start(self, *command):
         """Start one more beat."""
         name = f"beat{len(self.started) + 1}"
         env = {"BEAT_CONF": json.dumps(self.conf)}
         self.started.append(Beat(self.folder, name, list(command or ("beat", "--dislock")), env))
         return self.started[-1]
 
-    def ids(self) -> list[str]:
+    def ids(self):
         """Return the ids of all messages that were sent."""
         return [json.loads(one)["headers"]["id"] for one in self.client.lrange(QUEUE, 0, -1)]
 
-    def go_on(self, messages: int = 4) -> None:
+    def go_on(self, messages=4):
         """Wait for some more messages."""
         more = self.client.llen(QUEUE) + messages
         wait_for("more messages", lambda: self.client.llen(QUEUE) >= more)
 
 
 @pytest.fixture
-def beats(redis_program, tmp_path) -> Iterator[Beats]:
+def beats(redis_program, tmp_path):
     """Beats that are killed when the test ends."""
     with RedisServer(tmp_path / "broker") as broker, RedisServer(tmp_path / "locks") as locks:
         beats = Beats(tmp_path, broker, locks)

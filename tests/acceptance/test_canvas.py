@@ -12,14 +12,7 @@ from celery.result import AsyncResult, allow_join_result
 
 from celery_dislock import LockHeldError
 from tests.acceptance import canvas_app
-from tests.acceptance.canvas_app import (
-    ADD,
-    HOLD,
-    add,
-    largest,
-    note,
-    total,
-)
+from tests.acceptance.canvas_app import ADD, HOLD, add, largest, note, total
 from tests.acceptance.fleet import LIMIT, wait_for
 
 pytestmark = [

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, ROOT
 from tests.forked import run_python
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.acceptance
 
@@ -44,10 +40,10 @@ REFUSED = "shop.export: lock_on_conflict='skipp': use one of 'skip', 'raise'"
 
 
 @pytest.fixture
-def write_app(tmp_path: Path, server):
+def write_app(tmp_path, server):
     """Write the module of an app, and of the tasks that only its worker loads; return its name."""
 
-    def write(source: str) -> str:
+    def write(source):
         (tmp_path / "first_contact.py").write_text(source.replace("URL", repr(server.url)))
         tasks = "from first_contact import app\n" + IMPORTED
         tasks += TASK.replace("BASE", "SingletonTask")
@@ -58,11 +54,11 @@ def write_app(tmp_path: Path, server):
 
 
 @pytest.fixture
-def celery(tmp_path: Path):
+def celery(tmp_path):
     """Run a celery command to its end; return its exit status and all that it says."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
 
-    def run_celery(*command: str) -> tuple[int, str]:
+    def run_celery(*command):
         done = run_python("celery", *command, folder=tmp_path, env=env)
         return done.returncode, done.stdout + done.stderr
 

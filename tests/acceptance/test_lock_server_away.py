@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import pytest
@@ -12,10 +11,6 @@ import redis
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
 from tests.redis_server import RedisServer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.xdist_group("away")]
 
@@ -28,28 +23,28 @@ BACK = "answers again"
 class Stopped:
     """What keeps a lock server from giving locks, and ends."""
 
-    def __init__(self, server: RedisServer) -> None:
+    def __init__(self, server):
         self.server = server
 
-    def begin(self) -> None:
+    def begin(self):
         self.server.kill()
 
-    def end(self) -> None:
+    def end(self):
         self.server.start()
 
 
 class Paused(Stopped):
-    def begin(self) -> None:
+    def begin(self):
         self.server.pause()
 
-    def end(self) -> None:
+    def end(self):
         self.server.resume()
 
 
 class Locked(Stopped):
     """A server whose password was changed, which ends the connections of those with the old one."""
 
-    def begin(self) -> None:
+    def begin(self):
         with self.server.client() as client:
             client.config_set("requirepass", CHANGED)
         with (
@@ -58,13 +53,13 @@ class Locked(Stopped):
         ):
             client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
-    def end(self) -> None:
+    def end(self):
         with redis.Redis.from_url(self.server.url, password=CHANGED) as client:
             client.config_set("requirepass", "")
 
 
 @pytest.fixture(scope="module")
-def lock_server(redis_program: Path, tmp_path_factory) -> Iterator[RedisServer]:
+def lock_server(redis_program, tmp_path_factory):
     """The Redis of the locks, and of nothing else."""
     with RedisServer(tmp_path_factory.mktemp("away") / "locks") as server:
         yield server

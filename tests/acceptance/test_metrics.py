@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -14,14 +14,6 @@ from celery.exceptions import TaskRevokedError
 from celery_dislock.operating.web.metrics import make_wsgi_app
 from tests.acceptance.fleet import CONCURRENCY, LIMIT, Worker, wait_for
 from tests.scraping import scrape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import redis
-
-    from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.acceptance
 
@@ -34,9 +26,7 @@ COUNTED = ("_total", "_count", "_sum", "_bucket")  # ends of the names of what n
 class Site:
     """Workers of one app that count, and a page with their metrics, apart from other tests."""
 
-    def __init__(
-        self, server: RedisServer, client: redis.Redis, folder: Path, workers: dict[Worker, int]
-    ) -> None:
+    def __init__(self, server, client, folder, workers):
         self.prefix = f"metrics-{uuid.uuid4().hex[:8]}"
         self.url = server.url
         self.redis = client
@@ -48,7 +38,7 @@ class Site:
         self._page = make_wsgi_app(self.app)
         self._seen: dict[Any, float] = {}
 
-    def start(self, *options: str, pool: str = "prefork", many: int = 1) -> None:
+    def start(self, *options, pool="prefork", many=1):
         env = {"METRICS_APP_URL": self.url, "METRICS_APP_PREFIX": self.prefix}
         options = ("--pool", pool, "--concurrency", str(CONCURRENCY[pool]), "--dislock", *options)
         for nth in range(1, many + 1):
@@ -58,7 +48,7 @@ class Site:
         for worker in self.started:
             worker.wait_until_ready()
 
-    def stop(self) -> None:
+    def stop(self):
         """Stop all workers, and let others have their names."""
         for worker in self.started:
             worker.terminate()
@@ -67,7 +57,7 @@ class Site:
             worker.wait_until_it_ends()
             self._all.pop(worker)
 
-    def close(self) -> None:
+    def close(self):
         for worker in self.started:
             worker.kill()
             self._all.pop(worker, None)
@@ -75,22 +65,22 @@ class Site:
             self.redis.delete(key)
         self.app.close()
 
-    def send(self, task: str, *args: Any) -> Any:
+    def send(self, task, *args):
         return self.app.send_task(task, args)
 
-    def run_all(self) -> None:
+    def run_all(self):
         for result in [self.send(STEP, n) for n in range(TASKS)]:
             result.get(timeout=LIMIT)
 
-    def open_gate(self) -> None:
+    def open_gate(self):
         self.redis.set(f"gate:{self.prefix}", "open")
 
     @property
-    def ran(self) -> list[dict[str, Any]]:
+    def ran(self):
         """What the bodies have noted."""
         return [json.loads(one) for one in self.redis.lrange(f"ran:{self.prefix}", 0, -1)]
 
-    def total(self, name: str, *labels: str) -> float:
+    def total(self, name, *labels):
         """Add up the series of a metric with these labels; nothing that was counted goes down."""
         found = scrape(self._page)
         for known, before in self._seen.items():
@@ -101,9 +91,7 @@ class Site:
 
 
 @pytest.fixture
-def site(
-    server: RedisServer, redis_client: redis.Redis, workers: dict[Worker, int], tmp_path: Path
-) -> Iterator[Site]:
+def site(server, redis_client, workers, tmp_path):
     site = Site(server, redis_client, tmp_path, workers)
     try:
         yield site

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 from tests.acceptance.scenarios import BRIEF
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.acceptance
 
@@ -23,7 +19,7 @@ STALLED = "The main process renews the lock"
 
 
 @contextmanager
-def stopped(scene) -> Iterator[int]:
+def stopped(scene):
     """Stop the process that holds the lock, and let it go on at the end."""
     scene.wait_for_report("begin")
     pid = scene.lease.holder["pid"]

@@ -44,12 +44,7 @@ def names() -> dict[str, object]:
     """Return what is there before the first snippet."""
     url = f"redis://localhost:{os.environ['REDIS_PORT']}/0"
     app = Celery("shop", broker=url, backend=url)
-    return {
-        "__name__": "page",
-        "app": app,
-        "dislock": Dislock(app),
-        "SingletonTask": SingletonTask,
-    }
+    return {"__name__": "page", "app": app, "dislock": Dislock(app), "SingletonTask": SingletonTask}
 
 
 if __name__ == "__main__":

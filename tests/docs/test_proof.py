@@ -27,10 +27,7 @@ def test_runs_are_summed():
     [
         (run(1), "**holds**: one Redis"),
         (run(1, {"token": 3}), "**does not hold**: one Redis"),
-        (
-            run(1, **{"overlaps after the server forgot": 1}),
-            f"**{FENCED}**: one Redis",
-        ),
+        (run(1, **{"overlaps after the server forgot": 1}), f"**{FENCED}**: one Redis"),
     ],
 )
 def test_a_promise_has_a_verdict(result, verdict):

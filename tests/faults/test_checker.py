@@ -179,6 +179,10 @@ AN_HOUR = {"ends_leases": True, "sets_clock": 3600}
 PAUSE = [Event(2, "operator", "limit", "k", "set", {"limit": 0, "until": 5})]
 SHARED, PAIR = {"mode": "shared"}, {"limit": 2}
 FAIR = {"fair": True, "timeout": 5}
+OVERTAKEN = operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR)
+DUPLICATE = task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=2.5)
+MET_LATE = cancellation("met", at=4 + MOMENTS, asked=3) + runs("a", 3, 4 + MOMENTS)
+TOO_SOON = hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)
 
 
 @pytest.mark.parametrize(
@@ -203,13 +207,8 @@ FAIR = {"fair": True, "timeout": 5}
         ("kept", calm_loss(1, 5) + fault(2, 4, **HARMLESS)),
         ("kept", calm_loss(2, 2.5, {"since": 1.9})),
         ("kept", calm_loss(2, 4, {"since": 1.4})),
-        ("order", operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR)),
-        (
-            "order",
-            operation("a", 1, 6, in_line=2, **FAIR)
-            + operation("b", 3, 5, **FAIR)
-            + fault(3, 4, spares_places=True),
-        ),
+        ("order", OVERTAKEN),
+        ("order", OVERTAKEN + fault(3, 4, spares_places=True)),
         ("newest", replaced(3, 4, 5)),
         ("tick", tick("t", 1) + tick("u", 1.9)),
         ("tick", tick("t", 1, **DOT) + tick("u", 3.9, **DOT) + tick("v", 2, **DOT)),
@@ -236,24 +235,14 @@ FAIR = {"fair": True, "timeout": 5}
         ("free", freed(3) + operation("b", 6.5, 7, **REFUSED) + fault(2.5, 4, **MISSES)),
         ("cancelled", cancellation("hidden")),
         ("cancelled", cancellation("not asked for")),
-        ("cancelled", cancellation("met", at=4 + MOMENTS, asked=3) + runs("a", 3, 4 + MOMENTS)),
-        (
-            "cancelled",
-            cancellation("met", at=4 + MOMENTS, asked=3)
-            + runs("a", 3, 4 + MOMENTS)
-            + fault(3, 4 + MOMENTS),
-        ),
+        ("cancelled", MET_LATE),
+        ("cancelled", MET_LATE + fault(3, 4 + MOMENTS)),
         ("end", refused_to_start(8, 9)),
         ("end", refused_to_start(8, 9) + fault(7, 7.9)),
         ("end", refused_to_start(8, 9) + fault(8, 9, **HARMLESS)),
         ("end", [Event(9, "w", "process", "7", "failed", {})]),
-        ("free", task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=2.5)),
-        (
-            "free",
-            task("t", "sent", "begin", "end")
-            + task("u", "duplicate", of="t", asked=2.5)
-            + fault(1, 1.9, **FORGETS),
-        ),
+        ("free", DUPLICATE),
+        ("free", DUPLICATE + fault(1, 1.9, **FORGETS)),
         ("nothing lost", task("t", "sent", "begin", "end", "outcome", state="FAILURE")),
         ("nothing lost", task("t", "sent", "outcome", **REVOKED)),
         ("nothing lost", task("t", "sent") + fault(2, 3, **FORGETS)),
@@ -273,11 +262,11 @@ FAIR = {"fair": True, "timeout": 5}
         ("token", granted("a", 1) + granted("b", 9, -8.5) + fault(2, 3, **JUMPS)),
         ("token", granted("a", 1) + granted("b", 9, -8.5) + fault(2, 3, **AN_HOUR)),
         ("token", granted("a", 1) + granted("b", 4, -3.5) + fault(2, 3, **HARMLESS)),
-        ("at least", hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)),
+        ("at least", TOO_SOON),
         ("at least", hold("a", 1, 2, since=0.7, **LEAST) + hold("b", 2.6, 4)),
         ("at least", hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4, **SHARED)),
-        ("at least", hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4) + fault(1.2, 1.4)),
-        ("at least", hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4) + fault(3, 4, **FORGETS)),
+        ("at least", TOO_SOON + fault(1.2, 1.4)),
+        ("at least", TOO_SOON + fault(3, 4, **FORGETS)),
         ("cap", hold("a", 1, 9, **CAPPED)),
         ("cap", hold("a", 1, 6.5, **CAPPED) + fault(1, 6)),
         ("kept", calm_loss(2, 2.5, {"since": 1.9, "cap": 9})),
@@ -339,7 +328,7 @@ def test_a_planted_violation_is_found(promise, events):
         hold("a", 1, 9, lost=5, timeout=1.0),
         operation("a", 1, 4, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR),
         operation("a", 1, 6, in_line=4, **FAIR) + operation("b", 3, 5, **FAIR),
-        operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR) + fault(3, 4),
+        OVERTAKEN + fault(3, 4),
         operation("a", 1, 4, in_line=2, outcome="refused", **FAIR) + operation("b", 3, 5, **FAIR),
         operation("a", 1, **FAIR) + hold("b", 7 + SLACK, 8 + SLACK) + killed("a", 2),
         operation("a", 1, 4) + operation("b", 2, 3, outcome="refused"),
@@ -356,9 +345,7 @@ def test_a_planted_violation_is_found(promise, events):
         tick("t", 1) + tick("t", 2) + answers(0, 1) + answers(2, 3),
         [*operation("a", 1, 2, outcome="refused"), PAUSE[0]._replace(at=0)],
         task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=1.5),
-        task("t", "sent", "begin", "end")
-        + task("u", "duplicate", of="t", asked=2.5)
-        + fault(1.5, 2.1, **FORGETS),
+        DUPLICATE + fault(1.5, 2.1, **FORGETS),
         task("t", "sent", "outcome", **REVOKED) + task("u", "sent", "begin", "end"),
         task("t", "sent", parks=True) + fault(2, 3, **FORGETS),
         task("t", "sent", "begin", "end", "begin", "end") + fault(2, 3, **REDELIVERS),
@@ -386,8 +373,8 @@ def test_a_planted_violation_is_found(promise, events):
         hold("a", 1, 2, **LEAST) + hold("b", 3, 4),
         hold("a", 1, 2, since=0.4, **LEAST) + hold("b", 2.5, 4),
         hold("a", 1, 2, **SHARED, **LEAST) + hold("b", 2.5, 4, **SHARED),
-        hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4) + fault(1.9, 2.2, **FORGETS),
-        hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4) + fault(1.9, 2.2, **JUMPS),
+        TOO_SOON + fault(1.9, 2.2, **FORGETS),
+        TOO_SOON + fault(1.9, 2.2, **JUMPS),
         hold("a", 1, 6, **CAPPED),
         hold("a", 1, 3.8, **CAPPED) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
         calm_loss(1, 5, {"cap": 9}),

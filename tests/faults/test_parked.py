@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -20,8 +19,6 @@ from tests.holding import name_of, wait_for
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.faults
-
-logger = logging.getLogger(__name__)
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ class Beat:
         self.watchdog = Watchdog(store, clock=lambda: world.now, threaded=False)
         made = self.scheduler._lock
         self.scheduler.__dict__["_lock"] = Lock(
-            made.keys, made.names, made.options, store, self.watchdog, world.advance
+            made.keys, made.names, made.options, store, self.watchdog
         )
 
     def now(self) -> datetime:

@@ -456,11 +456,7 @@ class LuaServer:
         return self.run(script, keys, *arguments), False
 
     def run_many(
-        self,
-        script: Script,
-        calls: Sequence[tuple[str | bytes | int, ...]],
-        *,
-        within: float,
+        self, script: Script, calls: Sequence[tuple[str | bytes | int, ...]], *, within: float
     ) -> list[Any]:
         """Run a script many times; a damaged lock harms no other."""
         replies = []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 from celery import Celery
@@ -28,15 +26,7 @@ from tests.leaks import SECRET
 from tests.redis_server import RedisServer
 from tests.scraping import scrape
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import redis
-
-
 LOCK = name_of("acl")
-LONG = 60.0  # seconds: no lease of these tests runs out by itself
-HOLDER = json.dumps({"task": "shop.export", "id": "id-1", "worker": "celery@w1", "pid": 7})
 WITHIN = 10.0  # seconds
 
 COMMANDS = re.findall(r"\+([\w|]+)", RULES)
@@ -47,7 +37,7 @@ SCRIPTS = {name: one for name, one in vars(scripts).items() if isinstance(one, S
 
 
 @pytest.fixture(scope="module")
-def server(redis_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def server(redis_program, tmp_path_factory):
     """A server with the user of the documentation, and one beside that may do all."""
     folder = tmp_path_factory.mktemp("acl")
     users = folder / "users.acl"
@@ -59,7 +49,7 @@ def server(redis_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture
-def admin(server: RedisServer) -> Iterator[redis.Redis]:
+def admin(server):
     """A client that may do all, of a server that is empty."""
     with server.client() as client:
         client.flushall()
@@ -69,16 +59,16 @@ def admin(server: RedisServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def url(server: RedisServer, admin: redis.Redis) -> str:
+def url(server, admin):
     """The server's URL, with the documentation's user."""
     return url_of(server, "dislock")
 
 
 @pytest.fixture
-def limited(server: RedisServer, admin: redis.Redis):
+def limited(server, admin):
     """Return the URL of a user with other rules than the documentation's."""
 
-    def make(rules: str) -> str:
+    def make(rules):
         given = rules.replace("PASSWORD", SECRET).split()
         admin.execute_command("ACL", "SETUSER", "limited", "reset", *given)
         return url_of(server, "limited")
@@ -87,11 +77,11 @@ def limited(server: RedisServer, admin: redis.Redis):
     admin.execute_command("ACL", "DELUSER", "limited")
 
 
-def url_of(server: RedisServer, user: str) -> str:
+def url_of(server, user):
     return f"redis://{user}:{SECRET}@127.0.0.1:{server.port}/0"
 
 
-def without(command: str) -> str:
+def without(command):
     """Return the documentation's rules but for one command."""
     return " ".join(rule for rule in RULES.split() if rule != f"+{command}")
 
@@ -127,7 +117,7 @@ def test_the_user_of_the_page_can_do_all(url, admin):
         assert other.result(WITHIN)
 
 
-def missing(admin: redis.Redis) -> tuple[list[str], list[str]]:
+def missing(admin):
     """Return the commands of the documentation and the scripts that the server has not run."""
     stats = admin.info("commandstats")
     ran = admin.script_exists(*(one.sha for one in SCRIPTS.values()))

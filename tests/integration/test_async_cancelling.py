@@ -23,7 +23,7 @@ from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 # When a wait is cancelled: before it has begun, while it lasts, or when its result has arrived.
 BEFORE, DURING, ARRIVED = "before", "during", "arrived"
@@ -33,7 +33,7 @@ GRANTS = runs(scripts.ACQUIRE)
 RELEASES = runs(scripts.RELEASE)
 
 
-async def until(condition: Callable[[], Any], what: str) -> Any:
+async def until(condition, what):
     """Wait until *condition* gives something true, while the event loop runs."""
     deadline = time.monotonic() + PATIENCE
     while not (found := condition()):
@@ -42,7 +42,7 @@ async def until(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
-async def ended(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+async def ended(task):
     """Wait until a task has ended; it must not wait for ever."""
     done, _ = await asyncio.wait([task], timeout=PATIENCE)
     assert done, task
@@ -499,7 +499,7 @@ def test_a_loop_that_is_closed_leaves_nothing(redis_url, redis_client):
     assert list(redis_client.scan_iter("dislock:*")) == []
 
 
-def close_a_loop(redis_url: str) -> None:
+def close_a_loop(redis_url):
     """Close an event loop with tasks that have a lock, wait in line, or wait for a reply."""
     dislock = Dislock.from_url(redis_url)
     with ThreadPoolExecutor(1) as thread:

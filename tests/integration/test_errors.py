@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from celery_dislock import DamagedLockError, Dislock, SettingsError, StoreError, scripts
 from celery_dislock.exceptions import ForbiddenError, UnreachableError
+from celery_dislock.servers.connecting import Driver
+from celery_dislock.servers.store import Store
 from proof.proxy import cut, lose_reply
 from tests.holding import name_of
 
@@ -87,6 +91,16 @@ def test_what_gets_no_reply_is_sent_three_times(driven, way):
     assert driven.asked(scripts.ACQUIRE) == 6
     driven.advance(1.5)
     driven.assert_free("k")
+
+
+def test_a_server_that_cut_the_connection_is_given_a_moment(driven):
+    """The second try follows at once: the connection was idle.  The third waits."""
+    driven.fault(scripts.ACQUIRE, cut)
+    pauses = []
+    store = Store(driven.url, driver=Driver(pauses.append))
+    with closing(store), pytest.raises(StoreError):
+        store.acquire([name_of("k")], "a/1", 30.0, "{}")
+    assert pauses == [0.0, 0.1]
 
 
 def test_a_server_that_is_not_there_was_sent_nothing():

@@ -11,29 +11,25 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from celery_dislock import Conflict, Dislock, Lease
+from celery_dislock import Dislock, Lease
 from tests.holding import PATIENCE, wait_for
 from tests.programs import run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
 
 
-def act(scene: Callable[[str], None], url: str) -> None:
+def act(scene, url):
     """Play a scene in a new interpreter; its failed assertion is this test's."""
     program = f"from {__name__} import {scene.__name__} as s; s({url!r})"
     run(sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", program, cwd=ROOT)
 
 
-def take(dislock: Dislock, key: str) -> Lease | Conflict:
+def take(dislock, key):
     return dislock.lock(key).try_acquire()
 
 
-def taken(dislock: Dislock, key: str) -> bool:
+def taken(dislock, key):
     """Tell whether somebody else has the lock: in a thread, or its holder would take it again."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(take, dislock, key).result(PATIENCE)
@@ -42,7 +38,7 @@ def taken(dislock: Dislock, key: str) -> bool:
     return not answer
 
 
-def in_child(act_in_child: Callable[[], None]) -> int:
+def in_child(act_in_child):
     """Fork; the child ends after its part, with status 0 if nothing was raised."""
     pid = os.fork()
     if pid:
@@ -58,22 +54,22 @@ def in_child(act_in_child: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def assert_well_ended(pid: int) -> None:
+def assert_well_ended(pid):
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def renewed(lease: Lease, times: int) -> None:
+def renewed(lease, times):
     wait_for(lambda: lease.renewals >= times or lease.why_ended, f"renewal of {lease!r}")
     assert lease.held, lease
 
 
-def child_has_its_own(url: str) -> None:
+def child_has_its_own(url):
     dislock = Dislock.from_url(url, watchdog_timeout=1.5)
     lease = take(dislock, "parent")
     renewed(lease, 1)
 
-    def child() -> None:
+    def child():
         renewals = lease.renewals
         assert not lease.held
         assert taken(dislock, "parent")
@@ -93,16 +89,16 @@ def child_has_its_own(url: str) -> None:
     take(dislock, "parent").release()
 
 
-def child_outlives_its_parent(url: str) -> None:
+def child_outlives_its_parent(url):
     dislock = Dislock.from_url(url, watchdog_timeout=1.5)
     read_end, write_end = os.pipe()
 
-    def parent() -> None:
+    def parent():
         renewed(take(dislock, "parent"), 1)
         in_child(child)
         time.sleep(PATIENCE)  # killed before that
 
-    def child() -> None:
+    def child():
         own = take(dislock, "child")
         renewed(own, 1)
         os.write(write_end, b"1")
@@ -118,7 +114,7 @@ def child_outlives_its_parent(url: str) -> None:
     assert os.read(read_end, 1) == b"2", "the child failed"
 
 
-def child_leaves_the_block(url: str) -> None:
+def child_leaves_the_block(url):
     try:
         with Dislock.from_url(url).lock("parent"):
             pid = os.fork()

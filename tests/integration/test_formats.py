@@ -253,7 +253,10 @@ class TestMessage:
         (waiting,) = shop.put_off
         assert waiting.message.headers["dislock"].items() >= header.items()
         assert "was written by a later release of celery-dislock" in caplog.text
-        shop.run(task, headers={"dislock": {**header, "since": time.time() - DAY - 1}})
+        header["since"] = time.time() - 2 * DAY  # for so long it was in line
+        shop.run(task, headers={"dislock": header})
+        assert (shop.ran, shop.app.AsyncResult("2").state) == ([], "PENDING")
+        shop.run(task, headers={"dislock": {**header, "later": time.time() - DAY - 1}})
         assert shop.ran == []
         result = shop.app.AsyncResult("2")
         assert (result.state, type(result.result)) == ("FAILURE", LaterReleaseError)
@@ -274,3 +277,33 @@ class TestMessage:
         shop.work()
         assert shop.app.AsyncResult("3").state == "REVOKED"
         assert shop.line == []
+
+    def test_a_task_that_has_failed_for_that_gives_its_turn_on(self, shop):
+        """Its line goes on with the next."""
+        task = shop.declare()
+        with shop.held():
+            for task_id in "23":
+                shop.send(task, task_id)
+            shop.work()
+        shop.queue[0]["headers"]["dislock"] |= {"v": 2, "later": time.time() - DAY - 1}
+        shop.work()
+        assert (shop.ran, shop.line) == (["3"], [])
+        assert shop.app.AsyncResult("2").state == "FAILURE"
+
+    def test_a_stored_message_of_a_later_version_is_published(self, shop):
+        """What its first line has more is left out."""
+        task = shop.declare()
+        with shop.held():
+            shop.run(task)
+            record = shop.other.record_of("2")
+            old, new = b'1 {"exchange"', b'2 {"new":1,"exchange"'
+            assert record.count(old) == 1
+            record = record.replace(old, new)
+            head = record.split(b" ", 6)
+            head[5] = str(int(head[5]) + len(new) - len(old)).encode()
+            record = b" ".join(head)
+            grown = len(record) - len(shop.other.record_of("2"))
+            shop.server.send("HSET", f"{LOCK}:tickets", "2:0:0", record)
+            shop.server.send("HINCRBY", f"{LOCK}:tickets", "bytes", grown)
+        shop.work()
+        assert shop.ran == ["2"]

@@ -183,6 +183,22 @@ print(most)
 """
 
 
+OWNERS = """
+{library}
+patch()
+dislock = start(1.5)
+def lives():
+    dislock.lock("lives").acquire()
+    until(lambda: dislock.lock("lives").lease.renewals > 2)
+    dislock.lock("lives").release()
+def ends():
+    dislock.lock("ends").acquire()
+wait([spawn(lives), spawn(ends)])
+until(lambda: dislock.lock("ends").try_acquire())
+print("free")
+"""
+
+
 @contextmanager
 def program(text, library, url):
     """Run a program with greenlets of that library."""
@@ -230,6 +246,12 @@ def test_what_is_held_while_the_process_is_patched_is_renewed(run):
     """So is what is taken after it; eventlet takes away a function that redis-py looks up."""
     out, err = run(HELD_WHILE_PATCHED)
     assert out.split() == ["True", "True"], err
+
+
+def test_a_lease_is_renewed_for_as_long_as_its_greenlet_lives(run):
+    """Nobody else can release it."""
+    out, err = run(OWNERS)
+    assert out.strip() == "free", err
 
 
 def test_jobs_of_its_pool_of_threads_exclude_each_other(run):

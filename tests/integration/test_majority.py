@@ -9,6 +9,7 @@ import redis
 
 from celery_dislock import Dislock, LockHeldError, LockLostError, SettingsError, StoreError
 from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.memory import memory_server
 from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, cut, swallow_reply
@@ -137,6 +138,16 @@ def test_a_majority_that_is_damaged_is_no_outage(five, lock, states, error):
     with pytest.raises(StoreError) as caught:
         lock.try_acquire()
     assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("full", [5, 4])
+def test_servers_that_all_refuse_are_not_away(five, lock, full):
+    """Each has answered, with an error: nothing was granted.  One that is away may have done so."""
+    for nth, proxy in enumerate(five.proxies):
+        proxy.fault(lambda _: True, "-OOM no memory" if nth < full else cut, times=ALWAYS)
+    with pytest.raises(StoreError, match="only 0 of 5 servers answered") as caught:
+        lock.try_acquire()
+    assert is_answer(caught.value) is (full == 5)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import contextlib
 import math
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import Celery
@@ -21,14 +20,11 @@ from tests.integration.strange import STRANGE, damage
 from tests.redis_server import RedisServer
 from tests.scraping import scrape
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 MS = 1000
 
 
-def app_of(url: str | list[str], **conf: Any) -> Celery:
+def app_of(url, **conf):
     """Make an app with a task that counts."""
     app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.update(dislock_url=url, dislock_metrics=True, **conf)
@@ -36,17 +32,17 @@ def app_of(url: str | list[str], **conf: Any) -> Celery:
     return app
 
 
-def export(n: int) -> None: ...
+def export(n): ...
 
 
-def run(app: Celery, times: int) -> None:
+def run(app, times):
     """Run the task, in a process that counts it and ends."""
     for n in range(times):
         app.tasks["shop.export"].apply((n,))
     runtime_of(app).close()
 
 
-def counted(page: Any) -> float:
+def counted(page):
     """How many acquisitions of the task the page tells of."""
     found = scrape(page)
     return sum(n for (name, *_), n in found.items() if name == "acquisitions_total")
@@ -60,7 +56,7 @@ def kept(monkeypatch):
 
 
 @pytest.fixture
-def app(redis_url) -> Iterator[Celery]:
+def app(redis_url):
     app = app_of(redis_url)
     yield app
     runtime_of(app).close()

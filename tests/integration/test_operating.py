@@ -28,8 +28,6 @@ from tests.integration.parked import LOCK, LONG, Broker
 from tests.redis_server import RedisServer
 from tests.unit.deliveries import noted
 
-SHARED = {"terms": (Terms("shared"),)}
-
 
 class Worker(Broker):
     """What a worker has, what it was told, and what an operator sees and does."""

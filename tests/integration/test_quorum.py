@@ -235,6 +235,22 @@ class TestMinority:
         assert not [said for said in caplog.messages if "server" in said]
 
 
+def test_the_name_of_an_owner_is_forgotten_an_hour_after_its_last_use():
+    """A process that runs for months does not collect the names of all that failed."""
+    now = 0.0
+    names = Names(lambda: now)
+    for owner in ("used", "done"):
+        names.change(owner)
+    for now in (3000.0, 6000.0):  # noqa: B007 -- the clock
+        assert names.of("used") == "used#1"
+    names.change("another")
+    assert [names.of(owner) for owner in ("used", "done", "another")] == [
+        "used#1",
+        "done",
+        "another#1",
+    ]
+
+
 class TestHeld:
     def test_two_frozen_servers_delay_no_renewal_for_long(self, servers, holding):
         """The leases of a process are renewed in time on the others."""

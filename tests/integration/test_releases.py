@@ -25,7 +25,7 @@ def test_a_released_lease_is_held_no_more(driven, heard):
     driven.proxy.commands.clear()
     lease.release()
     lease.release()
-    assert not lease.held
+    assert lease.held is False
     assert lease.remaining == 0
     assert len(driven.proxy.commands) == 1
     assert names(heard) == ["lock_acquired", "lock_released"]
@@ -67,6 +67,19 @@ def test_a_lease_that_expires_while_its_release_is_on_its_way_was_held(driven, h
     lease.release()
     assert not lease.lost
     assert names(heard) == ["lock_acquired", "lock_released"]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_closing_tells_of_locks_that_are_still_held(driven, caplog, held):
+    """They end with their expiry, or when they are released, which is possible as before."""
+    dislock = driven.beside()
+    lease = dislock.lock("k").try_acquire()
+    if not held:
+        lease.release()
+    dislock.close()
+    assert ("Closed while this process held 1 lock(s)" in caplog.text) is held
+    lease.release()
+    driven.assert_free("k")
 
 
 def test_a_release_touches_no_other_owner(driven):
@@ -202,8 +215,7 @@ def test_an_end_after_a_minimum_is_sent_again_as_it_was(driven, declare):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ends"),
-    [("skip", "success"), ("wait", "success"), ("skip", "failure")],
+    ("strategy", "ends"), [("skip", "success"), ("wait", "success"), ("skip", "failure")]
 )
 def test_a_lease_that_is_left_ends_a_timeout_after_its_last_renewal(
     driven, declare, heard, strategy, ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from contextlib import ExitStack
 
 import pytest
@@ -45,6 +46,29 @@ def test_the_most_urgent_lease_comes_first(driven):
     assert b"dislock:{short}" in first
 
 
+@pytest.mark.parametrize(("later", "renewals"), [(0.45, 1), (0.55, 0)])
+def test_a_lease_that_is_due_soon_is_renewed_with_the_others(driven, later, renewals):
+    """Up to a twentieth of its interval early: fewer round trips for a process of many leases."""
+    with driven.lock("first") as first:
+        driven.advance(later)
+        with driven.lock("second") as second:
+            driven.advance(first.acquired_at + 10.01 - driven.now)
+            assert (first.renewals, second.renewals) == (1, renewals)
+
+
+def test_five_hundred_leases_are_renewed_in_one_round_trip(driven):
+    """More wait for the next one: a process of many leases does not block a server for long."""
+    leases = [driven.take(f"k{number}") for number in range(501)]
+    driven.fault(scripts.RENEW, lambda: driven.stall(5), times=1)
+    for seconds in (11, 0):  # the first round trip takes five seconds more
+        driven.advance(seconds)
+    assert {lease.renewals for lease in leases} == {1}
+    trusted = Counter(round(lease.remaining / 5) for lease in leases)  # from before it was sent
+    assert sorted(trusted.values()) == [1, 500]
+    for lease in leases:
+        lease.release()
+
+
 @pytest.mark.parametrize("fault", ["-ERR not now", cut])
 def test_a_failed_renewal_is_tried_again_soon(driven, caplog, fault):
     """An outage costs several early tries and two log lines, and no lease."""
@@ -70,12 +94,13 @@ def test_the_pauses_of_an_outage_grow(driven):
         assert 25 <= driven.asked(scripts.RENEW) <= 45
 
 
-def test_the_first_retry_follows_at_once(driven):
-    """A connection that was cut while it was idle costs no pause beside."""
+def test_the_first_retry_follows_at_once(driven, caplog):
+    """A connection that was cut while it was idle costs no pause beside, and is told."""
     with driven.lock() as lease:
         driven.fault(scripts.RENEW, cut, times=1)
         driven.advance(10.01)
         assert (driven.asked(scripts.RENEW), lease.renewals) == (2, 1)
+    assert "Cannot renew 1 lock(s), trying again" in caplog.text
 
 
 def test_a_lease_not_renewed_in_time_is_lost_at_its_deadline(driven, heard):
@@ -169,10 +194,7 @@ def test_zero_or_less_is_no_cap(driven, cap):
 
 def test_a_fixed_expiry_is_never_renewed_and_its_end_is_reported(driven, heard):
     """With expire the server hears nothing more, and a body that outlives it is told."""
-    with (
-        pytest.raises(LockLostError, match="expiry of 60 s"),
-        driven.lock(expire=60) as lease,
-    ):
+    with pytest.raises(LockLostError, match="expiry of 60 s"), driven.lock(expire=60) as lease:
         assert "timeout" not in lease.holder  # from which others would tell a renewal
         driven.advance(lease.acquired_at + 59.4 - driven.now)
         assert lease.held
@@ -297,6 +319,16 @@ def test_the_next_lease_starts_the_thread_again(redis_url, receive):
         second = holding.take("second", 60.0)
         holding.wait_renewed(first, 2)
         assert second.held
+
+
+def test_nobody_renews_for_a_stalled_process_outside_of_a_pool(driven):
+    """The server is not asked: what it says would come too late for those who saw the lease end."""
+    with pytest.raises(LockLostError), driven.lock() as lease:
+        TestStalls.stall(driven, lease)
+        assert not lease.held
+        driven.advance(0)
+        assert lease.lost
+    assert driven.asked(scripts.RENEW) == 0
 
 
 class TestStalls:

@@ -10,7 +10,6 @@ import ssl
 import subprocess
 import threading
 import traceback
-from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 import pytest
@@ -35,7 +34,6 @@ from tests.integration.acl import RULES
 from tests.integration.servers import (
     FAST_SYNC,
     MASTER_NAME,
-    Certificates,
     RedisCluster,
     SentinelServer,
     TlsServer,
@@ -51,11 +49,6 @@ from tests.leaks import SECRET
 from tests.programs import missing
 from tests.redis_server import RedisServer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-
 LOCK = "dislock:{export:7}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
@@ -64,14 +57,14 @@ ASYNC_TLS = inspect.signature(redis.asyncio.SSLConnection).parameters
 ONE_LINE = 500  # characters, more or less
 
 
-def take(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> int:
+def take(store, owner, ttl=LONG, lock=LOCK):
     """Acquire a lock that must be free, and return the token."""
     answer = store.acquire([lock], owner, ttl, HOLDER)
     assert isinstance(answer, Granted), answer
     return answer.tokens[0]
 
 
-def round_trip(store: Store, lock: str = LOCK) -> None:
+def round_trip(store, lock=LOCK):
     """Take, refuse, renew and release: all that a lock server is for."""
     take(store, "a/1", lock=lock)
     assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Refused)
@@ -85,7 +78,7 @@ def connect():
     """Make stores that are closed at the end of the test."""
     with contextlib.ExitStack() as stack:
 
-        def connect(*args, **options) -> Store:
+        def connect(*args, **options):
             store = Store(*args, **options)
             stack.callback(store.close)
             return store
@@ -100,16 +93,14 @@ def connect_to(connect):
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+def certificates(tmp_path_factory):
     if not shutil.which("openssl"):
         missing("openssl")
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")
-def tls_server(
-    redis_program: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TlsServer]:
+def tls_server(redis_program, certificates, tmp_path_factory):
     asked = [str(redis_program), "--tls-auth-clients", "yes", "--port", "no"]
     said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
     if "'tls-auth-clients" in said.stdout + said.stderr:
@@ -426,7 +417,7 @@ class TestAMasterThatReturns:
         assert exists(new, LOCK)
 
 
-def renewed(store: Store) -> bool:
+def renewed(store):
     """Renew a lease of a/1 as the watchdog does, which tries again where there is no answer."""
     while True:
         with contextlib.suppress(StoreError):
@@ -529,9 +520,7 @@ class TestReplicas:
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    redis_program: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RedisCluster]:
+def cluster(redis_program, tmp_path_factory):
     """Three masters and a replica of each, for the tests that end none of them."""
     with RedisCluster(tmp_path_factory.mktemp("cluster"), node_timeout=60_000) as cluster:
         yield cluster
@@ -873,7 +862,7 @@ class TestParkedInAClusterThatMoves:
             worker.join()
 
 
-def name_on(masters: list[RedisServer], number: int, what: str = "any") -> str:
+def name_on(masters, number, what="any"):
     """Return a lock in one of the slots that this master has at the start."""
     size = 16384 // len(masters)
     return next(
@@ -883,7 +872,7 @@ def name_on(masters: list[RedisServer], number: int, what: str = "any") -> str:
     )
 
 
-def attempt(store: Store, lock: str, owner: str) -> Granted | Refused | None:
+def attempt(store, lock, owner):
     """Acquire, where None means that the lock server is away."""
     try:
         return store.acquire([lock], owner, LONG, HOLDER)
@@ -891,7 +880,7 @@ def attempt(store: Store, lock: str, owner: str) -> Granted | Refused | None:
         return None
 
 
-def exists(server: RedisServer, name: str) -> bool:
+def exists(server, name):
     """Look whether this server has the lock."""
     with server.client() as client:
         return bool(client.exists(name))

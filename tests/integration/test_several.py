@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 from celery import Celery
@@ -22,37 +21,27 @@ from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
 from tests.integration.servers import RedisCluster
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from celery_dislock.locks.lease import Lease
-    from celery_dislock.locks.reentrant import ReentrantLock
-
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 SHORT = 0.5
 WITHIN = 10.0
 HOLDER = '{"task": "tests.other", "id": "o-1", "worker": "w", "pid": 1}'
 A, B, C = NAMES = [name_of(key) for key in "abc"]
-LINE = f"{B}:line"
 
 
 @pytest.fixture(params=["single", "cluster"])
-def url(request: pytest.FixtureRequest) -> str:
+def url(request):
     """A server that can be given all keys in one script, and one that cannot."""
     return request.getfixturevalue("redis_url" if request.param == "single" else "cluster_url")
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    redis_program: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RedisCluster]:
+def cluster(redis_program, tmp_path_factory):
     with RedisCluster(tmp_path_factory.mktemp("several"), node_timeout=60_000) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def cluster_url(cluster: RedisCluster) -> str:
+def cluster_url(cluster):
     for master in cluster.masters:
         with master.client() as client:
             client.flushall()
@@ -60,26 +49,26 @@ def cluster_url(cluster: RedisCluster) -> str:
 
 
 @pytest.fixture
-def store(url: str) -> Iterator[Store]:
+def store(url):
     store = Store(url)
     yield store
     store.close()
 
 
 @pytest.fixture
-def dislock(url: str) -> Iterator[Dislock]:
+def dislock(url):
     dislock = Dislock.from_url(url, watchdog_timeout=LONG)
     yield dislock
     dislock.runtime.process.store.close()
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
+def threads():
     with ThreadPoolExecutor(max_workers=8) as pool:
         yield pool
 
 
-def owners(store: Store) -> list[list[str]]:
+def owners(store):
     """Who holds each of the three locks."""
     return [[held.owner for held in store.holders(name)] for name in NAMES]
 
@@ -190,14 +179,14 @@ class TestPlainPython:
         waiting.result(PATIENCE).release()
 
 
-def acquired(lock: ReentrantLock) -> Lease:
+def acquired(lock):
     """Wait for the lock in this thread; another is to release it, or its watchdog goes on."""
     assert lock.acquire(timeout=PATIENCE)
     assert lock.lease
     return lock.lease
 
 
-def in_line(store: Store, name: str) -> bool:
+def in_line(store, name):
     """Tell whether somebody waits for the lock."""
     return bool(Overview(store.lock_server, "dislock").lock(name).waiting)
 

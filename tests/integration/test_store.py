@@ -3,7 +3,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import hiredis
 import pytest
@@ -22,42 +21,33 @@ from tests.integration.lua_server import LuaServer
 from tests.integration.test_async_servers import used
 from tests.redis_server import RedisServer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import redis
-
-    from celery_dislock.servers.view import Holder
-
-
 LOCK, OTHER = "dislock:{export:7}", "dislock:{other}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
-SHORT = 0.05  # seconds: one that does
 HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
 WITHIN = 10.0  # seconds
 
 
 @pytest.fixture
-def store(redis_url: str) -> Iterator[Store]:
+def store(redis_url):
     store = Store(redis_url)
     yield store
     store.close()
 
 
-def take(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> int:
+def take(store, owner, ttl=LONG, lock=LOCK):
     """Acquire a lock that must be free, and return the token."""
     answer = store.acquire([lock], owner, ttl, HOLDER)
     assert isinstance(answer, Granted)
     return answer.tokens[0]
 
 
-def renew(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> bool | StoreError:
+def renew(store, owner, ttl=LONG, lock=LOCK):
     """Renew one lease."""
     (answer,) = store.renew([([lock], owner, ttl)], within=WITHIN)
     return answer
 
 
-def wait_until_gone(client: redis.Redis, key: str = LOCK) -> None:
+def wait_until_gone(client, key=LOCK):
     wait_for(lambda: not client.exists(key), f"expiry of {key}")
 
 
@@ -156,7 +146,7 @@ class TestAllHolders:
         assert list(all_holders(store, prefix)) == [mine]
 
 
-def all_holders(store: Store, prefix: str = "dislock") -> dict[str, Sequence[Holder]]:
+def all_holders(store, prefix="dislock"):
     """Collect who holds which lock."""
     found = Overview(store.lock_server, prefix).locks()
     return {lock.name: lock.holders for lock in found if isinstance(lock, LockState)}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from tests.conftest import BOTH
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LOCKS = ["dislock:{export:7}", "dislock:{export:8}"]
 LOCK = LOCKS[0]
@@ -24,13 +19,13 @@ pytestmark = BOTH
 
 
 @pytest.fixture
-def store(redis_url: str) -> Iterator[Store]:
+def store(redis_url):
     store = Store(redis_url)
     yield store
     store.close()
 
 
-def leave(store: Store, locks: list[str], owner: str = "first", at_least: float = 300.0) -> Granted:
+def leave(store, locks, owner="first", at_least=300.0):
     """Acquire, and leave the leases to run out."""
     granted = store.acquire(locks, owner, TTL, OLD)
     assert isinstance(granted, Granted)

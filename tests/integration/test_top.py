@@ -10,15 +10,11 @@ import select
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from celery_dislock.servers.store import Store
 from tests.holding import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LONG = 1000.0  # seconds
 HOSTILE = "[red]x[/red]\x1b[31m"
@@ -34,7 +30,7 @@ dislock(["top", "--interval", "0.1"], obj=SimpleNamespace(app=app))
 
 
 @pytest.fixture
-def held(redis_url) -> Iterator[str]:
+def held(redis_url):
     """The URL of a server with a lock that is held."""
     store = Store(redis_url)
     holder = json.dumps({"task": "shop.export", "id": "id-1", "worker": "w1@here", "pid": 7})

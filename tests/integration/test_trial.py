@@ -140,11 +140,14 @@ def test_keys_are_of_one_lock_that_nobody_has(proxy):
     assert all(re.fullmatch(rb"dislock:.*\{trial-[0-9a-f]+-\d+\}.*", key) for key in touched)
 
 
-@pytest.mark.parametrize("happens", [cut, "-ERR try again later"])
-def test_what_fails_once_is_tried_again(proxy, happens):
+@pytest.mark.parametrize(
+    ("happens", "times"),
+    [(cut, 1), (cut, 4), ("-ERR try again later", 1)],  # in the first round trip, and three alone
+)
+def test_what_fails_for_a_moment_is_tried_again(proxy, happens, times):
     """A connection that breaks, or an error that does not come again, keeps no worker away."""
     start_worker(proxy.url)  # the server has the scripts
-    proxy.fault(runs_scripts, happens)
+    proxy.fault(runs_scripts, happens, times=times)
     assert start_worker(proxy.url)[1] == []
 
 

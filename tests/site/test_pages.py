@@ -26,7 +26,7 @@ RULES = {
     "resultTypes": ["violations"],
     "rules": {
         # Browsers let the keyboard scroll a box that has nothing to focus; the rule does not know.
-        "scrollable-region-focusable": {"enabled": False},
+        "scrollable-region-focusable": {"enabled": False}
     },
 }
 

@@ -17,9 +17,7 @@ from tests.site.test_pages import RULES
 from tests.staged import RESERVED, holder, lock, place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
     from tests.staged import Staged
 
@@ -45,23 +43,23 @@ class Opened(NamedTuple):
     asked: list[str]  # what the browser has asked for
     faults: list[str]  # what it has complained of
 
-    def pass_by(self, milliseconds: int = POLL + 100) -> None:
+    def pass_by(self, milliseconds=POLL + 100):
         """Let time pass in the browser, and wait for what it then asks."""
         self.tab.clock.run_for(milliseconds)
 
-    def state(self, key: str = "account:1") -> Any:
+    def state(self, key="account:1"):
         return self.locks.overview.lock(f"dislock:{{{key}}}")
 
-    def show(self, key: str) -> None:
+    def show(self, key):
         self.tab.get_by_role("link", name=key, exact=True).click()
         expect(self.tab.get_by_role("heading", name=f"Lock {key}")).to_be_focused()
 
 
 @pytest.fixture
-def opened(browser: Browser) -> Iterator[Callable[..., Opened]]:
+def opened(browser):
     """Open the page, with these options; time passes in the browser only when it is told to."""
 
-    def open_page(*locks, size="desktop", scheme="light", start=True, **options) -> Opened:
+    def open_page(*locks, size="desktop", scheme="light", start=True, **options):
         site, server = staged(**options)
         server.put(*locks)
         address = stack.enter_context(serving(site))
@@ -85,7 +83,7 @@ def opened(browser: Browser) -> Iterator[Callable[..., Opened]]:
         yield open_page
 
 
-def shop() -> list[Any]:
+def shop():
     """Some locks of a shop: held, with a line, paused, reserved, of several holders."""
     return [
         lock(
@@ -102,7 +100,7 @@ def shop() -> list[Any]:
     ]
 
 
-def rows(tab: Page) -> list[str]:
+def rows(tab):
     return tab.locator("#locks tbody th").all_inner_texts()
 
 
@@ -489,7 +487,7 @@ def test_an_action_without_an_answer_says_that_it_may_be_done(opened):
 VIEWS = ("list", "lock", "question", "refused", "old")
 
 
-def bring_about(page: Opened, view: str) -> None:
+def bring_about(page, view):
     """Go to a view of the page."""
     if view in ("lock", "question", "old"):
         page.show("account:1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import datetime, timezone
 from types import SimpleNamespace
 from unittest.mock import MagicMock as Mock
@@ -13,6 +14,7 @@ from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.worker.control import Panel
 
+from celery_dislock import SingletonTask
 from celery_dislock.messages.headers import HEADER
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
 from tests.declaring import declare
@@ -34,6 +36,38 @@ def sent(app, broker, **options):
     """Send a message that is reserved; return our header of it."""
     app.tasks["shop.t"].apply_async(task_id="1", **options)
     return {HEADER: broker.last.headers[HEADER]}
+
+
+# Guarding
+
+
+def test_two_threads_may_guard_a_task_at_once(app, lock_server, broker):
+    """One that sends it guards it meanwhile; it is reserved, and takes its lock, once."""
+
+    class Steps(type):
+        def __setattr__(cls, name, value):
+            if threading.current_thread() is here and name in {
+                "__call__",
+                "apply",
+                "dislock_guard",
+            }:
+                other = threading.Thread(target=lambda: sent.append(task.delay().duplicate))
+                other.start()
+                other.join()
+            super().__setattr__(name, value)
+
+    class Export(SingletonTask, metaclass=Steps):
+        name, lock_key, lock_unique_until = "export", "k", "end"
+
+        def run(self):
+            return lock_server.locks(), reservation(self).state
+
+    app.finalize()
+    here, task, sent = threading.current_thread(), Export(), []
+    app.register_task(task)
+    assert sent == [False, True, True]
+    assert deliver(task, headers=broker.last.headers).retval == (["k"], "running")
+    assert task.apply().get() == (["k"], "running")
 
 
 # Sending

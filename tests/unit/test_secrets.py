@@ -46,10 +46,7 @@ from celery_dislock import Dislock, SettingsError
                 "sentinel_kwargs": {"password": "s3cret", "sokcet_timeout": 1},
             },
         },
-        {
-            "dislock_url": "sentinel://a",
-            "dislock_transport_options": {"password": "s3cret"},
-        },
+        {"dislock_url": "sentinel://a", "dislock_transport_options": {"password": "s3cret"}},
     ],
 )
 def test_no_setting_that_is_refused_shows_a_password(conf):

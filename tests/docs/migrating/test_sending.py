@@ -134,10 +134,10 @@ class TestWhenSending:
         seen = []
         real = app.amqp.send_task_message
 
-        def names() -> list[str]:
+        def names():
             return locks_of(redis_client, library) if not seen else reservations(redis_client)
 
-        def look(*args: Any, **kwargs: Any) -> Any:
+        def look(*args, **kwargs):
             seen.append(expiry_of(redis_client, names()))
             return real(*args, **kwargs)
 

@@ -7,9 +7,7 @@ import sys
 import pytest
 
 from celery_dislock import Key, SettingsError
-from celery_dislock.config.settings import (
-    task_options,
-)
+from celery_dislock.config.settings import task_options
 
 
 def decide(task, conflict):

@@ -180,11 +180,7 @@ def test_a_default_that_is_overruled_is_checked_all_the_same():
     ("option", "library", "ours"),
     [
         ({"unique_on": None}, "celery-singleton", "lock_key and lock_unique_until='end'"),
-        (
-            {"raise_on_duplicate": True},
-            "celery-singleton",
-            "lock_on_duplicate='raise', or",
-        ),
+        ({"raise_on_duplicate": True}, "celery-singleton", "lock_on_duplicate='raise', or"),
         ({"lock_expiry": 60}, "celery-singleton", "lock_unique_for, or lock_expire when"),
         ({"challenge_lock_on_startup": True}, "celery-singleton", "locks end by themselves"),
         ({"simulate": True}, "celery-singleton", "leave it out, or set dislock_enabled=False"),
@@ -340,10 +336,7 @@ def test_the_settings_of_others_are_nobodys_business(settings):
 
 def test_a_setting_of_a_later_version_is_a_warning(caplog):
     """After a rollback of the package alone the workers start; each name is told once."""
-    later = {
-        "CELERY_DISLOCK_ON_CANCEL": "redis://:s3cret@a",
-        "CELERY_DISLOCK_RATE": "100/m",
-    }
+    later = {"CELERY_DISLOCK_ON_CANCEL": "redis://:s3cret@a", "CELERY_DISLOCK_RATE": "100/m"}
     for _ in range(2):
         assert task_options("t", {}, configured("CELERY", **later)).lock_mode == "exclusive"
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2

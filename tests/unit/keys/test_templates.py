@@ -11,7 +11,6 @@ from decimal import Decimal
 from enum import Enum, IntEnum
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pytest
@@ -27,9 +26,6 @@ from celery_dislock.keys.templates import (
     key_builder,
 )
 from tests.unit.keys.support import LoudText, assert_valid
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # No test is timed: a shared machine may stall.
 examples = partial(settings, deadline=None)
@@ -81,31 +77,31 @@ class Order:
     customer: object
 
 
-def signature(function: Callable[..., Any]) -> inspect.Signature:
+def signature(function):
     """Return the signature of a task's function."""
     return inspect.signature(function)
 
 
-def key_of(template: str, **values: object) -> str:
+def key_of(template, **values):
     """Return the key of a template for a call with exactly these arguments."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in values]
     return KeyTemplate(template, inspect.Signature(parameters), TASK).key((), values)
 
 
-def three(a: object, b: object, c: object) -> None:
+def three(a, b, c):
     """Be a task of three required arguments."""
 
 
-def optional(corp_id: object, year: object = 2024, *, fmt: object = "csv") -> None:
+def optional(corp_id, year=2024, *, fmt="csv"):
     """Be a task with defaults."""
 
 
-def variadic(corp_id: object, *args: object, **kwargs: object) -> None:
+def variadic(corp_id, *args, **kwargs):
     """Be a task that takes anything more."""
 
 
-def no_arguments() -> None:
+def no_arguments():
     """Be a task that takes nothing."""
 
 
@@ -247,10 +243,7 @@ class TestBadTemplates:
             ("e:\n<corp_id>", "'\\n' cannot stand in a key"),
             ("<corp_id><year>", "separate <corp_id> and <year> with ':'"),
             ("<corp_id>:%23%a<year>%b<fmt>", "separate <year> and <fmt> with ':'"),
-            (
-                "%<corp_id>",
-                "'%' cannot stand before '#' or <name>: '%#' marks a shortened key",
-            ),
+            ("%<corp_id>", "'%' cannot stand before '#' or <name>: '%#' marks a shortened key"),
             ("<corp_id>%#", "'%' cannot stand before '#' or <name>: '%#' marks a shortened key"),
         ],
     )
@@ -315,7 +308,7 @@ class TestCalls:
     def test_positional_only(self):
         """Positional-only parameters are found by name like any other."""
 
-        def task(a: object, /, b: object = 2, **kwargs: object) -> None: ...
+        def task(a, /, b=2, **kwargs): ...
 
         builder = KeyTemplate("<a>:<b>:<kwargs.a>", signature(task), TASK)
         assert builder.key((1,), {"a": 3}) == "1:2:3"
@@ -374,7 +367,7 @@ class TestDigests:
 
     builder = DigestKey(TASK, signature(optional))
 
-    def digest(self, value: object) -> str:
+    def digest(self, value):
         """Return the key of a call with one argument."""
         return self.builder.key((value,), {})
 
@@ -426,7 +419,7 @@ class TestDigests:
         same = self.sorted_repr(one) == self.sorted_repr(other)
         assert (self.digest(one) == self.digest(other)) == same
 
-    def sorted_repr(self, value: object) -> str:
+    def sorted_repr(self, value):
         """Return a text that is equal for the same data only."""
         if isinstance(value, list):
             return f"[{[self.sorted_repr(item) for item in value]}]"
@@ -471,7 +464,7 @@ class TestDigests:
 class TestCallables:
     """Keys that a callable of the user returns."""
 
-    def build(self, function: Callable[..., Any]) -> CallableKey:
+    def build(self, function):
         """Return what a task that declares this callable gets."""
         builder = key_builder(function, signature=signature(three), task_name=TASK)
         assert isinstance(builder, CallableKey)

@@ -16,7 +16,6 @@ from celery_dislock.messages.resending import in_time, publish, retried
 from tests.unit.deliveries import noted
 
 BITS = "0." * 26
-NOW_OR_SOON = ("", "first")
 
 
 @pytest.fixture(params=["quorum", "classic", "redis"])

@@ -230,10 +230,7 @@ def test_a_reservation_that_was_shown_is_ended(dislock, server, state, caplog, n
 
 @pytest.mark.parametrize(
     ("given", "outcome", "left"),
-    [
-        ("n\ny\n", ["left", "freed"], (HELD, None)),
-        ("y\nn\n", ["freed", "left"], (GONE, "id-9")),
-    ],
+    [("n\ny\n", ["left", "freed"], (HELD, None)), ("y\nn\n", ["freed", "left"], (GONE, "id-9"))],
 )
 def test_lease_and_reservation_are_asked_for_one_by_one(
     dislock, server, state, given, outcome, left

@@ -42,12 +42,7 @@ OTHER = {"server": "redis://other/0"}
             *("options", "serious"),
             "lock_key of export differs, so it may run twice at a time: export:<corp> (w2)",
         ),
-        (
-            {"tasks": {"export": LIMITED}},
-            "options",
-            "serious",
-            "the default (this command, w1)",
-        ),
+        ({"tasks": {"export": LIMITED}}, "options", "serious", "the default (this command, w1)"),
         ({"tasks": {"export": TIMEOUT}}, "options", "warning", "lock_watchdog_timeout of export"),
         ({"warnings": ["It does X: a.b. Raise it."]}, "tasks", "warning", "w2 started: It does X"),
         ({"errors": 1}, "renewals", "warning", "unexpected errors: w2"),

@@ -19,23 +19,22 @@ NOW = 1_700_000_000_000  # ms
 NAME = "dislock:{export:7}"
 SERVER = "redis://fake"
 HOLDER = {"task": "shop.export", "id": "9b1d", "worker": "w", "pid": 7, "host": "h", "timeout": 30}
-NOTHING = [NOW, [], 0, [], [], 0, b"", -1, b"", -2]
+NOTHING = {
+    "now": NOW,
+    "leases": [],
+    "waiting": 0,
+    "line": [],
+    "turns": [],
+    "aside": 0,
+    "unique": b"",
+    "ticked": -1,
+    "limit": b"",
+    "limit_ms": -2,
+}
 
 
 def reply(**changed):
-    names = (
-        "now",
-        "leases",
-        "waiting",
-        "line",
-        "turns",
-        "aside",
-        "unique",
-        "ticked",
-        "limit",
-        "limit_ms",
-    )
-    return [changed.get(name, given) for name, given in zip(names, NOTHING, strict=True)]
+    return list({**NOTHING, **changed}.values())
 
 
 def lease(owner=b"me", remaining=27_000, **about):
@@ -89,23 +88,25 @@ def test_places_are_counted_from_the_head_of_the_line():
     waits = f"1 {NOW} 30000 x 1 {json.dumps(HOLDER)}".encode()
     line = [b"t:0:0#", joined, parked(argsrepr="(7,)"), b"w@w:1/1", joined, waits]
     first, second = state_of(SERVER, NAME, reply(waiting=9, line=line), first=6).line
-    assert (first.place, first.ticket, first.task, first.args) == (
-        7,
-        "t:0:0",
-        "shop.export",
-        "(7,)",
-    )
+    told = (first.place, first.ticket, first.task, first.args)
+    assert told == (7, "t:0:0", "shop.export", "(7,)")
     assert (second.place, second.ticket, second.parked, second.id) == (8, "", False, "9b1d")
     assert first.waiting == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(
-    "record", [b"", b"rubbish", b"1 2 3 4 home 3 x 1 \n1 {", b"1 2 3 4 home 4 x 1 \n1 []"]
+    ("record", "turns"),
+    [
+        (b"", 0),
+        (b"rubbish", 0),
+        (b"1 2 3 4 home 3 x 1 \n1 {", 3),
+        (b"1 2 3 4 home 4 x 1 \n1 []", 3),
+    ],
 )
-def test_a_parked_task_that_nobody_can_read_has_its_ticket(record):
+def test_a_parked_task_that_nobody_can_read_has_its_ticket(record, turns):
     """It is shown all the same, so that it can be dropped."""
     (turn,) = state_of(SERVER, NAME, reply(turns=[b"t%40:0:0", 0, record])).turns
-    assert (turn.ticket, turn.id, turn.place) == ("t%40:0:0", "t@", 0)
+    assert (turn.ticket, turn.id, turn.place, turn.turns) == ("t%40:0:0", "t@", 0, turns)
 
 
 @pytest.mark.parametrize("number", [b"9" * 400, b"9" * 5000])
@@ -126,10 +127,8 @@ def test_a_limit():
     found = state_of(SERVER, NAME, reply(**limited(0)))
     assert (found.limit, found.limit_remaining, found.limit_note) == (0, 60.0, "by me")
     assert found.exists
-    assert (
-        state_of(SERVER, NAME, reply(limit=b"1 2 1699999997000 ", limit_ms=-1)).limit_remaining
-        is None
-    )
+    found = state_of(SERVER, NAME, reply(limit=b"1 2 1699999997000 ", limit_ms=-1))
+    assert found.limit_remaining is None
 
 
 @pytest.mark.parametrize(
@@ -176,8 +175,7 @@ def written(state=b"w", ends=61_000):
 
 
 @pytest.mark.parametrize(
-    ("state", "word"),
-    [(b"s", "being sent"), (b"w", "waiting"), (b"r", "running"), (b"d", "ended")],
+    ("state", "word"), [(b"s", "being sent"), (b"w", "waiting"), (b"r", "running"), (b"d", "ended")]
 )
 def test_a_record_of_a_reserved_key(state, word):
     """For whom, since when, and for how much longer."""

@@ -338,6 +338,12 @@ def test_a_task_that_would_wait_for_its_own_thread_fails(app, lock_server):
 # Interruptions: a soft time limit, for example, is an exception at any instruction
 
 
+def assert_nothing_is_left_to_release(lock_server):
+    requests = lock_server.requests
+    lock_server.advance(2)
+    assert lock_server.requests == requests
+
+
 @pytest.mark.parametrize("options", [{}, {"lock_unique_until": "end"}])
 def test_a_release_that_is_cut_short_is_done_all_the_same(app, lock_server, broker, options):
     """An exception in the middle of the release leaves neither a lock nor a reservation behind."""
@@ -348,6 +354,7 @@ def test_a_release_that_is_cut_short_is_done_all_the_same(app, lock_server, brok
     assert lock_server.locks() == []
     assert reservation(task) is None
     assert current_lease() is None
+    assert_nothing_is_left_to_release(lock_server)
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -359,6 +366,7 @@ def test_a_time_limit_before_its_body_frees_its_key(app, lock_server, broker, af
     assert deliver(task, headers=broker.last.headers).info.state == "FAILURE"
     assert lock_server.locks() == []
     assert reservation(task) is None
+    assert_nothing_is_left_to_release(lock_server)
 
 
 @pytest.mark.parametrize("options", [{}, {"lock_limit": None, "lock_unique_until": "end"}])
@@ -479,10 +487,7 @@ def test_a_task_that_ran_without_its_lock_frees_its_key(app, lock_server, broker
     """Else the next messages of the key would be dropped for lock_unique_for."""
     app.conf.dislock_on_unavailable = "run"
     task = unique(
-        app,
-        lambda: setattr(lock_server, "away", False),
-        lock_key=lock_key,
-        lock_unique_until=until,
+        app, lambda: setattr(lock_server, "away", False), lock_key=lock_key, lock_unique_until=until
     )
     task.apply_async(task_id="1")
     lock_server.away = True

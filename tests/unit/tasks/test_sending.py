@@ -11,8 +11,10 @@ from celery import Task, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult
 from greenlet import getcurrent, greenlet
+from redis.exceptions import ResponseError
 
 from celery_dislock import DuplicateTaskError, LockLostError, SingletonTask, StoreError
+from celery_dislock.servers.connections import store_error
 from tests.declaring import declare, never
 from tests.driven import new_app, reservation
 from tests.unit.deliveries import deliver, noted
@@ -207,6 +209,24 @@ def test_a_lock_server_that_is_away_is_left_alone_for_a_while(task, lock_server,
     lock_server.advance(5)
     lock_server.away = False
     assert [task.delay().duplicate for _ in range(2)] == [False, True]
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "Messages of unique tasks are sent without reservations",
+        "Messages of unique tasks are reserved again.",
+    ]
+
+
+def test_a_lock_server_without_memory_is_an_outage_until_it_takes_a_key(
+    app, lock_server, broker, caplog
+):
+    """That it answers what it reads, as for a duplicate, ends nothing."""
+    caplog.set_level("INFO", "celery_dislock")
+    task, full = unique(app, lock_key="edit:<doc>"), ResponseError("OOM command not allowed")
+    task.delay(1)
+    for doc in (2, 1, 3, 1, 4):
+        if doc in {2, 3}:
+            lock_server.strike(store_error(lock_server.name, full))
+        assert task.delay(doc).duplicate is (doc == 1)
+        lock_server.advance(5)
     assert [message.split(":")[0] for message in caplog.messages] == [
         "Messages of unique tasks are sent without reservations",
         "Messages of unique tasks are reserved again.",

@@ -65,10 +65,7 @@ def test_options_that_do_not_work_as_intended(app, options, conf, words):
         ({**LATE, "time_limit": 60, "max_renew_times": 0}, {}),
         ({"max_renew_times": 0}, {}),
         ({**LATE, "max_renew_times": 0}, {"broker_url": "amqp://"}),
-        (
-            {**LATE, "time_limit": 7200},
-            {"broker_transport_options": {"visibility_timeout": 7200}},
-        ),
+        ({**LATE, "time_limit": 7200}, {"broker_transport_options": {"visibility_timeout": 7200}}),
     ],
 )
 def test_options_that_work(options, conf):
