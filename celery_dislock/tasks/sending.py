@@ -262,19 +262,20 @@ class Sender:
 
     def _publish(self, sending: Sending, options: dict[str, Any], reserved: Reservation) -> Any:
         """Publish the message, or run the task, and confirm its reservation, or give it back."""
-        given_back = reserved._replace(until="end")
         if sending.eager:
             self._try("confirm", reserved)
         try:
             result = sending.send_now(options)
         except BaseException:
-            self._try("end_waiting", given_back)
+            self._try("end_waiting", reserved._replace(until="end"))
             raise
         if not sending.eager:
             self._try("confirm", reserved)
             return result
-        self._try("end_waiting", given_back)  # unless it has begun: a test may have patched apply()
-        if reserved.until == "expiry" and getattr(result, "id", None) == options["task_id"]:
+        # Unless it has begun: a test may have patched apply().
+        self._try("end_waiting", reserved._replace(until="end"))
+        is_its = isinstance(result, EagerResult) and result.id == options["task_id"]
+        if is_its and reserved.until == "expiry":
             self._remember(result.id, reserved, result)
         return result
 
