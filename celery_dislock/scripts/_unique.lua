@@ -27,6 +27,7 @@
 -- for it touch this record alone.
 
 -- include: _record
+-- include: _reservation
 
 local REPLACED_BY = 5  -- of acquisitions, beside the states of _states.lua
 local WAITS = {s = true, w = true}
@@ -62,15 +63,13 @@ local function new_unique(nonce)
   }
 end
 
-local function put(key, ttl_ms, ...) redis.call('SET', key, table.concat({'1', ...}, ' '), 'PX', ttl_ms) end
-
 -- Write the record, or delete it if nothing in it is needed any more.
 local function write_unique(key, it)
   local ttl_ms = math.max(it.state ~= '-' and it.ends or 0, it.kept) - now
   if ttl_ms <= 0 then return redis.call('DEL', key) end
   -- A server without memory refuses SET as the first write of a script; what is there may be changed.
   if it.is_there then redis.call('PEXPIRE', key, ttl_ms) end
-  put(key, ttl_ms, it.state, it.ends, it.id, it.since, it.first, it.nonce, it.number, it.result, it.mark,
+  put_unique(key, ttl_ms, it.state, it.ends, it.id, it.since, it.first, it.nonce, it.number, it.result, it.mark,
     it.newest, it.confirmed, it.begun, it.kept, it.by)
 end
 
