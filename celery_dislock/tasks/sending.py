@@ -371,9 +371,8 @@ def _warn_of_later(lock: str) -> None:
 
 def sender_of(app: Celery) -> Sender:
     """Return the sender of an app; each app has its own."""
-    try:
-        sender: Sender = app.__dict__["_dislock_sender"]
-    except KeyError:
+    sender: Sender | None = app.__dict__.get("_dislock_sender")
+    if sender is None:
         runtime = runtime_of(app)
         new = Sender(app, lambda: runtime.process.quick_store.reservations)
         sender = app.__dict__.setdefault("_dislock_sender", new)
