@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NUMBER_MOST = 10**9  # maximum number of retries or replacements in a ticket
 
 _ENCODED = re.compile(rf"[%@~{CONTROL}]")
+_ENCODED_IN_RESERVED = re.compile(rf"[%@~ ,{CONTROL}]")
 
 
 def shown_id(task_id: object) -> str:
@@ -70,7 +71,7 @@ def reserved_lock(locks: Sequence[str]) -> str:
 
 def reserved_name(task_id: object) -> str:
     """Return a task's id, encoded for a reservation, whose parts are separated by these marks."""
-    return re.sub("[ ,]", percent_encoded, task_name(task_id))
+    return _ENCODED_IN_RESERVED.sub(percent_encoded, str(task_id))
 
 
 def task_id_of_reserved(name: str) -> str:

@@ -78,9 +78,8 @@ def _queues(app: Celery, exchange: str) -> list[Queue]:
 
 def _is_delayed_by_broker(app: Celery, kind: str, message: Message) -> bool:
     """Tell whether the broker can delay a message; Celery has bound its queue to that then."""
-    if not detect_quorum_queues(app, kind)[0]:
-        return False
-    if not 0 < len(message.routing_key.encode()) <= ROUTING_KEY_MOST:
+    fits = 0 < len(message.routing_key.encode()) <= ROUTING_KEY_MOST
+    if not (fits and detect_quorum_queues(app, kind)[0]):
         return False
     was_delayed = message.exchange.endswith(DELAYED_DELIVERY)
     queues = _queues(app, message.exchange)
@@ -98,12 +97,11 @@ def in_time(app: Celery, options: dict[str, Any]) -> dict[str, Any]:
         options: Options of Celery's ``send_task``.
     """
     delay = delay_of(options)
-    if not 0 < delay < DELAY_LEAST + 1:  # of an ETA, some passes until Celery looks
-        return options
-    kind = app.producer_pool.connections.connection.transport.driver_type
-    if not detect_quorum_queues(app, kind)[0]:
-        return options
-    return {**options, "eta": None, "countdown": math.ceil(delay)}
+    if 0 < delay < DELAY_LEAST + 1:  # of an ETA, some passes until Celery looks
+        kind = app.producer_pool.connections.connection.transport.driver_type
+        if detect_quorum_queues(app, kind)[0]:
+            return {**options, "eta": None, "countdown": math.ceil(delay)}
+    return options
 
 
 def retried(app: Celery, options: dict[str, Any], request: Context) -> dict[str, Any]:

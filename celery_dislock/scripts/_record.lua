@@ -12,6 +12,7 @@
 --     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
 --     ttl_ms, and so on   of the lease that it asks for; see acquire.lua
 
+-- include: _clock
 -- include: _names
 -- include: _terms
 
@@ -23,11 +24,6 @@ local COPY_MS = 7200000
 -- Digits of the numbers in a record: times in ms, and tokens, which are microseconds or a little more.
 -- A longer one was written by hand, and could not be written again: Lua writes 14 digits of a number.
 local TIME_DIGITS, TOKEN_DIGITS = 14, 16
-
-local time = redis.call('TIME')
-local now_us = time[1] * 1000000 + time[2]
-local now = math.floor(now_us / 1000)
-local now_as_token = time[1] .. string.sub('00000' .. time[2], -6)  -- numbers of 16 digits are slow to format
 
 -- Parse a record.  Token and acquired stay text, as they are seldom compared and slow to convert.
 -- If it cannot be read, the lock cannot be used: it was written by hand.

@@ -27,66 +27,67 @@
 -- for it touch this record alone.
 
 -- include: _record
+-- include: _reservation
 
 local REPLACED_BY = 5  -- of acquisitions, beside the states of _states.lua
 local WAITS = {s = true, w = true}
 
-local NOBODYS = {is_later = true, state = '-', ends = 0, kept = 0, newest = -1, confirmed = 0, begun = 0}
-
+-- Numbers but ends stay text until they change, as Lua is slow to write them: compare differences.
 local function unique_of(key)
-  local record = redis.call('GET', key) or ''
-  if string.find(record, '^%d+ %S+ %d+ %S+ ') and not string.find(record, '^1 ') then return NOBODYS end
+  local record = redis.call('GET', key)
+  if not record then return nil end
   local state, ends, id, since, first, nonce, number, result, mark, newest, confirmed, begun, kept, by =
     string.match(record,
       '^1 ([swrd-]) (%d+) (%S+) (%d+) (%d+) (%S+) (%d+) ([01]) (%S+) (%d+) (%d+) (%d+) (%d+) (%S+)$')
-  if not state then return nil end
-  for _, number in ipairs({since, ends, number, newest, confirmed, begun, kept}) do
-    if #number > 15 then return nil end  -- somebody's invention, which could not be written again
+  if not state then
+    local is_later = string.find(record, '^%d+ %S+ %d+ %S+ ') and not string.find(record, '^1 ')
+    return is_later and
+      {is_later = true, state = '-', ends = 0, kept = 0, newest = -1, confirmed = 0, begun = 0} or nil
+  end
+  if math.max(#since, #ends, #number, #newest, #confirmed, #begun, #kept) > 15 then
+    return nil  -- somebody's invention, which could not be written again
   end
   return {
-    state = state, ends = tonumber(ends), since = tonumber(since), id = id, nonce = nonce,
+    state = state, ends = tonumber(ends), since = since, id = id, nonce = nonce,
     -- A failover can set the clock back.  What has begun in the future would be postponed until then.
-    first = math.min(tonumber(first), now),
-    number = tonumber(number), result = result, mark = mark, newest = tonumber(newest),
-    confirmed = tonumber(confirmed), begun = tonumber(begun), kept = tonumber(kept), by = by,
-    is_there = true,
+    first = first - now > 0 and now or first,
+    number = number, result = result, mark = mark, newest = newest, confirmed = confirmed, begun = begun,
+    kept = kept, by = by, is_there = true,
   }
 end
 
 local function new_unique(nonce)
   return {
-    state = '-', ends = now, since = now, first = now, id = '-', nonce = '-', number = 0, result = '1',
-    mark = now_as_token .. nonce, newest = 0, confirmed = 0, begun = 0, kept = 0, by = '-',
+    state = '-', ends = now, since = now, first = now, id = '-', nonce = '-', number = '0', result = '1',
+    mark = now_as_token .. nonce, newest = '0', confirmed = '0', begun = '0', kept = '0', by = '-',
   }
 end
 
 -- Write the record, or delete it if nothing in it is needed any more.
 local function write_unique(key, it)
-  local ends = it.state ~= '-' and math.max(it.ends, it.kept) or it.kept
-  if ends <= now then return redis.call('DEL', key) end
+  local ttl_ms = math.max(it.state ~= '-' and it.ends or 0, it.kept) - now
+  if ttl_ms <= 0 then return redis.call('DEL', key) end
   -- A server without memory refuses SET as the first write of a script; what is there may be changed.
-  if it.is_there then redis.call('PEXPIRE', key, ends - now) end
-  redis.call('SET', key, table.concat({
-    '1', it.state, it.ends, it.id, it.since, it.first, it.nonce, it.number, it.result, it.mark, it.newest,
-    it.confirmed, it.begun, it.kept, it.by,
-  }, ' '), 'PX', ends - now)
+  if it.is_there then redis.call('PEXPIRE', key, ttl_ms) end
+  put_unique(key, ttl_ms, it.state, it.ends, it.id, it.since, it.first, it.nonce, it.number, it.result, it.mark,
+    it.newest, it.confirmed, it.begun, it.kept, it.by)
 end
 
 local function is_reserved(it) return it and it.state ~= '-' and it.ends > now end
 
 local function is_for(it, id, mark, number)
-  return it and it.id == id and (it.mark ~= mark or it.number == number)
+  return it and it.id == id and (it.mark ~= mark or it.number - number == 0)
 end
 
 -- Keep the numbers for ttl_ms, and then for as long as a copy of a message may come.
 local function keep_numbers(it, ttl_ms)
-  if it.kept > 0 then it.kept = math.max(it.kept, now + ttl_ms + COPY_MS) end
+  if it.kept - 0 > 0 then it.kept = math.max(it.kept, now + ttl_ms + COPY_MS) end
 end
 
 -- Note that a message was published, or that its task has begun.  Returns whether that was news.
 -- Odd numbers replace none.  Numbers that this record has not given are somebody's invention.
 local function note(it, what, id, mark, number)
-  if not it or it.mark ~= mark or number > it.newest or number <= it[what] or number % 2 == 1 then
+  if not it or it.mark ~= mark or number - it.newest > 0 or number - it[what] <= 0 or number % 2 == 1 then
     return false
   end
   if number >= math.max(it.confirmed, it.begun) then it.by = id end
@@ -120,7 +121,7 @@ local function begin_unique(key, it, id, mark, number, ends, ttl_ms, elsewhere)
     it = it or new_unique('')
     it.state, it.ends, it.since, it.first, it.id, it.nonce = 'r', now + ttl_ms, now, now, id, '-'
     it.number = it.mark == mark and number or 0
-  elseif not it or it.kept == 0 then return end
+  elseif not it or it.kept - 0 == 0 then return end
   write_unique(key, it)
 end
 

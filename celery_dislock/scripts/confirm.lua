@@ -7,11 +7,24 @@
 --
 -- Returns   1 kept   0 it is not there, or another's, or the task has begun and the caller does not know
 --
--- Messages with lower numbers are replaced from now on, also if another has the key.
+-- Messages with lower numbers are replaced from now on, also if another has the key.  Touches that record alone.
+
+-- include: _clock
+-- include: _reservation
+
+local id, mark, number, ttl, runs = unpack(ARGV)
+
+-- The usual case, before all that the others need: it was reserved a moment ago.
+local its_id, rest, its_number, its_mark = string.match(redis.call('GET', KEYS[1]) or '',
+  '^1 s %d+ (%S+) (%d+ %d+ %S+ (%d+) [01] (%S+) 0 0 0 0 %-)$')
+if its_id == id and its_number == number and its_mark == mark and runs == '0' then
+  redis.call('PEXPIRE', KEYS[1], ttl)  -- see write_unique()
+  put_unique(KEYS[1], ttl, 'w', now + ttl, id, rest)
+  return 1
+end
 
 -- include: _unique
 
-local id, mark, number, ttl, runs = unpack(ARGV)
 number, ttl = tonumber(number), tonumber(ttl)
 local it = unique_of(KEYS[1])
 local is_news = note(it, 'confirmed', id, mark, number)

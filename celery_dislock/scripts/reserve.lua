@@ -13,21 +13,32 @@
 --           {1, burst_ms, mark, number}   reserved; since the first of the messages that replace each other
 --
 -- The older message is replaced when this one is confirmed, or has begun.  A message that is sent again keeps its
--- number, and never takes the key from another.
+-- number, and never takes the key from another.  Touches that record alone.
+
+-- include: _clock
+-- include: _reservation
+
+local key, id, ttl, replaces, nonce, result, mark, number = KEYS[1], unpack(ARGV)
+
+-- The usual case, before all that the others need.
+if not mark and replaces == '0' and not redis.call('GET', key) then
+  local since, new_mark = string.format('%.0f', now), now_as_token .. nonce
+  put_unique(key, ttl, 's', now + ttl, id, since, since, nonce, '0', result, new_mark,
+    '0', '0', '0', '0', '-')
+  return {1, 0, new_mark, 0}
+end
 
 -- include: _unique
 
-local key, id, ttl, replaces, nonce, result, mark, number = KEYS[1], unpack(ARGV)
 ttl, replaces, number = tonumber(ttl), replaces == '1', tonumber(number)
-
 local it = unique_of(key) or new_unique(nonce)
 
 if it.is_later then return {2} end
 
-local function reserved() return {1, now - it.first, it.mark, it.number} end
+local function reserved() return {1, now - it.first, it.mark, tonumber(it.number)} end
 
 -- A message of another life of the record replaces none: newest may be the number of one that is not sent.
-local function number_again() return mark == it.mark and number or it.newest > 0 and it.newest + 1 or 0 end
+local function number_again() return mark == it.mark and number or it.newest - 0 > 0 and it.newest + 1 or 0 end
 
 if is_reserved(it) then
   if it.nonce == nonce then return reserved() end

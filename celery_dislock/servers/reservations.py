@@ -133,7 +133,7 @@ class Reservations:
         Raises:
             StoreError: The server did not answer.  The key may be reserved.
         """
-        done, *answer = self._server.run(
+        (done, *answer), _ = self._server.exchange(
             RESERVE,
             [unique_of(wanted.lock)],
             *(wanted.id, milliseconds(wanted.ttl), int(replaces), nonce, int(has_result)),
@@ -160,7 +160,7 @@ class Reservations:
             StoreError: The server did not answer.
         """
         call = (*reservation.identity, milliseconds(reservation.ttl), 0)
-        return bool(self._server.run(CONFIRM, [unique_of(reservation.lock)], *call))
+        return bool(self._server.exchange(CONFIRM, [unique_of(reservation.lock)], *call)[0])
 
     def keep(self, reservations: Sequence[Reservation], *, runs: bool, within: float) -> None:
         """

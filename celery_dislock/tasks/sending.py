@@ -20,6 +20,7 @@ import contextlib
 import copy
 import logging
 import time
+from collections import OrderedDict
 from functools import lru_cache, partial
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -38,7 +39,7 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
-from celery_dislock.keys.names import reserved_lock, reserved_name, task_id_of_reserved
+from celery_dislock.keys.names import reserved_lock, reserved_name
 from celery_dislock.locks.interruption import THROWN
 from celery_dislock.messages.delivery import (
     Delivery,
@@ -61,6 +62,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.servers.server import Outage
 from celery_dislock.tasks.duplicates import First, duplicate_of
+from celery_dislock.tasks.received import UNCHANGED
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.reservations import Reservations
     from celery_dislock.tasks.guard import Guard
 
-    What = Literal["begin_unlocked", "end", "end_waiting"]  # methods of Reservations
+    What = Literal["begin_unlocked", "confirm", "end", "end_waiting"]  # methods of Reservations
 
 PUBLISH_FOR = 10.0  # seconds in which a message must be published after its key was reserved
 WAIT_FOR_OTHER = 1.0  # seconds to wait for a sender that has reserved the key and not published
@@ -114,35 +116,47 @@ class Sending(NamedTuple):
     def send(self, options: dict[str, Any]) -> Any:
         """Send the message, or run the task; *options* are those of *publish*, and are changed."""
         options.pop(AS_IT_CAME, None)  # Celery copies delivery_info into a retry
-        outbox, request = outbox_of(self.task), running_request(self.task)
-        if request is None or options.get("task_id") != request.id or self.eager:
+        task_id = options.get("task_id")
+        request = None if task_id is None or self.eager else running_request(self.task)
+        if request is None or request.id != task_id:
             return self._send(**options)
         # Task.retry(), for example.
         if options.get("replaced_task_nesting", 0) == request.replaced_task_nesting:
             options = retried(self.app, options, request)
+        outbox = outbox_of(self.task)
         if outbox is None:
             return self._send(**options)
         outbox.add_retry(self._send, options)  # held back until the lock is released
-        return self.app.AsyncResult(options["task_id"])
+        return self.app.AsyncResult(task_id)
 
     def _send(self, **options: Any) -> Any:
-        guard = self.guard
-        if guard.options.lock_queue_overflow == "replace":  # the last that was sent counts
-            sent = {SENT: int(time.time() * 1e6)}
-            notes = notes_in(options.get("headers"))
-            options["headers"] = with_notes(options.get("headers"), {**sent, **notes})
-        if guard.options.lock_unique_until is None:
+        declared = self.guard.options
+        if declared.lock_queue_overflow == "replace":  # the last that was sent counts
+            given = options.get("headers")
+            sent = {SENT: int(time.time() * 1e6), **notes_in(given)}
+            options["headers"] = with_notes(given, sent)
+        if declared.lock_unique_until is None:
             return self.send_now(options)
-        again = is_sent_again(options)
-        if guard.runtime.off or belongs_to_more(options) or (self.eager and again):
-            if not again:
-                self.count_as("unreserved")
-            return self.send_now(options)
-        return sender_of(self.app).send(self, options)
+        task_id = options.get("task_id")
+        again = bool(
+            options.get("retries")
+            or options.get("replaced_task_nesting")
+            or (task_id is not None and task_id == _running_id())
+        )
+        # The last step of a chain comes with an empty one.  The chain's result is that step's.
+        is_a_step = options.get("chain") is not None
+        belongs_to_more = is_a_step or any(map(options.get, BELONGS_TO_MORE))
+        if belongs_to_more or self.guard.runtime.off or (self.eager and again):
+            return self.send_now(options, "" if again else "unreserved")
+        return sender_of(self.app).send(self, options, again=again)
 
-    def send_now(self, options: dict[str, Any]) -> Any:
-        """Publish the message, or run the task."""
-        return self.publish(**(options if self.eager else in_time(self.app, options)))
+    def send_now(self, options: dict[str, Any], outcome: str = "") -> Any:
+        """Publish the message, or run the task; tell those who watch of *outcome*, if it is one."""
+        if outcome:
+            self.count_as(outcome)
+        if not self.eager and (options.get("eta") or options.get("countdown")):
+            options = in_time(self.app, options)
+        return self.publish(**options)
 
     def has_result(self, options: Mapping[str, Any]) -> bool:
         """Tell whether the result of the task is stored."""
@@ -151,11 +165,13 @@ class Sending(NamedTuple):
 
     def locks(self, options: Mapping[str, Any]) -> Sequence[str]:
         """Return the names of the task's locks; none if its key cannot be built."""
-        usual = self.task.serializer if self.eager else self.app.conf.task_serializer
-        sent_with = options.get("serializer") or usual
         try:
-            given = tuple(self.args or ()), dict(self.kwargs or {})
-            return self.guard.lock_names(*given, sent_with)
+            args, kwargs = tuple(self.args or ()), dict(self.kwargs or {})
+            sent_with = ""  # a worker gets what is plain as it is
+            if not UNCHANGED.issuperset(map(type, (*args, *kwargs.values()))):
+                usual = self.task.serializer if self.eager else self.app.conf.task_serializer
+                sent_with = options.get("serializer") or usual
+            return self.guard.lock_names(args, kwargs, sent_with)
         except THROWN:
             raise
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
@@ -197,117 +213,103 @@ class Sender:
         self._pause = pause
         self._away_until = 0.0
         self._outage = Outage()
-        self._sent: dict[str, tuple[Reservation, Any]] = {}  # with the result of an eager task
+        # With the result of an eager task.
+        self._sent: OrderedDict[str, tuple[Reservation, Any]] = OrderedDict()
 
-    def send(self, sending: Sending, options: dict[str, Any]) -> Any:
+    def send(self, sending: Sending, options: dict[str, Any], *, again: bool) -> Any:
         """
         Send a message of a unique task, or return the result of the one that is there.
 
         Args:
             sending: The message.
             options: The options that publishing it takes.
+            again: Whether it is sent under the id of a task that exists, as a retry.
 
         Raises:
             DuplicateTaskError: A message of the key is there, and ``lock_on_duplicate`` is "raise".
             StoreError: The lock server is away, and ``dislock_on_unavailable`` is "raise".
             Exception: What publishing raises.
         """
-        guard, locks = sending.guard, sending.locks(options)
+        declared, locks = sending.guard.options, sending.locks(options)
         if not locks or self._clock() < self._away_until:
-            sending.count_as("unreserved")
-            return sending.send_now(options)
+            return sending.send_now(options, "" if again else "unreserved")
         task_id = options["task_id"] = options.get("task_id") or uuid()
-        again, headers = is_sent_again(options), dict(options.get("headers") or {})
-        wanted = Reservation(
-            reserved_lock(locks),
-            reserved_name(task_id),
-            str(guard.options.lock_unique_until),
-            PUBLISH_FOR,
-            *_number_in(guard, headers, reserved_lock(locks), again=again),
-        )
-        try:
-            found = self._reserve(
-                guard, wanted, again=again, has_result=sending.has_result(options)
-            )
-            if self._outage.ends(took=isinstance(found, Reserved)):
-                logger.info("Messages of unique tasks are reserved again.")
-        except (SettingsError, StoreError) as exc:  # the former: this process has no lock server
-            self._unavailable(guard, exc)
-            found = None
-        if found is None or (again and isinstance(found, Taken)):
-            if not again:
-                sending.count_as("unreserved")
-            return sending.send_now(options)
-        if isinstance(found, Taken):
+        headers, lock = dict(options.get("headers") or {}), reserved_lock(locks)
+        number = _number_in(sending.guard, headers, lock) if again else ()
+        until = str(declared.lock_unique_until)
+        wanted = Reservation(lock, reserved_name(task_id), until, PUBLISH_FOR, *number)
+        found = self._reserve(sending, wanted, options, again=again)
+        if isinstance(found, Taken) and found.is_sent and not again:
             sending.count_as("duplicate")
             reserved = wanted._replace(id=found.id)
-            first = First(guard, locks, reserved, found.has_result, self._reservations)
+            first = First(sending.guard, locks, reserved, found.has_result, self._reservations)
             return self._duplicate(sending, first, options)
+        if not isinstance(found, Reserved):
+            return sending.send_now(options, "" if again else "unreserved")
 
         reserved = wanted._replace(
-            ttl=_kept_for(guard.options, options), mark=found.mark, number=found.number
+            ttl=_kept_for(declared, options), mark=found.mark, number=found.number
         )
         header = [reserved.lock, reserved.until, reserved.mark, reserved.number]
         options["headers"] = with_notes(headers, {UNIQUE: header})
         self._remember(task_id, reserved)
-        if not again:  # a retry and a task that is put off have their time already
-            options = postponed(options, guard.options.lock_replace_for, found.burst)
-        result = (self._run if sending.eager else self._publish)(
-            reserved, partial(sending.send_now, options)
-        )
+        if declared.lock_replace_for is not None and not again:  # a retry has its time already
+            options = postponed(options, declared.lock_replace_for - found.burst)
+        result = self._publish(sending, options, reserved)
         if not again:
             sending.count_as("sent")
         return result
 
-    def _publish(self, reserved: Reservation, publish: Callable[[], Any]) -> Any:
+    def _publish(self, sending: Sending, options: dict[str, Any], reserved: Reservation) -> Any:
+        """Publish the message, or run the task, and confirm its reservation, or give it back."""
+        if sending.eager:
+            self._try("confirm", reserved)
         try:
-            sent = publish()
+            result = sending.send_now(options)
         except BaseException:
-            self._give_back(reserved)
+            self._try("end_waiting", reserved._replace(until="end"))
             raise
-        self._confirm(reserved)
-        return sent
-
-    def _give_back(self, reserved: Reservation) -> None:
-        with contextlib.suppress(StoreError):  # else it ends after PUBLISH_FOR
-            self._reservations().end_waiting(reserved._replace(until="end"))
-
-    def _run(self, reserved: Reservation, run: Callable[[], Any]) -> Any:
-        self._confirm(reserved)
-        try:
-            result = run()
-        finally:
-            self._give_back(reserved)  # unless it has begun: a test may have patched apply()
-        if reserved.until == "expiry":
-            self._remember(task_id_of_reserved(reserved.id), reserved, result)
+        if not sending.eager:
+            self._try("confirm", reserved)
+            return result
+        # Unless it has begun: a test may have patched apply().
+        self._try("end_waiting", reserved._replace(until="end"))
+        is_its = isinstance(result, EagerResult) and result.id == options["task_id"]
+        if is_its and reserved.until == "expiry":
+            self._remember(result.id, reserved, result)
         return result
 
     def _reserve(
-        self, guard: Guard, wanted: Reservation, *, again: bool, has_result: bool
+        self, sending: Sending, wanted: Reservation, options: Mapping[str, Any], *, again: bool
     ) -> Reserved | Taken | None:
-        """Reserve the key; None: another sender has it and does not publish, or a later release."""
-        nonce = token_hex(8)
-        reserve = partial(
-            self._reservations().reserve,
-            *(wanted, nonce),
-            replaces=guard.options.lock_on_duplicate == "replace",
-            has_result=has_result,
-            again=again,
-        )
-        until = self._clock() + WAIT_FOR_OTHER
-        while True:
-            found = reserve()
-            if found is None:
-                _warn_of_later(wanted.lock)
-            if found is None or again or isinstance(found, Reserved) or found.is_sent:
-                return found
-            if self._clock() >= until:
-                return None
-            self._pause(LOOK_EVERY)
+        """Reserve the key; None: it could not be asked for, or a later release has reserved it."""
+        try:
+            reserve = partial(
+                self._reservations().reserve,
+                *(wanted, token_hex(8)),
+                replaces=sending.guard.options.lock_on_duplicate == "replace",
+                has_result=sending.has_result(options),
+                again=again,
+            )
+            found, until = reserve(), self._clock() + WAIT_FOR_OTHER
+            while isinstance(found, Taken) and not (again or found.is_sent):
+                if self._clock() >= until:
+                    break
+                self._pause(LOOK_EVERY)
+                found = reserve()
+        except (SettingsError, StoreError) as exc:  # the former: this process has no lock server
+            self._unavailable(sending.guard, exc)
+            return None
+        if found is None:
+            _warn_of_later(wanted.lock)
+        if self._away_until and self._outage.ends(took=isinstance(found, Reserved)):
+            logger.info("Messages of unique tasks are reserved again.")
+        return found
 
-    def _confirm(self, reserved: Reservation) -> None:
-        with contextlib.suppress(StoreError):  # else it ends after PUBLISH_FOR
-            self._reservations().confirm(reserved)
+    def _try(self, what: What, reservation: Reservation) -> None:
+        """Tell the lock server; if it does not answer, the reservation ends after PUBLISH_FOR."""
+        with contextlib.suppress(StoreError):
+            getattr(self._reservations(), what)(reservation)
 
     def _duplicate(self, sending: Sending, first: First, options: Mapping[str, Any]) -> Any:
         if sending.guard.options.lock_on_duplicate == "raise":
@@ -325,10 +327,9 @@ class Sender:
 
     def _remember(self, task_id: str, reserved: Reservation, result: Any = None) -> None:
         if len(self._sent) >= SENT_MOST:
-            with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # of other threads
-                del self._sent[next(iter(self._sent))]
-        eager = result if isinstance(result, EagerResult) and result.id == task_id else None
-        self._sent[task_id] = (reserved, eager)
+            with contextlib.suppress(KeyError):  # other threads take from it, too
+                self._sent.popitem(last=False)
+        self._sent[task_id] = (reserved, result)
 
     def revoked(self, task_ids: Iterable[str]) -> None:
         """Free the keys of messages that this process has sent and revokes; logs a StoreError."""
@@ -370,9 +371,8 @@ def _warn_of_later(lock: str) -> None:
 
 def sender_of(app: Celery) -> Sender:
     """Return the sender of an app; each app has its own."""
-    try:
-        sender: Sender = app.__dict__["_dislock_sender"]
-    except KeyError:
+    sender: Sender | None = app.__dict__.get("_dislock_sender")
+    if sender is None:
         runtime = runtime_of(app)
         new = Sender(app, lambda: runtime.process.quick_store.reservations)
         sender = app.__dict__.setdefault("_dislock_sender", new)
@@ -405,45 +405,31 @@ def outbox_of(task: Task) -> Any:
     return delivery.outbox if delivery is not None and not delivery.is_eager else None
 
 
-def is_sent_again(options: Mapping[str, Any]) -> bool:
-    """Tell whether a message is sent under the id of a task that exists: a retry, for example."""
-    current, here = get_current_task(), traced.get()
-    request = here.request if current is None and here is not None else current and current.request
-    return bool(
-        options.get("retries")
-        or options.get("replaced_task_nesting")
-        or (request is not None and request.id == options.get("task_id"))
-    )
+def _running_id() -> Any:
+    """Return the id of the task that runs here; None if none does."""
+    running = get_current_task() or traced.get()
+    return running and running.request.id
 
 
-def belongs_to_more(options: Mapping[str, Any]) -> bool:
-    """Tell whether a message has callbacks, or is a part of a chain, a group or a chord."""
-    # The last step of a chain comes with an empty one.  The chain's result is that step's.
-    is_a_step = options.get("chain") is not None
-    return is_a_step or any(options.get(name) for name in BELONGS_TO_MORE)
-
-
-def _number_in(
-    guard: Guard, headers: Mapping[str, Any], lock: str, *, again: bool
-) -> tuple[str, int]:
+def _number_in(guard: Guard, headers: Mapping[str, Any], lock: str) -> tuple[str, int] | tuple[()]:
     """Return the mark and the number of a message of that lock that is sent again."""
-    prefix = guard.runtime.settings.dislock_prefix
-    its = reservation_of(Context(headers), prefix) if again else None
-    return (its.mark, its.number) if its is not None and its.lock == lock else ("-", 0)
+    its = reservation_of(Context(headers), guard.runtime.settings.dislock_prefix)
+    return (its.mark, its.number) if its is not None and its.lock == lock else ()
 
 
 def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:
     """Return the seconds for which a message that was sent keeps its key."""
-    kept = min(declared.lock_unique_for + delay_of(options), LONGEST)
+    kept, due = declared.lock_unique_for, options.get("eta") or options.get("countdown")
+    if due:
+        kept = min(kept + seconds_until(due), LONGEST)
     expires = options.get("expires")
     if expires is None or declared.lock_unique_until == "expiry":
         return kept
     return min(kept, max(seconds_until(expires), 0.001))
 
 
-def postponed(options: dict[str, Any], replace_for: float | None, burst: float) -> dict[str, Any]:
-    """Return the options with an ETA that is no later than *replace_for* allows."""
-    delay = delay_of(options)
-    if replace_for is None or not delay or burst + delay <= replace_for:
+def postponed(options: dict[str, Any], most: float) -> dict[str, Any]:
+    """Return the options with an ETA that is no later than in *most* seconds, if they have one."""
+    if delay_of(options) <= max(most, 0.0):
         return options
-    return {**options, "eta": None, "countdown": max(0.0, replace_for - burst)}
+    return {**options, "eta": None, "countdown": max(most, 0.0)}

@@ -30,8 +30,8 @@ CHANGES = {
         IS_LATER: f"{IS_LATER} and version ~= '2'",
         "parse_terms(rest or '')": "parse_terms((string.gsub(rest or '', ' new$', '')))",
     },
+    "scripts/_reservation.lua": {"{'1', ...}": "{'2', ...}"},
     "scripts/_unique.lua": {
-        "    '1', it.state,": "    '2', it.state,",
         "not string.find(record, '^1 ')": "not string.find(record, '^[12] ')",
         "'^1 ([swrd-])": "'^[12] ([swrd-])",
     },
