@@ -10,6 +10,7 @@ because only a process with that broker can publish the tasks.
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kombu.utils.json import dumps
@@ -48,6 +49,8 @@ DIGITS_MOST = 15  # of a limit
 OVER, ENDED, RUNS, ASIDE = "over", "ended", "runs", "aside"  # how a task leaves; see leave.lua
 ASIDE_PAGE = 20  # tickets that were set aside and are read in one round trip, with their messages
 NAMES_TOGETHER = 500  # locks of the index that are read in one round trip
+TASKS_MOST = 1000  # names of tasks whose text is remembered
+APART = "{a}", "{b}"  # keys of different slots
 FIRST = b"0"  # cursor of the first page, and after the last one
 
 logger = logging.getLogger("celery_dislock")
@@ -56,6 +59,7 @@ logger = logging.getLogger("celery_dislock")
 class Bounds(NamedTuple):
     """Limits of one line of parked tasks, and what happens if the line is full."""
 
+    # As park.lua names them.
     most: int = 0  # tasks waiting for their turn; 0: any number
     most_bytes: int = 2**26  # total size of the parked messages
     overflow: str = "skip"  # "skip" the new task, or "replace" the oldest
@@ -112,6 +116,8 @@ class Lines:
         self._home = home
         self._hand_over = hand_over
         self._names = index_of_lines(prefix, home)
+        # In a cluster the index is on another node than most locks.
+        self._is_apart = len(server.together(APART)) > 1
 
     def park(
         self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket
@@ -136,23 +142,35 @@ class Lines:
             StoreError: The server did not answer.  The lock may have been taken, or the task
                 parked.
         """
-        reservation, listed = ticket.reservation, b"0"
-        is_apart = len(self._server.together([lock, self._names])) > 1
-        while True:
-            state, *rest = self._asked(
-                scripts.PARK if reservation is None else scripts.PARK_UNIQUE,
-                lock,
-                *(owner, milliseconds(ttl), holder, written((ticket.terms,)), self._home),
-                *(ticket.name, ticket.owners, int(ticket.marked), ticket.message),
-                *(*ticket.bounds, _written(ticket.task)),
-                *("" if is_apart else self._names, listed),
-                *(() if reservation is None else reservation.begins),
-            )
-            if is_apart and state in {scripts.UNLISTED, scripts.PARKED}:
+        script, begins = (
+            (scripts.PARK, ())
+            if ticket.reservation is None
+            else (scripts.PARK_UNIQUE, ticket.reservation.begins)
+        )
+        asked = {
+            "owner": owner,
+            "ttl": milliseconds(ttl),
+            "holder": holder,
+            "terms": written((ticket.terms,)),
+            "its_home": self._home,
+            "ticket": ticket.name,
+            "same_task": ticket.owners,
+            "marked": int(ticket.marked),
+            "message": ticket.message,
+            **ticket.bounds._asdict(),
+            "task": _written(ticket.task),
+            "index": "" if self._is_apart else self._names,
+            "listed": 0,
+        }
+        state = scripts.UNLISTED
+        while state == scripts.UNLISTED:
+            reply, _ = self._server.exchange(script, [lock], *script.arguments(asked), *begins)
+            state, given, *rest = reply
+            if given:
+                self._hand_over(turns(given))
+            if self._is_apart and state in {scripts.UNLISTED, scripts.PARKED}:
                 self.enlist(lock)  # also afterwards: a failover of the index may have lost it
-            if state != scripts.UNLISTED:
-                break
-            (listed,) = rest
+            asked["listed"] = rest and rest[0]
         if state == scripts.REPLACED_BY:
             raise Replaced(text(rest[0]))
         if state == scripts.GRANTED:
@@ -163,7 +181,7 @@ class Lines:
             return refused(*lease, place=place)
         if state == scripts.PARKED:
             place, replaced, *lease = rest
-            return Parked(place, refused(*lease), messages(replaced))
+            return Parked(place, refused(*lease), messages(replaced) if replaced else {})
         if state == scripts.FULL:
             waiting, *lease = rest
             return Full(waiting, refused(*lease))
@@ -346,6 +364,7 @@ class Lines:
         return [first, *rest]
 
 
+@lru_cache(TASKS_MOST)
 def _written(task: str) -> str:
     """Write a task's name as it stands among the headers of a stored message."""
     return f'"task":{dumps(task)}' if task else ""
