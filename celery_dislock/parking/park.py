@@ -52,21 +52,16 @@ class Parking:
     Args:
         delivery: The delivery; its lock has one key.
         process: The store and the lines of this process.
-
-    Attributes:
-        has_claimed: Whether the delivery has claimed the turn of a parked task.
     """
 
     def __init__(self, delivery: Delivery, process: ParkingProcess) -> None:
         self._delivery = delivery
         self._process = process
         self._lines = process.lines
-        self.has_claimed = False
         self._ticket = own_ticket(delivery.request)
         # A task that is acknowledged late may be redelivered until its result is stored.
         settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
         delivery.if_done = Ending(ticket=self._ticket, settles=settles)
-        delivery.after_result.append(self.result_stored)
 
     def ask(self) -> Lease | Conflict:
         """
@@ -107,14 +102,14 @@ class Parking:
         self._store_state(conflict, place)
         return self._answer(message.to_bytes(), bounds)
 
-    def result_stored(self, _state: str) -> None:
+    def _result_stored(self, _state: str) -> None:
         """
         Set a parked task's done-mark, after its result is stored and its callbacks are sent.
 
         For a task that is acknowledged early, the release has set the mark already.
         """
         delivery, ending = self._delivery, self._delivery.ending
-        if not (self.has_claimed and ending.ticket and ending.settles):
+        if not (ending.ticket and ending.settles):
             return
         try:
             self._process.store.release(
@@ -145,14 +140,16 @@ class Parking:
             holder = in_words(answer.conflict.holder)
             parked = TaskParked(lock.key, answer.place, holder, answer.conflict.held_for)
             delivery.logged(parked, f"{parked}.")
-            parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
+            if answer.replaced:
+                parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
             raise parked
         if isinstance(answer, Done):
             delivery.end_reservation()  # which it took when it was put off
             acknowledge(delivery, f"it has run under lock {lock.key!r} before")
         if isinstance(answer, Granted):
             attempt.has_begun = True
-            self.has_claimed = answer.claimed
+            if answer.claimed and delivery.if_done.settles:
+                delivery.after_result.append(self._result_stored)
             if answer.claimed and ticket.marked:
                 attempt.how = PARKED_BEFORE
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)

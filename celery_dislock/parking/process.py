@@ -33,6 +33,7 @@ class ParkingProcess(Process):
             independent lock servers, which keep no lines.
 
     Attributes:
+        can_park: Whether tasks can be parked: there is a publisher, and the server keeps lines.
         lines: The parked tasks of this broker.
         sweep_name: Name in Redis of the lock under which one worker at a time sweeps.
     """
@@ -43,14 +44,10 @@ class ParkingProcess(Process):
         home = publisher.home if publisher else ""
         super().__init__(conf, settings, home=home, hand_over=self._hand_over)
         self._publisher = publisher if self.store.lock_server.keeps_lines else None
+        self.can_park = self._publisher is not None
         home, prefix = self.store.home, settings.dislock_prefix
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
         self.sweep_name = sweep_lock(prefix, home)
-
-    @property
-    def can_park(self) -> bool:
-        """Whether tasks can be parked: there is a publisher, and the lock server keeps lines."""
-        return self._publisher is not None
 
     def _hand_over(self, turns: Sequence[Turn]) -> None:
         if self._publisher is not None:
@@ -63,7 +60,7 @@ class ParkingProcess(Process):
         Returns:
             Why they end, by task id.  The caller tells it in an event.
         """
-        if not replaced or self._publisher is None:
+        if self._publisher is None:
             return {}
         return self._publisher.tell_replaced(self.lines, lock, replaced, self.end_reservation)
 

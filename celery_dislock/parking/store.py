@@ -187,7 +187,14 @@ class Lines:
             return Full(waiting, refused(*lease))
         return Later() if state == scripts.LATER else Done()
 
-    def leave(self, lock: str, ticket: str, how: str = OVER, task: str = "") -> int:
+    def leave(
+        self,
+        lock: str,
+        ticket: str,
+        how: str = OVER,
+        task: str = "",
+        hand_over: Callable[[Sequence[Turn]], None] | None = None,
+    ) -> int:
         """
         Take a parked task out of line, and give its turn to the next.
 
@@ -198,6 +205,7 @@ class Lines:
                 it has ended, and may have sent itself again.  RUNS: it runs without a lock.  ASIDE:
                 nobody can run it, and people can look at it.
             task: The task's name.
+            hand_over: Takes the turns that are given; None: the one of these lines.
 
         Returns:
             HAS_LEFT: it was in line, had its turn or had lost its place, or it runs and nothing is
@@ -205,7 +213,7 @@ class Lines:
         """
         call = (self._home, ticket, how, _written(task))
         reply, resent = self._server.exchange(scripts.LEAVE, [lock], *call)
-        (state,) = self._published(reply)
+        (state,) = self._published(reply, hand_over)
         if resent and how == RUNS and state == scripts.LEFT_BEFORE:
             return scripts.HAS_LEFT  # by the first of the two, most likely: no task is lost
         return int(state)
@@ -255,15 +263,33 @@ class Lines:
         """Forget what was set aside under a ticket."""
         self._server.run(scripts.ASIDE, [lock], FIRST, 1, ticket)
 
-    def set_aside(self, lock: str, ticket: str) -> list[Turn]:
+    def set_aside(
+        self,
+        turn: tuple[str, str],
+        what: str,
+        why: object,
+        task: str = "",
+        hand_over: Callable[[Sequence[Turn]], None] | None = None,
+    ) -> None:
         """
-        Take a parked task out of line whose message cannot be read, and keep it for people.
+        Set a parked task aside that cannot claim its turn, and give the turn to the next.
 
-        Returns:
-            The turns that are given now; the caller must publish them.
+        Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or
+        left the line.
+
+        Args:
+            turn: Lock and ticket.
+            what: Name of the task for the log.
+            why: Why the task cannot claim its turn, for the log.
+            task: The task's name.
+            hand_over: As for :meth:`leave`.
         """
-        call = (self._home, ticket, ASIDE, "")
-        return turns(self._server.run(scripts.LEAVE, [lock], *call)[1])
+        lock, ticket = turn
+        try:
+            if self.leave(lock, ticket, ASIDE, task, hand_over) == scripts.HAS_LEFT:
+                log_unrunnable(what, lock, why)
+        except StoreError as exc:
+            log_unrunnable(what, lock, why, exc)
 
     def enlist(self, lock: str) -> None:
         """Add a lock to the index."""
@@ -357,10 +383,12 @@ class Lines:
         """Run a script that gives turns, and publish them; return the rest of its reply."""
         return self._published(self._server.run(script, [lock], *arguments))
 
-    def _published(self, reply: Sequence[Any]) -> list[Any]:
+    def _published(
+        self, reply: Sequence[Any], hand_over: Callable[[Sequence[Turn]], None] | None = None
+    ) -> list[Any]:
         first, given, *rest = reply
         if given:
-            self._hand_over(turns(given))
+            (hand_over or self._hand_over)(turns(given))
         return [first, *rest]
 
 
@@ -368,28 +396,6 @@ class Lines:
 def _written(task: str) -> str:
     """Write a task's name as it stands among the headers of a stored message."""
     return f'"task":{dumps(task)}' if task else ""
-
-
-def set_aside(lines: Lines, turn: tuple[str, str], what: str, why: object, task: str = "") -> None:
-    """
-    Set a parked task aside that cannot claim its turn, and give the turn to the next.
-
-    Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or left
-    the line.
-
-    Args:
-        lines: The lines of the broker that the task came from.
-        turn: Lock and ticket.
-        what: Name of the task for the log.
-        why: Why the task cannot claim its turn, for the log.
-        task: The task's name; empty: not known.
-    """
-    lock, ticket = turn
-    try:
-        if lines.leave(lock, ticket, ASIDE, task) == scripts.HAS_LEFT:
-            log_unrunnable(what, lock, why)
-    except StoreError as exc:
-        log_unrunnable(what, lock, why, exc)
 
 
 def log_unrunnable(what: str, lock: str, why: object, error: StoreError | None = None) -> None:
