@@ -27,10 +27,11 @@ from celery_dislock.messages.headers import (
 )
 from celery_dislock.messages.message import TaskParked
 from celery_dislock.messages.unrun import acknowledge, put_off
+from celery_dislock.parking.answers import Done, Full, Later, Parked
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import in_words
-from celery_dislock.servers.replies import Done, Full, Granted, Later, Parked, Refused
+from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Ending
 
 if TYPE_CHECKING:

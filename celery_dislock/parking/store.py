@@ -19,22 +19,12 @@ from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.keys.terms import ALONE, written
+from celery_dislock.parking.answers import Done, Dropped, Full, Later, Parked, Swept
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.records import text
-from celery_dislock.servers.replies import (
-    Done,
-    Full,
-    Granted,
-    Later,
-    Parked,
-    Replaced,
-    Swept,
-    messages,
-    refused,
-    turns,
-)
+from celery_dislock.servers.replies import Granted, Replaced, refused, turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,13 +69,6 @@ class Ticket(NamedTuple):
     terms: Terms = ALONE  # of the lock, if nothing is known of the task
     bounds: Bounds = UNBOUNDED  # of the line
     reservation: Reservation | None = None  # see Store.acquire()
-
-
-class Dropped(NamedTuple):
-    """A parked task that was taken out of line, and is not to run."""
-
-    message: bytes  # empty: its record could not be read, and is set aside
-    ours: bool  # the caller tells its end; else a worker of the message's broker does, at a sweep
 
 
 class Lines:
@@ -181,7 +164,7 @@ class Lines:
             return refused(*lease, place=place)
         if state == scripts.PARKED:
             place, replaced, *lease = rest
-            return Parked(place, refused(*lease), messages(replaced) if replaced else {})
+            return Parked(place, refused(*lease), _messages(replaced) if replaced else {})
         if state == scripts.FULL:
             waiting, *lease = rest
             return Full(waiting, refused(*lease))
@@ -376,7 +359,7 @@ class Lines:
                 found[lock] = reply
             if not isinstance(reply, StoreError):
                 parked, replaced, unclaimed = self._published(reply)
-                found[lock] = Swept(parked, messages(replaced), tuple(map(text, unclaimed)))
+                found[lock] = Swept(parked, _messages(replaced), tuple(map(text, unclaimed)))
         return found
 
     def _asked(self, script: scripts.Script, lock: str, *arguments: Any) -> list[Any]:
@@ -396,6 +379,11 @@ class Lines:
 def _written(task: str) -> str:
     """Write a task's name as it stands among the headers of a stored message."""
     return f'"task":{dumps(task)}' if task else ""
+
+
+def _messages(reply: Sequence[bytes]) -> dict[str, bytes]:
+    """Parse tickets and their messages."""
+    return dict(zip(map(text, reply[::2]), reply[1::2], strict=True))
 
 
 def log_unrunnable(what: str, lock: str, why: object, error: StoreError | None = None) -> None:

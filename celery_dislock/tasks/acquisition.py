@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Conflict
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.messages.delivery import Delivery
+    from celery_dislock.parking.answers import Full
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.parking.store import Bounds
-    from celery_dislock.servers.replies import Full
 
 DAMAGED_TRIES = 5  # times put off, about 30 s in all, before a task fails for a damaged lock
 

@@ -6,9 +6,10 @@ import pytest
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.terms import Terms
+from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import RUNS, Lines, Ticket
 from celery_dislock.scripts import HAS_LEFT
-from celery_dislock.servers.replies import Granted, Parked
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store

@@ -18,10 +18,11 @@ from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import execution_start, owners_start, shown_id, ticket_name
 from celery_dislock.messages.message import Message
+from celery_dislock.parking.answers import Swept
 from celery_dislock.parking.store import ASIDE, ENDED, OVER, RUNS, Ticket
 from celery_dislock.scripts import NOT_THERE
 from celery_dislock.servers.records import in_words
-from celery_dislock.servers.replies import Swept, Turn
+from celery_dislock.servers.replies import Turn
 from celery_dislock.servers.store import Store
 from tests.conftest import BOTH
 from tests.holding import name_of

@@ -19,12 +19,13 @@ from redis.crc import key_slot
 
 from celery_dislock import Dislock
 from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
+from celery_dislock.parking.answers import Done, Parked
 from celery_dislock.parking.store import RUNS, Lines, Ticket
 from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.connecting import Driver
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.replies import Done, Granted, Parked, Refused
+from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
