@@ -56,9 +56,7 @@ class Parking:
     """
 
     def __init__(self, delivery: Delivery, process: ParkingProcess) -> None:
-        self._delivery = delivery
-        self._process = process
-        self._lines = process.lines
+        self._delivery, self._process = delivery, process
         self._ticket = own_ticket(delivery.request)
         # A task that is acknowledged late may be redelivered until its result is stored.
         settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
@@ -134,7 +132,7 @@ class Parking:
         asked_at = lock.clock()
         if attempt.asked_at is None:
             attempt.asked_at = asked_at
-        answer = self._lines.park(
+        answer = self._process.lines.park(
             lock.names[0], attempt.owner, lock.timeout, attempt.holder_json, ticket
         )
         if isinstance(answer, Parked):
@@ -155,7 +153,7 @@ class Parking:
                 attempt.how = PARKED_BEFORE
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         if isinstance(answer, Later):
-            put_off_later(delivery, self._lines)
+            put_off_later(delivery, self._process.lines)
         return lock.conflict(answer) if isinstance(answer, Refused) else answer
 
     def _store_state(self, conflict: Conflict, place: int) -> None:

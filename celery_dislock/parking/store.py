@@ -145,30 +145,15 @@ class Lines:
             "index": "" if self._is_apart else self._names,
             "listed": 0,
         }
-        state = scripts.UNLISTED
-        while state == scripts.UNLISTED:
+        while True:
             reply, _ = self._server.exchange(script, [lock], *script.arguments(asked), *begins)
-            state, given, *rest = reply
-            if given:
-                self._hand_over(turns(given))
-            if self._is_apart and state in {scripts.UNLISTED, scripts.PARKED}:
+            if reply[1]:
+                self._hand_over(turns(reply[1]))
+            if self._is_apart and reply[0] in {scripts.UNLISTED, scripts.PARKED}:
                 self.enlist(lock)  # also afterwards: a failover of the index may have lost it
-            asked["listed"] = rest and rest[0]
-        if state == scripts.REPLACED_BY:
-            raise Replaced(text(rest[0]))
-        if state == scripts.GRANTED:
-            token, claimed = rest
-            return Granted((int(token),), bool(claimed))
-        if state == scripts.REFUSED:
-            place, *lease = rest
-            return refused(*lease, place=place)
-        if state == scripts.PARKED:
-            place, replaced, *lease = rest
-            return Parked(place, refused(*lease), _messages(replaced) if replaced else {})
-        if state == scripts.FULL:
-            waiting, *lease = rest
-            return Full(waiting, refused(*lease))
-        return Later() if state == scripts.LATER else Done()
+            if reply[0] != scripts.UNLISTED:
+                return _answer(reply)
+            asked["listed"] = reply[2]
 
     def leave(
         self,
@@ -333,7 +318,7 @@ class Lines:
         """
         wanted = "" if limit is None else limit
         call = (wanted, milliseconds(ttl), note, self._home)
-        before, *_ = self._asked(scripts.LIMIT, lock, *call)
+        (before,) = self._published(self._server.run(scripts.LIMIT, [lock], *call))
         return int(before) if 0 < len(before) <= DIGITS_MOST else None
 
     def sweep(self, locks: Sequence[str]) -> Mapping[str, Swept | DamagedLockError]:
@@ -362,10 +347,6 @@ class Lines:
                 found[lock] = Swept(parked, _messages(replaced), tuple(map(text, unclaimed)))
         return found
 
-    def _asked(self, script: scripts.Script, lock: str, *arguments: Any) -> list[Any]:
-        """Run a script that gives turns, and publish them; return the rest of its reply."""
-        return self._published(self._server.run(script, [lock], *arguments))
-
     def _published(
         self, reply: Sequence[Any], hand_over: Callable[[Sequence[Turn]], None] | None = None
     ) -> list[Any]:
@@ -379,6 +360,22 @@ class Lines:
 def _written(task: str) -> str:
     """Write a task's name as it stands among the headers of a stored message."""
     return f'"task":{dumps(task)}' if task else ""
+
+
+def _answer(reply: Sequence[Any]) -> Granted | Refused | Parked | Full | Done | Later:
+    """Parse a reply of park.lua."""
+    match reply:
+        case [scripts.GRANTED, _, token, claimed]:
+            return Granted((int(token),), bool(claimed))
+        case [scripts.REFUSED, _, place, *lease]:
+            return refused(*lease, place=place)
+        case [scripts.PARKED, _, place, replaced, *lease]:
+            return Parked(place, refused(*lease), _messages(replaced))
+        case [scripts.FULL, _, waiting, *lease]:
+            return Full(waiting, refused(*lease))
+        case [scripts.REPLACED_BY, _, by]:
+            raise Replaced(text(by))
+    return Later() if reply[0] == scripts.LATER else Done()
 
 
 def _messages(reply: Sequence[bytes]) -> dict[str, bytes]:
