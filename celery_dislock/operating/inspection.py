@@ -12,6 +12,7 @@ from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from celery.app.task import Context
 from celery.worker import state as worker_state
 
 from celery_dislock.config.options import TaskOptions
@@ -143,8 +144,9 @@ def _locks_of_running_tasks() -> Iterator[tuple[Request, str]]:
         guard = getattr(request.task, "dislock_guard", None)
         if guard is not None and guard.options.lock_limit is not None:
             with suppress(Exception):  # of a user's callable, for a key; then the body does not run
-                for name in guard.runtime.lock_names(guard.keys_of(request)):
-                    yield request, name
+                turn = guard.turn_of(Context(request.request_dict)) if guard.can_park else None
+                names = [turn[0]] if turn else guard.lock_names(request.args, request.kwargs)
+                yield from ((request, name) for name in names)
 
 
 def _lease(request: Request, name: str, holders: Sequence[Holder]) -> dict[str, Any]:

@@ -186,6 +186,10 @@ class Lines:
             return scripts.HAS_LEFT  # by the first of the two, most likely: no task is lost
         return int(state)
 
+    def knows(self, lock: str, ticket: str) -> bool:
+        """Tell whether anything is known of a parked task: it waits, runs or is done, perhaps."""
+        return bool(self._server.run(scripts.KNOWS, [lock], ticket))
+
     def drop(self, lock: str, ticket: str, note: str) -> Dropped | None:
         """
         Take a parked task out of line, or take its turn away; no copy of its message runs.

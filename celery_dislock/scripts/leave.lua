@@ -29,6 +29,7 @@ if record and not is_of(record, task) then return {NOT_THERE, turns} end
 if has_claimed and how ~= 'over' then return {LEFT_BEFORE, turns} end
 if not (record or has_claimed) then
   local is_known = is_done(lock, ticket) or redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1
+  if how == 'over' then recall_and_hand_off(lock) end  -- what it had may have been lost
   if is_known or how ~= 'runs' then return {is_known and LEFT_BEFORE or NOT_THERE, turns} end
   write_first(lock.name)
 end

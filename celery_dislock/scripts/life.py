@@ -92,6 +92,7 @@ class Life:
         yield self._parking(scripts.PARK, "t")
         yield self._parking(scripts.PARK, "u")
         yield scripts.FREE, lock, ("b", LATER, home, 1)
+        yield scripts.KNOWS, lock, ("t:0:0",)
         yield scripts.GIVE_BACK, lock, ("t:0:0",)
         yield scripts.SWEEP, lock, (home,)
         yield scripts.DROP, lock, (home, "t:0:0", '"note":1')

@@ -59,8 +59,9 @@ class Acquisition:
             delivery.lock.try_acquire, delivery.attempt
         )
         was_parked = delivery.notes.parked is not None
-        if was_parked and not delivery.options.parks:  # its record may be lost
-            delivery.options = replace(delivery.options, lock_on_conflict="queue")
+        if was_parked and not delivery.options.parks:  # it had been promised a turn
+            strategy = "queue" if len(delivery.lock.names) == 1 else "retry"
+            delivery.options = replace(delivery.options, lock_on_conflict=strategy)
         can_park = self._process.can_park and not delivery.is_eager
         if can_park and (was_parked or delivery.options.parks) and len(delivery.lock.names) == 1:
             self.parking = Parking(delivery, self._process)

@@ -309,6 +309,35 @@ class Guard:
             return None
         return answer
 
+    def _keys_and_terms(
+        self, task: Task, request: Context, notes: Notes, args: Any, kwargs: Any
+    ) -> tuple[Sequence[str], tuple[Terms, ...] | None]:
+        """
+        Return the keys of a delivery, and their terms; None: those of the options.
+
+        A task that was parked has the lock that it waited for, whatever its code says by now.  If
+        nothing is known of it there, its message is all that says so, and anybody can write that.
+        """
+        turn = notes.parked
+        try:
+            # An eager task's arguments have taken no way through a serializer.
+            built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
+        except Exception:
+            if turn is None or not self._knows(turn):
+                raise
+            return [key_of(turn[0])], None
+        keys = in_order(built)
+        if turn is not None and keys != [key_of(turn[0])] and self._knows(turn):
+            return [key_of(turn[0])], None
+        return keys, None if self._limits is None else terms_in_order(built, self._limits)
+
+    def _knows(self, turn: tuple[str, str]) -> bool:
+        """Tell whether a turn is known on the lock server; also where that cannot be known now."""
+        try:
+            return self.runtime.process.lines.knows(*turn)
+        except StoreError:  # the next question will not be answered either
+            return True
+
     def _kept_for_retry(self, lease: Lease | None, delay: float | None) -> float:
         """Return for how long the retry's lease is kept, counted from its grant; 0 if it is not."""
         if delay is None or lease is None or not self.options.lock_hold_on_retry:
@@ -320,23 +349,11 @@ class Guard:
         return lease.held_for + delay + self.timeout if is_held else 0.0
 
     def _delivery(self, task: Task, request: Context, args: Any, kwargs: Any) -> Delivery:
-        """
-        Create the Delivery, and attach it to the request.
-
-        A task that was parked has the lock that it waited for, whatever its code says by now.
-        """
+        """Create the Delivery, and attach it to the request."""
         process, notes = self.runtime.process, Notes.of(request)
         if notes.parked is not None and (request.is_eager or not (self._locks and self.can_park)):
             notes.parked = None
-        terms: tuple[Terms, ...] | None = None
-        if notes.parked is not None:
-            keys: Sequence[str] = [key_of(notes.parked[0])]
-        else:
-            # An eager task's arguments have taken no way through a serializer.
-            built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
-            keys = in_order(built)
-            if self._limits is not None:
-                terms = terms_in_order(built, self._limits)
+        keys, terms = self._keys_and_terms(task, request, notes, args, kwargs)
         who = {"task": task.name, "id": shown_id(request.id), "host": process.host}
         renewed = None if self.interval is None else self.timeout
         holder = describe(who, request.hostname, process.pid, renewed)
@@ -404,13 +421,19 @@ class Guard:
 
     def keys_of(self, request: Request) -> Sequence[str]:
         """
-        Return the keys that a worker's request locks: that which it was parked for, or by its call.
+        Return the keys that a worker's request may lock: by its call, and that of its turn.
 
         Raises:
             Exception: As for :meth:`keys`.
         """
         turn = self.turn_of(Context(request.request_dict)) if self.can_park else None
-        return [key_of(turn[0])] if turn else self.keys(request.args, request.kwargs)
+        try:
+            keys = self.keys(request.args, request.kwargs)
+        except Exception:
+            if turn is None:
+                raise
+            keys = []
+        return in_order([*keys, *([key_of(turn[0])] if turn else [])])
 
     def turn_of(self, request: Context) -> tuple[str, str] | None:
         """Return the lock and the ticket of the turn that a request brings; None if none."""

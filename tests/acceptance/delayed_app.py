@@ -80,6 +80,8 @@ def made(kind: str, locks: str, url: str, broker: str) -> Celery:
     declared("queue", run, lock_on_conflict="queue")
     declared("retry", retry)
     declared("retry_held", retry, lock_hold_on_retry=True)
+    declared("retry_unique", retry, lock_unique_until="end")
+    declared("unique", hold, lock_unique_until="end")
     declared(
         "debounce",
         run,

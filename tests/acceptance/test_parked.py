@@ -105,7 +105,10 @@ def test_a_damaged_body_is_set_aside(scene, fleet):
     for result, body in zip(damaged, BODIES, strict=True):
         ticket = f"{result.id}:0:0"
         record = scene.redis.hget(tickets, ticket)
-        scene.redis.hset(tickets, ticket, record[: record.index("\n") + 1] + body)
+        head, message = record[: record.index('1 {"')], record[record.index('1 {"') :]
+        message = message[: message.index("\n") + 1] + body
+        head = " ".join([*head.split(" ")[:5], str(len(message)), *head.split(" ")[6:]])
+        scene.redis.hset(tickets, ticket, head + message)
     scene.open_gates(holder)
     assert following.get(timeout=LIMIT)["held"] is True
     for result in damaged:

@@ -106,7 +106,7 @@ def test_a_message_comes_again_as_it_came(fleet, start_fleet, scene):
             assert body_of(second) == body, kind
             notes = second.headers.pop("dislock")
             assert notes.pop("ticket")[1].startswith(task_id), kind
-            assert notes.keys() == {"v", "store", "since"}, kind
+            assert notes.keys() == {"v", "since"}, kind
             assert second.headers == first.headers, kind
             assert second.content_type == first.content_type, kind
             assert second.content_encoding == first.content_encoding, kind

@@ -60,7 +60,7 @@ def pass_time(redis_client, key, seconds):
     """Let a reservation be older, as if nobody had touched it for so long."""
     name = f"{name_of(key)}:unique"
     record = redis_client.get(name).split(" ")
-    for at in (2, 3, 5):  # since, first and ends
+    for at in (2, 4, 5):  # ends, since and first
         record[at] = str(int(record[at]) - int(seconds * 1000))
     redis_client.set(name, " ".join(record), keepttl=True)
 

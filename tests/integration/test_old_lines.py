@@ -75,14 +75,49 @@ class TestOtherOptions:
         shop.run(task, notes=turn)
         assert (shop.ran, shop.line) == (["2"], [])
 
-    def test_it_waits_there_again_if_its_record_was_lost(self, shop, task, turn):
-        """It is not dropped, whatever the strategy is now: it had been promised a turn."""
-        shop.server.lose()
-        with shop.held():
-            shop.work()
+    def test_it_is_not_dropped_while_another_has_that_lock(self, shop, task, turn):
+        """Whatever the strategy is now: its turn has run out, and it stands in line again."""
+        shop.server.advance(1000)
+        shop.queue.clear()
+        with shop.held(fair=False):
+            shop.run(task, notes=turn)
             assert (shop.ran, shop.line) == ([], ["2"])
         shop.work()
         assert shop.ran == ["2"]
+
+
+@pytest.mark.parametrize("strategy", ["queue", "skip", "retry"])
+def test_a_turn_that_nobody_has_given_is_no_way_to_another_lock(shop, strategy):
+    """Anybody can write a ticket into a message: it counts where the lock server knows it."""
+    task = shop.declare(lock_on_conflict=strategy)
+    with shop.held():
+        shop.run(task, notes={"ticket": ["dislock:{free}", "2:0:0"]})
+        assert (shop.ran, shop.line) == ([], ["2"])
+        assert shop.dislock.lock_of("free").holders() == []
+    shop.work()
+    assert shop.ran == ["2"]
+
+
+@pytest.mark.parametrize("code", [CHANGED["argument"], CHANGED["several keys"]])
+def test_a_turn_that_was_lost_is_one_for_the_lock_of_now(shop, turn, code):
+    """By its code, which may fail."""
+    task = shop.declare(lock_on_conflict="skip", **code)
+    shop.server.lose()
+    with shop.held("b"):
+        shop.run(task, notes=turn)
+    state = "FAILURE" if code is CHANGED["argument"] else "RETRY"
+    assert shop.app.AsyncResult("2").state == state
+
+
+def test_a_turn_is_not_run_under_another_lock_in_an_outage(shop, turn):
+    """Whether it is known cannot be asked, and so it is put off."""
+    shop.declare(lock_key="new")
+    shop.server.away = True
+    shop.work()
+    assert shop.ran == []
+    shop.server.away = False
+    shop.work(later=60)
+    assert (shop.ran, shop.line) == (["2"], [])
 
 
 def test_a_turn_under_another_prefix_is_put_off(shop, caplog):

@@ -148,7 +148,7 @@ def locks_of(client: redis.Redis, library: Library) -> list[str]:
 def reservations(client: redis.Redis) -> list[str]:
     """Return the names of our reservations, without those that keep numbers alone."""
     names = client.keys("dislock:*:unique")
-    return [name for name in names if not (client.get(name) or "").startswith("2 - ")]
+    return [name for name in names if not (client.get(name) or "").startswith("1 - ")]
 
 
 def expiry_of(client: redis.Redis, names: list[str]) -> int:
