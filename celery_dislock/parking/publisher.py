@@ -24,7 +24,7 @@ from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import REPLACED, TICKET, notes_in, readable_reason
 from celery_dislock.messages.message import Message, store_end
 from celery_dislock.messages.resending import publish
-from celery_dislock.parking.store import log_unrunnable
+from celery_dislock.parking.store import UNREAD, log_unrunnable
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import HAS_LEFT
 
@@ -126,7 +126,7 @@ class Publisher:
             try:
                 message = Message.from_bytes(written)
             except ValueError as exc:
-                lines.set_aside((lock, ticket), ticket, exc)
+                lines.set_aside((lock, ticket), ticket, exc, how=UNREAD)
                 continue
             try:
                 reason = readable_reason(notes_in(message.headers).get(REPLACED)) or newer

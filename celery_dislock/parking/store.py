@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 DIGITS_MOST = 15  # of a limit
-OVER, ENDED, RUNS, ASIDE = "over", "ended", "runs", "aside"  # how a task leaves; see leave.lua
+# How a task leaves; see leave.lua.
+OVER, ENDED, RUNS, ASIDE, UNREAD = "over", "ended", "runs", "aside", "unread"
 ASIDE_PAGE = 20  # tickets that were set aside and are read in one round trip, with their messages
 NAMES_TOGETHER = 500  # locks of the index that are read in one round trip
 TASKS_MOST = 1000  # names of tasks whose text is remembered
@@ -171,7 +172,8 @@ class Lines:
             ticket: The task's ticket.
             how: OVER: it has ended.  The others change nothing if it has claimed its turn.  ENDED:
                 it has ended, and may have sent itself again.  RUNS: it runs without a lock.  ASIDE:
-                nobody can run it, and people can look at it.
+                nobody can run it, and people can look at it.  UNREAD: the same, also of one that
+                has lost its place.
             task: The task's name.
             hand_over: Takes the turns that are given; None: the one of these lines.
 
@@ -241,6 +243,7 @@ class Lines:
         what: str,
         why: object,
         task: str = "",
+        how: str = ASIDE,
         hand_over: Callable[[Sequence[Turn]], None] | None = None,
     ) -> None:
         """
@@ -254,11 +257,12 @@ class Lines:
             what: Name of the task for the log.
             why: Why the task cannot claim its turn, for the log.
             task: The task's name.
+            how: ASIDE; or UNREAD, if nobody can read its message.
             hand_over: As for :meth:`leave`.
         """
         lock, ticket = turn
         try:
-            if self.leave(lock, ticket, ASIDE, task, hand_over) == scripts.HAS_LEFT:
+            if self.leave(lock, ticket, how, task, hand_over) == scripts.HAS_LEFT:
                 log_unrunnable(what, lock, why)
         except StoreError as exc:
             log_unrunnable(what, lock, why, exc)
