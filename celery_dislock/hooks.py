@@ -23,8 +23,8 @@ a consumer's methods for messages        turns of parked tasks that no guard wil
 the logger of ``celery.app.trace``       it repeats our lines
 =======================================  ======================================================
 
-The class of a duplicate's result is made in :mod:`celery_dislock.tasks.duplicates`, where it is
-used.
+Signals of Celery's tell of every task that it begins and has ended.  The class of a duplicate's
+result is made in :mod:`celery_dislock.tasks.duplicates`, where it is used.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery, Task
 from celery.app import base as apps
 from celery.app import utils
+from celery.app.task import Context
 from celery.backends.base import Backend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import AsyncResult
+from celery.signals import task_postrun, task_prerun, task_revoked
 from celery.utils.functional import maybe_list
-from celery.utils.imports import load_extension_class_names
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.settings import app_settings, reported
-from celery_dislock.exceptions import DislockError, SettingsError
+from celery_dislock.exceptions import SettingsError
 from celery_dislock.messages.delivery import Delivery, running_request
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import is_news
@@ -59,8 +60,9 @@ from celery_dislock.tasks.task import (
     SingletonTask,
     apply_uniquely,
     custom_call,
-    free_key,
+    end_unguarded,
     lease_of,
+    leave_revoked,
     lock_for,
     make_guard,
     name_of,
@@ -78,14 +80,6 @@ if TYPE_CHECKING:
 
 IS_FINAL = "_dislock_is_final"  # attribute of an app all of whose tasks were guarded
 BOUND_WITHIN = 1.0  # seconds that another thread has to bind a task that is about to be sent
-# The consumer's methods that drop a message: which argument is the message, and whether Celery
-# stores a result.
-DROPS = {
-    "on_decode_error": (0, False),
-    "on_unknown_message": (1, False),
-    "on_invalid_task": (1, False),
-    "on_unknown_task": (1, True),
-}
 
 logger = logging.getLogger("celery_dislock")
 
@@ -157,14 +151,10 @@ def receive_revokes() -> None:
 
     @wraps(received)
     def on_revoke(control: Any, task_id: Any, *args: Any, **kwargs: Any) -> Any:
-        from celery.worker import state  # noqa: PLC0415 -- as above
+        from celery_dislock.tasks.request import waiting  # noqa: PLC0415 -- as above
 
-        from celery_dislock.tasks.request import scheduled  # noqa: PLC0415
-
-        ids = set(maybe_list(task_id) or ())
-        for request in [*state.reserved_requests, *scheduled(control.consumer)]:
-            if request.id in ids and request not in state.active_requests:
-                tell(control.app, "end_waiting", request._context)  # noqa: SLF001
+        for context in waiting(control.consumer, set(maybe_list(task_id) or ())):
+            tell(control.app, "end_waiting", context)
         return received(control, task_id, *args, **kwargs)
 
     Panel.data["revoke"] = on_revoke
@@ -186,10 +176,36 @@ def _freeing_key(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def mark(self: Backend, *args: Any, **kwargs: Any) -> Any:
-        free_key(self.app, {**dict(zip(names, args, strict=False)), **kwargs}.get("request"))
+        request = {**dict(zip(names, args, strict=False)), **kwargs}.get("request")
+        delivery = Delivery.of(request)
+        if delivery is not None:
+            delivery.end_reservation()  # which an exception at any instruction may have left
+        elif isinstance(request, Context):
+            tell(self.app, "end", request)
         return original(self, *args, **kwargs)
 
     return mark
+
+
+def _following() -> None:
+    """Follow every task: one that takes no lock here may have a reservation or a turn."""
+    task_prerun.connect(_before_body, weak=False)
+    task_postrun.connect(_after_result, weak=False)
+    task_revoked.connect(leave_revoked, weak=False)
+
+
+def _before_body(task: Task, **_kwargs: Any) -> None:
+    if getattr(task, "dislock_guard", None) is None:  # a guarded call tells it itself
+        tell(task.app, "begin_unlocked", task.request)
+
+
+def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
+    delivery = Delivery.of(task.request)
+    if delivery is None:
+        end_unguarded(task, state, retval)
+        return
+    for call in delivery.after_result:
+        call(state)
 
 
 def _reporting() -> None:
@@ -202,11 +218,6 @@ def _reporting() -> None:
         return dict(original(shown))
 
     utils.filter_hidden_settings = filter_hidden_settings
-
-
-def _validating() -> None:
-    """Wrap what makes models of the arguments of a task that has ``pydantic=True``."""
-    apps.pydantic_wrapper = validating(apps.pydantic_wrapper)
 
 
 def _binding() -> None:
@@ -287,6 +298,9 @@ def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[...,
         if request is None or request.called_directly or Delivery.of(request) is not None:
             return (own_call or Task.__call__)(self, *args, **kwargs)
         body = own_call.__get__(self) if own_call else self.run
+        if guard.runtime.off:
+            tell(self.app, "begin_unlocked", request)
+            return guard.run_unlocked(request, body, args, kwargs)
         if guard.is_async:
             return guard.run_async(self, request, body, args, kwargs)
         try:
@@ -306,10 +320,7 @@ def _override(task: type[Task], name: str, method: Callable[..., Any]) -> None:
     """
     Override a method of a task class.  The next class's is looked up at each call.
 
-    Args:
-        task: The class.
-        name: Name of the method.
-        method: Takes the method that is overridden, the task, and its arguments.
+    *method* takes the method that is overridden, the task, and its arguments.
     """
     own = getattr(vars(task).get(name), "dislock_inner", vars(task).get(name))
 
@@ -327,36 +338,9 @@ def _override(task: type[Task], name: str, method: Callable[..., Any]) -> None:
 @cache
 def recovering(base: type | str) -> type:
     """Extend a Request class, given as class or name: the main process learns there of a death."""
-    from celery_dislock.tasks import request as deaths  # noqa: PLC0415 -- workers alone have it
+    from celery_dislock.tasks.request import Recovering  # noqa: PLC0415 -- workers alone have it
 
-    class Request(symbol_by_name(base)):  # type: ignore[misc]
-        """A request whose execution's lock is released when its process dies."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._was_parked = deaths.keep_and_tell(self)
-
-        def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
-            # Before Celery's own handling, which may requeue the message.
-            exc = exc_info.exception
-            exc = getattr(exc, "exc", exc)
-            if isinstance(exc, deaths.DEATHS):
-                deaths.release_after_death(self)
-            else:
-                deaths.send_events(self, exc)
-            return super().on_failure(exc_info, *args, **kwargs)
-
-        def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 -- Celery's
-            """Send an event; called by Celery, too."""
-            fields = deaths.as_monitors_take_it(type, fields, parked=self._was_parked)
-            super().send_event(type, **fields)
-
-        def on_timeout(self, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
-            if not soft:
-                deaths.release_after_death(self)
-            return super().on_timeout(soft, timeout)
-
-    return Request
+    return type("Request", (Recovering, symbol_by_name(base)), {})
 
 
 def guard_tasks(app: Celery) -> None:
@@ -417,13 +401,12 @@ def extend_command(name: str, options: Iterable[Any]) -> Any:
     return command
 
 
-def lead_beats(check: Callable[[Celery], None], with_lock: Callable[[type], type]) -> None:
+def lead_beats(scheduler_of: Callable[[Celery, Any], type]) -> None:
     """
     Extend the scheduler of beats whose app has locks on, alone or in a worker; called once.
 
     Args:
-        check: Raises DislockError if the beats of an app cannot have a lock.
-        with_lock: Extends the class of a scheduler; raises DislockError if it cannot.
+        scheduler_of: Extends the class of an app's scheduler.
     """
     from celery.beat import Service  # noqa: PLC0415 -- other processes need none
 
@@ -432,41 +415,28 @@ def lead_beats(check: Callable[[Celery], None], with_lock: Callable[[type], type
     @wraps(original)
     def get_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
         if runtime_of(self.app).enabled:
-            aliases = dict(load_extension_class_names("celery.beat_schedulers"))
-            scheduler = symbol_by_name(self.scheduler_cls, aliases=aliases)
-            try:
-                check(self.app)
-                self.scheduler_cls = with_lock(scheduler)
-            except DislockError as exc:
-                raise SystemExit(f"Cannot start with locks: {exc}") from exc
+            self.scheduler_cls = scheduler_of(self.app, self.scheduler_cls)
         return original(self, *args, **kwargs)
 
     Service.get_scheduler = get_scheduler
 
 
-def watch_consumer(
-    consumer: Consumer, dropping: Callable[..., Any], looking: Callable[..., Any]
-) -> None:
+def watch_consumer(consumer: Consumer, wrapping: Mapping[str, Callable[..., Any]]) -> None:
     """
-    Wrap what a worker does with messages that it drops, and with all of them before that.
+    Wrap methods of a worker's consumer, by their names; the other steps read them at their start.
 
     No signal is sent for a message that Celery drops, and none before it makes a task of one.
-
-    Args:
-        consumer: The consumer.
-        dropping: Wraps a method that drops messages; see ``Arrivals.dropping``.
-        looking: Wraps ``update_strategies``; see ``Arrivals.looking``.
     """
-    for name, (nth, tells) in DROPS.items():  # the other steps read them at their start
-        setattr(consumer, name, dropping(getattr(consumer, name), nth, tells=tells))
-    consumer.update_strategies = looking(consumer.update_strategies)
+    for name, wrap in wrapping.items():
+        setattr(consumer, name, wrap(getattr(consumer, name)))
 
 
 _sending_uniquely()
 _controlling()
 _ending()
+_following()
 _reporting()
-_validating()
+apps.pydantic_wrapper = validating(apps.pydantic_wrapper)
 _binding()
 logging.getLogger("celery.app.trace").addFilter(is_news)  # we have logged the same, with reasons
 AsyncResult.duplicate = False  # so that a caller can always ask whether a result is another's

@@ -147,9 +147,9 @@ def _extend_workers() -> None:
 @cache
 def _extend_beats() -> None:
     """Extend the beats of this process."""
-    from celery_dislock.beat import check_beat, with_lock  # noqa: PLC0415 -- see above
+    from celery_dislock.beat import scheduler_of  # noqa: PLC0415 -- see above
 
-    hooks.lead_beats(check_beat, with_lock)
+    hooks.lead_beats(scheduler_of)
 
 
 def _extend_if_enabled(sender: Celery, **_kwargs: Any) -> None:

@@ -39,7 +39,7 @@ from celery_dislock.servers.store import Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from celery_dislock.keys.terms import Terms
+    from celery_dislock.config.terms import Terms
     from celery_dislock.scripts import Script
 
 

@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from celery_dislock.config.terms import Terms
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.terms import Terms
 from celery_dislock.servers.replies import Granted, Replaced
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.reservations import OFF_FOR, Reservation, Reserved, Taken

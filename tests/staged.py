@@ -189,7 +189,7 @@ class Staged(LockServer):
             return
         about = {"thread": one.thread} if one.thread else {"task": one.task, "id": one.id}
         about |= {"worker": "web", "pid": 3}
-        record = f"1 {FAR} 30000 {one.mode[0].replace('e', 'x')} 1 {json.dumps(about)}"
+        record = f"1 {FAR} 30000 {one.mode[0].replace('e', 'x')}:1 {json.dumps(about)}"
         super().send("HSET", f"{name}:places", member, record)
 
     def _ticket(self, name: str, one: Waiter) -> None:
@@ -198,7 +198,7 @@ class Staged(LockServer):
         message = Message(*to, headers, "application/json", "utf-8", {}, True, b"[[], {}, {}]")
         joined, mode = self._since(one.waiting) * 1000, one.mode[0].replace("e", "x")
         home, written = one.broker or self.home, message.to_bytes()
-        head = f"1 {joined} {one.turns} 60000 {home} {len(written)} {mode} 1 "
+        head = f"1 {joined} {one.turns} 60000 {home} {len(written)} {mode}:1 "
         super().send("HSET", f"{name}:tickets", one.ticket, head.encode() + written)
 
     def _beside(self, state: LockState) -> None:

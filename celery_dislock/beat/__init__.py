@@ -33,7 +33,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_OID, uuid5
 
 from celery.beat import ScheduleEntry, Scheduler
+from celery.utils.imports import load_extension_class_names
 from kombu.exceptions import OperationalError
+from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.beat.entries import copy_of, is_over, name_of, to_time, to_us
 from celery_dislock.beat.reasons import (
@@ -52,7 +54,7 @@ from celery_dislock.beat.reasons import (
 )
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.urls import MEMORY, shown
-from celery_dislock.exceptions import LockKeyError, SettingsError, StoreError
+from celery_dislock.exceptions import DislockError, LockKeyError, SettingsError, StoreError
 from celery_dislock.keys.templates import check_written
 from celery_dislock.locks.lease import WAITED, Attempt, Conflict
 from celery_dislock.parking.process import runtime_of
@@ -409,6 +411,21 @@ def with_lock(scheduler: Any) -> type:
         return scheduler
     mixin = TableLock if hasattr(scheduler, "Changes") else BeatLock
     return type("Dislock" + scheduler.__name__, (mixin, scheduler), {})
+
+
+def scheduler_of(app: Celery, given: Any) -> type:
+    """
+    Extend the class of the scheduler of an app's beats, which is given as Celery takes it.
+
+    Raises:
+        SystemExit: The beats of this app cannot have a lock.
+    """
+    scheduler = symbol_by_name(given, dict(load_extension_class_names("celery.beat_schedulers")))
+    try:
+        check_beat(app)
+        return with_lock(scheduler)
+    except DislockError as exc:
+        raise SystemExit(f"Cannot start with locks: {exc}") from exc
 
 
 def check_beat(app: Celery) -> None:

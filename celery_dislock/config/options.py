@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal
 
+from celery_dislock.config.terms import Terms
 from celery_dislock.config.urls import MEMORY, SCHEMES, URL_WANTED, check_several
 
 RENEWALS_PER_TIMEOUT = 3  # of a lease; two may fail in a row before it is lost
@@ -325,6 +326,11 @@ class TaskOptions:
         return tuple(key.limit if isinstance(key, Key) else self.lock_limit or 1 for key in keys)
 
     @cached_property
+    def terms(self) -> tuple[Terms, ...]:
+        """The terms of each key, in the order of ``lock_key``; one if all have the same."""
+        return tuple(Terms(self.lock_mode, one) for one in self.limits or (self.lock_limit or 1,))
+
+    @cached_property
     def timeout(self) -> float:
         """Seconds after which a lease expires unless it is renewed."""
         return self.lock_expire or self.lock_watchdog_timeout
@@ -339,7 +345,7 @@ class TaskOptions:
     @cached_property
     def admits_several(self) -> bool:
         """Whether a key of the task may have several exclusive leases at a time."""
-        return max((self.lock_limit or 0, *(self.limits or ()))) > 1
+        return any(one.limit > 1 for one in self.terms)
 
     @cached_property
     def newest_counts(self) -> bool:

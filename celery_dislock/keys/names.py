@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from celery_dislock.keys.templates import CONTROL, DIGEST_CHARS, percent_encoded
-from celery_dislock.words import shortened
+from celery_dislock.words import TEXT_MOST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ _ENCODED = re.compile(rf"[%@~{CONTROL}]")
 
 def shown_id(task_id: object) -> str:
     """Return a task's id as a holder shows it: text of limited length, whatever a message has."""
-    return shortened(str(task_id))
+    return str(task_id)[:TEXT_MOST]
 
 
 def task_name(task_id: object) -> str:
@@ -43,7 +43,7 @@ def owners_start(task_id: object) -> str:
 
 def execution_start(task_id: object, hostname: str, pid: int) -> str:
     """Return the prefix of an owner's name that the worker's main process can also compute."""
-    return f"{owners_start(task_id)}{hostname}:{pid}/"
+    return f"{task_name(task_id)}@{hostname}:{pid}/"
 
 
 def ticket_name(task_id: object, retries: object, nesting: object) -> str:

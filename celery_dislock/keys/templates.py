@@ -153,7 +153,14 @@ class KeyTemplate:
         parts = [self._head]
         for path, name, walk, literal in self._slots:
             value = values.get(name, _NOT_GIVEN)
-            text = self._text(self._walked(value, path, walk) if walk else value, path)
+            if walk:
+                value = self._walked(value, path, walk)
+            try:
+                text = text_of(value)
+            except ValueError as error:  # an int of more digits than Python converts to text
+                raise LockKeyError(self._template, path, str(error)) from error
+            if text is None:
+                raise self._refused(value, path)
             if self._needs_encoding(text):
                 text = self._encode(percent_encoded, text)
             parts += (text, literal)
@@ -170,17 +177,11 @@ class KeyTemplate:
                 raise LockKeyError(self._template, path, f"{kind_of(owner)} has no {name!r}")
         return value
 
-    def _text(self, value: object, path: str) -> str:
+    def _refused(self, value: object, path: str) -> LockKeyError:
+        reason = f"{kind_of(value)} is not allowed in a key; use {ALLOWED}"
         if value is _NOT_GIVEN:
-            raise LockKeyError(self._template, path, "the call does not give it")
-        try:
-            text = text_of(value)
-        except ValueError as error:  # an int of more digits than Python converts to text
-            raise LockKeyError(self._template, path, str(error)) from error
-        if text is None:
-            reason = f"{kind_of(value)} is not allowed in a key; use {ALLOWED}"
-            raise LockKeyError(self._template, path, reason)
-        return text
+            reason = "the call does not give it"
+        return LockKeyError(self._template, path, reason)
 
 
 class CallableKey:

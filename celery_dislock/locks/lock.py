@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
-from celery_dislock.keys.terms import Terms
 from celery_dislock.locks.lease import (
     ENDED_BY_OWNER,
     GONE_WHEN_RELEASED,
@@ -82,8 +81,7 @@ class Lock:
         self.key = keys[0] if len(keys) == 1 else " + ".join(keys)
         self.watchdog, self.clock, self.channel = watchdog, watchdog.clock, watchdog.channel
         self.timeout, self.interval = options.timeout, options.renewal_interval
-        self.fair = fair
-        self.terms: tuple[Terms, ...] = (Terms(options.lock_mode, options.lock_limit or 1),)
+        self.fair, self.terms = fair, options.terms
         self._is_unheard = False  # since the last release that was answered
 
     @property

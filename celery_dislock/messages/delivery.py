@@ -18,8 +18,8 @@ from celery.utils.time import maybe_iso8601
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.messages.headers import HELD, Notes, forget_notes, with_notes
-from celery_dislock.messages.message import AS_IT_CAME, Message, result_is_ignored
+from celery_dislock.messages.headers import HELD, with_notes
+from celery_dislock.messages.message import AS_IT_CAME, Message
 from celery_dislock.reporting import logged
 from celery_dislock.servers.requests import RELEASED
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Attempt, Lease
     from celery_dislock.locks.lock import Lock
+    from celery_dislock.messages.headers import Notes
     from celery_dislock.servers.reservations import Reservation, Reservations
 
 logger = logging.getLogger("celery_dislock")
@@ -94,11 +95,15 @@ class Delivery:
         notes: The notes in the message's headers.
 
     Attributes:
+        id: The task's id.
+        sent_to: The task's name as its message has it; an app may know a task by two names.
+        is_eager: Whether the task runs eagerly: in the calling process, without a message.
         options: The task's options that apply to this delivery.
         reservation: The reservation in the message's header that is still to be ended; None if
             there is none.
-        outbox: Messages that the body sends under its own task id; None while no body runs.
         began: Whether the body was entered.
+        runs: Whether the body runs now.
+        held_back: Messages that the body has sent under its own task id; None: it has sent none.
         ending: How the lease ends.  Until the body has ended: released.
         if_done: What ends with the lease if the work is done, so that no copy of it is to run.
         after_result: Functions called with the task's state, after the result is stored and the
@@ -112,13 +117,16 @@ class Delivery:
         # The request has this object, too.  If each kept the other alive, both would be left to
         # the garbage collector, which costs more than a third of all that the guard does.
         self._request = ref(request)
+        self.id = request.id
+        self.sent_to = str(request.task or task.name)
+        self.is_eager = bool(request.is_eager)
         self.lock = lock
         self.attempt = attempt
         self.notes = notes
         self.options: TaskOptions = lock.options
-        self.outbox: Outbox | None = None
         self.reservation: Reservation | None = None
-        self.began = False
+        self.began = self.runs = False
+        self.held_back: Outbox | None = None
         self.ending = self.if_done = RELEASED
         self.after_result: list[Callable[[str], None]] = []
         # Celery copies delivery_info into a retry's options.
@@ -136,19 +144,11 @@ class Delivery:
         return self._request()
 
     @property
-    def id(self) -> Any:
-        """The task's id."""
-        return self.request.id
-
-    @property
-    def sent_to(self) -> str:
-        """The task's name as its message has it; an app may know a task by two names."""
-        return str(self.request.task or self.task.name)
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether the task runs eagerly: in the calling process, without a message."""
-        return bool(self.request.is_eager)
+    def outbox(self) -> Outbox | None:
+        """What holds back the messages that the body sends under its own id; None: none runs."""
+        if self.runs and self.held_back is None:
+            self.held_back = Outbox()
+        return self.held_back if self.runs else None
 
     @property
     def message(self) -> Message:
@@ -161,11 +161,6 @@ class Delivery:
         if self._as_it_came is None:
             raise LookupError(f"task {self} came without a message that could be sent again")
         return Message.of(self.request, self._as_it_came)
-
-    @property
-    def result_is_ignored(self) -> bool:
-        """Whether the task's result is not stored."""
-        return result_is_ignored(self.task, self.request)
 
     @property
     def lease(self) -> Lease | None:
@@ -181,11 +176,6 @@ class Delivery:
     def logged(self, error: Any, what: str, **kwargs: Any) -> Any:
         """Log how the delivery ends, in place of Celery's line about *error*; return the error."""
         return logged(error, self.task.name, self.id, what, **kwargs)
-
-    def forget_notes(self) -> None:
-        """Drop the notes once the lock is taken: they do not apply to later messages."""
-        self.notes = Notes()
-        forget_notes(self.request)
 
     def settle(self) -> None:
         """End the lease, if there is one; a second call does nothing."""

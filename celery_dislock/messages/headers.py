@@ -82,6 +82,8 @@ class Notes:
         later: UNIX time since which the task waits for a worker of a later release; None: it does
             not.
         is_later: Whether a later version has written the header; it has FROZEN members only then.
+        came: Whether the message has our header; most have none.
+        unique: Its reservation, unchecked; see :func:`reservation_of`.  None: it has none.
     """
 
     put_off: int = 0
@@ -93,6 +95,8 @@ class Notes:
     since: float | None = None
     later: float | None = None
     is_later: bool = False
+    came: bool = False
+    unique: Any = None
 
     @classmethod
     def of(cls, request: Context) -> Notes:
@@ -100,9 +104,11 @@ class Notes:
         notes, given = cls(), _header_of(request)
         if given is None:
             return notes
+        notes.came = True
         notes.is_later = _version(given) > VERSION
         ignored = [] if _version(given) else [f"{HEADER}={reprlib.repr(given)}"]
         members = _members(given)
+        notes.unique = members.get(UNIQUE)
         for name, (attribute, read) in READERS.items():
             note = members.get(name)
             if note is None:
@@ -128,10 +134,8 @@ class Notes:
         noted[TICKET] = list(self.parked or ())  # AMQP has no tuples
         return {name: note for name, note in noted.items() if note}
 
-    @property
-    def waits_for_later(self) -> bool:
-        """Whether only a later version can go on with what the task has."""
-        return self.is_later and bool(self.parked or self.held_by)
+
+NO_NOTES = Notes()
 
 
 def _header_of(request: Context) -> Any:
@@ -190,18 +194,18 @@ def without_notes(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     return own
 
 
-def ours_first(headers: Mapping[str, Any]) -> Mapping[str, Any]:
+def ours_first(headers: Mapping[str, Any], notes: Mapping[str, Any]) -> Mapping[str, Any]:
     """
-    Return a message's headers with ours first, as scripts read it: its version, then SENT.
+    Return a message's headers with these notes, ours first, as scripts read it: version, then SENT.
 
     A message that has no header of ours is given one, since a script may have to add a note.
     """
-    given: Any = headers.get(HEADER, {"v": VERSION})
+    own = with_notes(headers, notes)
+    given: Any = own.pop(HEADER, {"v": VERSION})
     if not _version(given):
         return headers
     first = {name: given[name] for name in ("v", SENT) if name in given}
-    others = {name: one for name, one in headers.items() if name != HEADER}
-    return {HEADER: {**first, **given}, **others}
+    return {HEADER: {**first, **given}, **own}
 
 
 def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
@@ -217,7 +221,7 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     """
     given = notes_of(request).get(TICKET)
     turn = None if given is None else _ticket(given, str(request.id))
-    is_own = turn is not None and turn[1] == own_ticket(request) and _is_under(prefix, turn[0])
+    is_own = turn is not None and turn[1] == own_ticket(request) and is_under(prefix, turn[0])
     return turn if is_own else None
 
 
@@ -242,7 +246,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
     if not isinstance(given, (list, tuple)) or len(given) not in {2, 4}:
         return None
     lock, until, mark, number = (*given, "-", 0)[:4]  # without a number: nothing replaces it
-    if not (_is_text(lock, LOCK_MOST) and _is_under(prefix, lock)):
+    if not (_is_text(lock, LOCK_MOST) and is_under(prefix, lock)):
         return None
     if until not in UNIQUE_UNTIL or not (isinstance(mark, str) and MARK.fullmatch(mark)):
         return None
@@ -255,7 +259,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
 
 
 def forget_notes(request: Context) -> None:
-    """Remove the notes of one delivery from a request: Celery copies its headers."""
+    """Remove the notes of one delivery from a request, once it has its lock: Celery copies them."""
     about = vars(request)
     for headers in (about, about.get("headers")):
         if isinstance(headers, dict) and HEADER in headers:
@@ -268,7 +272,8 @@ def _is_text(given: object, most: int) -> bool:
     return isinstance(given, str) and len(given) <= most and not SURROGATE.search(given)
 
 
-def _is_under(prefix: str, lock: str) -> bool:
+def is_under(prefix: str, lock: str) -> bool:
+    """Tell whether a lock's name in Redis has this prefix."""
     return lock.startswith(f"{prefix}:{{")
 
 

@@ -138,14 +138,14 @@ class Message:
             body=bytes(body),
         )
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self, notes: Mapping[str, Any] | None = None) -> bytes:
         """
-        Serialize the message.
+        Serialize the message, with these notes.
 
         Scripts read our header, and add to it.  So it is the first one, if the message has it.
         """
         about = {name: value for name, value in vars(self).items() if name != "body"}
-        about["headers"] = ours_first(self.headers)
+        about["headers"] = ours_first(self.headers, notes or {})
         header: str = dumps(about, default_kwargs={"separators": (",", ":")})
         return b"".join((FORMAT, header.encode(), b"\n", self.body))
 

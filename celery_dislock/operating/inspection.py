@@ -144,7 +144,7 @@ def _locks_of_running_tasks() -> Iterator[tuple[Request, str]]:
         guard = getattr(request.task, "dislock_guard", None)
         if guard is not None and guard.options.lock_limit is not None:
             with suppress(Exception):  # of a user's callable, for a key; then the body does not run
-                turn = guard.turn_of(Context(request.request_dict)) if guard.can_park else None
+                turn = guard.turn_of(Context(request.request_dict))
                 names = [turn[0]] if turn else guard.lock_names(request.args, request.kwargs)
                 yield from ((request, name) for name in names)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from celery_dislock.exceptions import LaterReleaseError, StoreError
@@ -23,9 +22,8 @@ from celery_dislock.locks.lease import Conflict
 from celery_dislock.messages.headers import (
     SINCE,
     own_ticket,
-    with_notes,
 )
-from celery_dislock.messages.message import TaskParked
+from celery_dislock.messages.message import TaskParked, result_is_ignored
 from celery_dislock.messages.unrun import acknowledge, put_off
 from celery_dislock.parking.answers import Done, Full, Later, Parked
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
@@ -93,13 +91,10 @@ class Parking:
             TaskParked: The task is in line.
             StoreError: The lock server did not answer.  The task may be in line.
         """
-        message = self._delivery.message
-        if self._delivery.notes.since is not None:
-            notes = {SINCE: self._delivery.notes.since}
-            message = replace(message, headers=with_notes(message.headers, notes))
+        message, since = self._delivery.message, self._delivery.notes.since
         place = min(conflict.place, bounds.most or conflict.place)
         self._store_state(conflict, place)
-        return self._answer(message.to_bytes(), bounds)
+        return self._answer(message.to_bytes({} if since is None else {SINCE: since}), bounds)
 
     def _result_stored(self, _state: str) -> None:
         """
@@ -158,7 +153,7 @@ class Parking:
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
         delivery = self._delivery
-        if delivery.result_is_ignored:
+        if result_is_ignored(delivery.task, delivery.request):
             return
         meta = {"key": conflict.key, "place": place, "holder": in_words(conflict.holder)}
         try:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kombu.utils.json import dumps
 
 from celery_dislock import scripts
+from celery_dislock.config.terms import ALONE, written
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.keys.terms import ALONE, written
 from celery_dislock.parking.answers import Done, Dropped, Full, Later, Parked, Swept
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
@@ -29,7 +29,7 @@ from celery_dislock.servers.replies import Granted, Replaced, refused, turns
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from celery_dislock.keys.terms import Terms
+    from celery_dislock.config.terms import Terms
     from celery_dislock.servers.replies import Refused, Turn
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.server import Server

@@ -11,7 +11,7 @@ end
 
 -- Returns the token, as text.
 local function grant_free(lock, owner, ttl_ms, terms, holder)
-  write(lock, owner, now + ttl_ms, now_as_token, now, string.sub(terms, 1, 1), holder)
+  write(lock, owner, now + ttl_ms, now_as_token, now, parse_terms(terms).mode, holder)
   redis.call('PEXPIRE', lock, ttl_ms)
   return now_as_token
 end

@@ -46,10 +46,10 @@ local function serve(lock, waiter, asker)
   leave_line(lock, waiter)
   if not place then return true end
   if waiter == asker then
-    return true, false, grant(lock, waiter, place.ttl, place.terms.mode, place.holder, place.version)
+    return true, false, grant(lock, waiter, place.ttl, place.terms, place.holder, place.version)
   end
   local take_up = math.min(place.ttl, TAKE_UP_MS)
-  local token = grant(lock, waiter, take_up, place.terms.mode, place.holder, place.version)
+  local token = grant(lock, waiter, take_up, place.terms, place.holder, place.version)
   wake_up(lock, waiter, string.format('%s %.0f %.0f', token, take_up, place.deadline - now))
   return true, true
 end

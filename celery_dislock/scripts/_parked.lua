@@ -188,7 +188,7 @@ function give_turn(lock, member, asker)
   keep(lock.handed)
   parked.times = parked.times + 1
   write_ticket(lock, ticket, parked)
-  grant(lock, member, lasts, parked.terms.mode, as_holder(ticket))
+  grant(lock, member, lasts, parked.terms, as_holder(ticket))
   if member ~= asker then publish(lock, ticket, parked.message) end
   return true
 end

@@ -7,8 +7,8 @@
 --     acquired_ms  Redis TIME of the acquisition
 --     mode         x exclusive, s shared
 --     holder       JSON object for messages and tools: see servers/records.py
---   owner -> "1 deadline_ms ttl_ms mode limit holder"
---     1            version of this format.  Later ones begin with the same fields, up to the limit
+--   owner -> "1 deadline_ms ttl_ms terms holder"
+--     1            version of this format.  Later ones begin with the same fields, up to the terms
 --     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
 --     ttl_ms, and so on   of the lease that it asks for; see acquire.lua
 
@@ -47,7 +47,7 @@ end
 -- Nothing if it cannot be read, or its waiter has died.  Without terms: only a later version knows them.
 local function read_place(record)
   local version, deadline, ttl, terms, holder =
-    string.match(record or '', '^(%d+) (%d+) (%d+) (%a+ %d+) (.*)$')
+    string.match(record or '', '^(%d+) (%d+) (%d+) (%S+) (.*)$')
   if not deadline or tonumber(deadline) <= now then return nil end
   return {
     deadline = tonumber(deadline), ttl = tonumber(ttl), terms = parse_terms(terms), holder = holder,

@@ -4,7 +4,7 @@
 -- ARGV[1]   owner
 -- ARGV[2]   ttl_ms     integer > 0
 -- ARGV[3]   holder     JSON, for messages and tools
--- ARGV[4]   terms      see _terms.lua; of several locks one for each: "x 3,x 1", or one for all
+-- ARGV[4]   terms      see _terms.lua; of several locks one for each: "x:3,x:1", or one for all
 -- ARGV[5]   place_ms   > 0: wait in line, where the place is kept for this time unless asked again
 --                      0: do not wait
 -- ARGV[6]   fair       1: come after those who wait   0: pass them where the lock admits one more
@@ -56,7 +56,7 @@ local function take(lock, terms)
   if not seen then line_is_there = waits and line_exists(lock) end
   if admits(lock, terms) and (not line_is_there or passes_line) then
     if line_is_there then leave_line(lock, owner) end
-    return grant(lock, owner, ttl, terms.mode, holder), true
+    return grant(lock, owner, ttl, terms, holder), true
   end
 
   if waits then
@@ -67,7 +67,7 @@ local function take(lock, terms)
     local token = hand_off(lock, owner)
     if token then return token, true end
     if not waits and admits(lock, terms) and redis.call('EXISTS', lock.line) == 0 then
-      return grant(lock, owner, ttl, terms.mode, holder), true
+      return grant(lock, owner, ttl, terms, holder), true
     end
   end
 end

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TTL_MS = 60_000  # of most keys, if nobody deletes them
 LATER = 1 << 53  # than any token
-TERMS = TTL_MS, "{}", "x 1"
+TERMS = TTL_MS, "{}", "x:1"
 MESSAGE = '{"headers":{}}'
 BYTES_MOST = 1_000_000  # of a line
 

@@ -59,7 +59,7 @@ local function in_line()
 end
 
 local function claim(joined, terms)
-  local token = grant(lock, owner, ttl, terms.mode, holder)
+  local token = grant(lock, owner, ttl, terms, holder)
   write_claim(lock, ticket, {
     joined = joined, claimed = now, settles = IN_BODY, terms = terms,
   })
@@ -167,7 +167,7 @@ local function new()
   if not was_full and admits(lock, terms) and not line_exists(lock) then
     -- Of a request that brings the message, a late copy may come when the task is done: it finds a mark.
     if marked ~= '0' or message ~= '' then return {GRANTED, turns, claim(now_us, terms), 1} end
-    return {GRANTED, turns, grant(lock, owner, ttl, terms.mode, holder), 0}
+    return {GRANTED, turns, grant(lock, owner, ttl, terms, holder), 0}
   end
   if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end
   if is_unlisted() then return list_first() end

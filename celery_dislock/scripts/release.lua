@@ -40,8 +40,7 @@ end
 local function place_alone(lock, waiter)
   local seen, record = pcall(redis.call, 'HGET', lock .. PLACES, waiter)
   local place = seen and record and read_place(record)
-  local terms = place and place.terms
-  return terms and terms.mode == 'x' and terms.limit == 1 and place
+  return place and are_alone(place.terms) and place
 end
 
 -- The usual hand-off: the only lease of a lock ends, and the first in line wants the lock for itself, as does

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
 from celery_dislock.clock import monotonic
+from celery_dislock.config.terms import ALONE, written
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.keys.terms import ALONE, written
 from celery_dislock.servers.connecting import BLOCKING
 from celery_dislock.servers.connections import (
     by_digest,

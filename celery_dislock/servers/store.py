@@ -7,8 +7,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
+from celery_dislock.config.terms import ALONE, written
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.terms import ALONE, written
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.connecting import BLOCKING
@@ -32,7 +32,7 @@ from celery_dislock.servers.view import LEASES_ALONE, look
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.keys.terms import Terms
+    from celery_dislock.config.terms import Terms
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connecting import Driver
     from celery_dislock.servers.replies import Looked, Turn

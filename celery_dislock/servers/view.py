@@ -14,9 +14,10 @@ import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.options import MISSED, RENEWALS_PER_TIMEOUT
+from celery_dislock.config.terms import ALONE, NAMES
+from celery_dislock.config.terms import parsed as parsed_terms
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of, task_id_of_reserved
-from celery_dislock.keys.terms import NAMES
 from celery_dislock.scripts import LOOK
 from celery_dislock.servers.records import (
     LEADER,
@@ -41,9 +42,9 @@ OVERDUE = MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
 _MS, _US, _COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
 # Later versions of a record begin with the same fields; what comes after them is not known here.
 LIMIT_RECORD = re.compile(rb"\d{1,9} %b %b (.*)" % (_COUNT, _MS), re.DOTALL)
-_WAITS = re.compile(rb"\d{1,9} %b %b ([a-z]) %b (.*)" % (_MS, _MS, _COUNT), re.DOTALL)
+_WAITS = re.compile(rb"\d{1,9} %b %b (\S+) (.*)" % (_MS, _MS), re.DOTALL)
 _PARKED = re.compile(
-    rb"\d{1,9} %b %b %b (\S+) %b (?:([xs]) \d+)?.*\n\d{1,9} (.*)" % (_US, _COUNT, _MS, _COUNT)
+    rb"\d{1,9} %b %b %b (\S+) %b (\S*).*\n\d{1,9} (.*)" % (_US, _COUNT, _MS, _COUNT)
 )
 _RESERVED = re.compile(
     rb"\d{1,9} (\S) %b (\S+)(?: %b \d+ \S+ %b [01] (\S{1,100}))? .*" % (_MS, _MS, _COUNT)
@@ -315,11 +316,6 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
     )
 
 
-def _mode(letter: bytes | None) -> str:
-    """Name a mode; of one that only a later version knows, that which admits the least."""
-    return NAMES.get((letter or b"x").decode(), "exclusive")
-
-
 def is_beat(one: Holder | Waiter) -> bool:
     """Tell whether one of several beats holds a lock to lead, or waits for it."""
     return one.thread == LEADER
@@ -342,7 +338,7 @@ def _holder(
     return Holder(
         owner=text(owner).removeprefix("~"),
         token=int(token),
-        mode=_mode(mode),
+        mode=NAMES.get(mode.decode(), ALONE.mode),  # of one that is not known, what admits least
         held=held,
         acquired_at=acquired / 1000,
         remaining=remaining,
@@ -359,11 +355,11 @@ def _waiter(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) 
     if member.endswith(b"#"):
         return _parked(now_ms, nth, text(member[:-1]), record)
     waits = _WAITS.fullmatch(record)
-    about: Mapping[str, Any] = holder_of(waits[5]) if waits else {}
+    about: Mapping[str, Any] = holder_of(waits[4]) if waits else {}
     return Waiter(
         place=nth,
         waiting=_since(now_ms, joined),
-        mode=_mode(waits and waits[3]),
+        mode=parsed_terms(waits[3]).mode if waits else ALONE.mode,
         who=in_words(about),
         task=bounded_text(about.get("task")),
         id=bounded_text(about.get("id")),
@@ -392,7 +388,7 @@ def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Waiter:
     return Waiter(
         place=nth,
         waiting=max(0.0, now_ms / 1000 - int(parked[1]) / 1e6) if parked else 0.0,
-        mode=_mode(parked and parked[6]),
+        mode=parsed_terms(parked[6]).mode if parked else ALONE.mode,
         parked=True,
         ticket=ticket,
         turns=int(parked[2]) if parked else 0,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NoReturn
 
 import celery
@@ -31,9 +31,9 @@ from celery_dislock.messages.unrun import (
     skip,
 )
 from celery_dislock.parking.answers import Full
-from celery_dislock.parking.park import put_off_later
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.records import in_words, is_turn
+from celery_dislock.signals import lock_conflict
 from celery_dislock.words import plain, shortened, so_far
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
         SettingsError: A callable has returned a value that is not a strategy.
     """
     delivery = asking.delivery
-    delivery.lock.channel.conflict(delivery.task, conflict, delivery.id)
+    if lock_conflict.receivers:
+        delivery.lock.channel.conflict(delivery.task, conflict, delivery.id)
     if is_a_copy(delivery, conflict):
         _count(delivery, conflict, "copy")
         put_off_copy(delivery, conflict)
@@ -110,10 +111,11 @@ def _error(delivery: Delivery, conflict: Conflict) -> LockHeldError:
 
 def _hint(delivery: Delivery, conflict: Conflict) -> str:
     """Say if the lock is held by a task that has sent this one, and may wait for it."""
-    request = delivery.request
-    around = {shown_id(one) for one in (request.parent_id, request.root_id) if one}
-    holder = conflict.holder.get("id")
-    return SENT_BY_HOLDER if holder in around - {shown_id(delivery.id)} else ""
+    request, holder = delivery.request, conflict.holder.get("id")
+    if holder is None or holder == shown_id(delivery.id):
+        return ""
+    has_sent = holder in map(shown_id, (request.parent_id, request.root_id))
+    return SENT_BY_HOLDER if has_sent else ""
 
 
 @lru_cache(WARNED_MOST)
@@ -176,7 +178,9 @@ def wait(asking: Acquisition, conflict: Conflict) -> Lease | None:
     if delivery.is_eager:
         fail(asking, conflict)
     until = min(delivery.notes.retry_until or math.inf, now + delivery.options.lock_wait_timeout)
-    answer = asking.wait(until - now)
+    answer = asking.answer(
+        partial(delivery.lock.acquire, delivery.attempt, timeout=until - now, gives_way=True)
+    )
     if not isinstance(answer, Conflict):
         return answer
     if is_a_copy(delivery, answer):  # another delivery of this task was first
@@ -204,7 +208,8 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
         options.lock_queue_limit or 0, options.lock_queue_bytes, options.lock_queue_overflow
     )
     try:
-        answer = asking.park(asking.parking, conflict, bounds)
+        # It may be in line already, so it does not run without its lock.
+        answer = asking.answer(partial(asking.parking.park, conflict, bounds), may_run=False)
     except TaskParked:
         _count(delivery, conflict, "queue")
         if hint := _hint(delivery, conflict):
@@ -278,20 +283,3 @@ def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     # A turn that is claimed late may be given twice, which needs no warning.
     level = logging.WARNING if delivery.notes.parked is None else logging.INFO
     put_off(delivery, reason, at_most=conflict.remaining, level=level)
-
-
-def put_off_unknown(delivery: Delivery, process: ParkingProcess) -> None:
-    """
-    Put off a task that has what this worker cannot go on with; raises Ignore then.
-
-    Its turn may be for a lock under another prefix: its line would give it another turn if it ran
-    here.  A later release may have written its turn, or the lease that it goes on with.
-    """
-    notes = delivery.notes
-    if notes.waits_for_later:
-        put_off_later(delivery, process.lines)
-    prefix = process.settings.dislock_prefix
-    if notes.parked is not None and not notes.parked[0].startswith(f"{prefix}:{{"):
-        lock, _ = notes.parked
-        reason = f"it has its turn for {lock}, and this worker's locks have the prefix {prefix}"
-        put_off(delivery, reason, level=logging.WARNING)

@@ -10,43 +10,49 @@ import inspect
 import logging
 import sys
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.app.task import Context
-from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
 from celery_dislock.keys.templates import in_order, key_of
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.channel import TRACING
-from celery_dislock.locks.interruption import Running, StopTask
+from celery_dislock.locks.interruption import THROWN, Running, StopTask
 from celery_dislock.locks.lease import PUT_OFF, Attempt, Conflict, current
-from celery_dislock.messages.delivery import Delivery, Outbox
-from celery_dislock.messages.headers import Notes, own_turn, reservation_of
-from celery_dislock.messages.unrun import skip
+from celery_dislock.locks.lock import Lock
+from celery_dislock.messages.delivery import Delivery
+from celery_dislock.messages.headers import (
+    NO_NOTES,
+    Notes,
+    forget_notes,
+    own_turn,
+    reservation_of,
+)
 from celery_dislock.servers.bridge import wait_for
 from celery_dislock.servers.records import describe
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
-from celery_dislock.tasks import conflicts
+from celery_dislock.tasks import conflicts, redelivery
 from celery_dislock.tasks.acquisition import Acquisition
+from celery_dislock.tasks.endings import COMES_AGAIN, FAILED, SUCCEEDED, outcome_of
 from celery_dislock.tasks.keys import TaskKeys, terms_in_order
-from celery_dislock.tasks.redelivery import Copies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery import Task
     from celery.worker.request import Request
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.keys.terms import Terms
+    from celery_dislock.config.terms import Terms
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.servers.reservations import Reservation
+    from celery_dislock.tasks.endings import Outcome
 
 
 UNAWAITED = (
@@ -58,39 +64,8 @@ RETURNED = (
     "it returned what has to be awaited, and would run on without its lock: declare it with "
     "`async def`, for a pool that awaits, or as a plain function that calls asyncio.run()"
 )
+DESCRIBED_MOST = 100  # processes, and timeouts of their tasks, whose description is kept
 KEPT_TIMEOUTS = 2  # timeouts for which the reservation of a running task is kept at each renewal
-
-
-class Outcome(NamedTuple):
-    """
-    How a body has ended, and what that means for its lock.
-
-    Attributes:
-        done: Whether its work is done, so that its message is not expected again.
-        released_by: Option that says whether the lock is released, or left to expire; empty: it is
-            released.
-    """
-
-    done: bool
-    released_by: str = ""
-
-
-SUCCEEDED = Outcome(done=True, released_by="release_on_success")
-FAILED = Outcome(done=True, released_by="release_on_failure")
-ENDED_EARLY = Outcome(done=True)  # by one of Celery's predicates
-COMES_AGAIN = Outcome(done=False)
-STOPPED = Outcome(done=False, released_by="release_on_failure")  # with its worker
-
-
-def outcome_of(error: BaseException) -> Outcome:
-    """Return the outcome of a body that has raised an exception."""
-    if isinstance(error, Reject) and error.requeue:
-        return COMES_AGAIN
-    if isinstance(error, (Retry, Ignore, Reject)):
-        return ENDED_EARLY
-    return FAILED if isinstance(error, Exception) else STOPPED
-
-
 WAIT_MOST = 31 * 86400.0  # seconds: no line is kept for longer, so a header that says so is forged
 
 logger = logging.getLogger("celery_dislock")
@@ -140,7 +115,7 @@ class Guard:
             or options.lock_dedupe_redelivered
         )
         self._locks = options.lock_limit is not None
-        self._limits = options.limits
+        self._terms = options.terms
         # The watchdog renews it with the one lease; else the main process alone does.
         by_watchdog = self.interval is not None and len(self._keys) == 1
         self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else options.lock_unique_for
@@ -150,8 +125,6 @@ class Guard:
         self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run the body under the task's lock, or end the delivery if the lock cannot be taken."""
-        if self.runtime.off:
-            return body(*args, **kwargs)
         delivery = self._delivery(task, request, args, kwargs)
         previous = current.set(delivery.attempt)
         try:
@@ -177,13 +150,19 @@ class Guard:
         """
         if request.is_eager:
             return self.run(task, request, partial(_await_all, body), args, kwargs)
-        if self.runtime.off:
-            return body(*args, **kwargs)
         if self.runtime.unawaited_by is not None:
             raise self.unawaited()
         return self.runtime.on_loop(
             self.run, task, request, partial(_await_here, body), args, kwargs
         )
+
+    def run_unlocked(
+        self, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run the body where locks are off; an ``async def`` one as :meth:`run_async` does."""
+        if self.is_async and request.is_eager:
+            return _await_all(body, *args, **kwargs)
+        return body(*args, **kwargs)
 
     def unawaited(self) -> SettingsError:
         """Make the error of an ``async def`` body that the pool of this process does not await."""
@@ -191,22 +170,20 @@ class Guard:
 
     def _run(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
         """Take the lock, run the body, and end the lease as the body's outcome asks for."""
-        copies = None
-        if self._looks_for_copies and not delivery.is_eager:
-            copies = Copies(delivery, self.runtime.process.store)
-        lease = self._take(delivery, copies)
-        delivery.began = True
-        delivery.outbox = Outbox()
+        lease = self._take(delivery)
+        delivery.began = delivery.runs = True
         caller, outcome = current_caller(), COMES_AGAIN
         begun = len(caller.leases)
         try:
             if lease is not None:
                 caller.hold(CallerLease(delivery.lock, lease, execution=True))
-            result = self._run_body(lease, body)
+                if self._interrupts:
+                    body = partial(_interrupted, lease, body)
+            result = body()
             if hasattr(type(result), "__await__"):
                 self._refuse_awaitable(result)
-            if copies is not None and lease is not None:
-                copies.body_succeeded()
+            if lease is not None and self.options.lock_dedupe_redelivered and not delivery.is_eager:
+                redelivery.body_succeeded(delivery, self.runtime.process.store)
         except StopTask as exc:
             outcome = FAILED
             raise exc.error from exc
@@ -220,21 +197,6 @@ class Guard:
             caller.end_body(begun)
             self._end(delivery, lease, outcome)
 
-    def _run_body(self, lease: Lease | None, body: Callable[[], Any]) -> Any:
-        """Run the body; stop it when its lease ends, if the options ask for that."""
-        if lease is None or not self._interrupts:
-            return body()
-        running = Running(lease)
-        try:
-            running.begin()
-            return body()
-        except asyncio.CancelledError as exc:
-            if not running.took_back(exc):
-                raise
-            raise LockLostError(lease.key, lease.why_ended) from exc
-        finally:
-            running.end()
-
     def _refuse_awaitable(self, result: Any) -> NoReturn:
         if inspect.iscoroutine(result):
             result.close()
@@ -242,35 +204,37 @@ class Guard:
 
     def _end(self, delivery: Delivery, lease: Lease | None, outcome: Outcome) -> None:
         """End the lease and the reservation, and publish what the body sent under its id."""
-        outbox, delivery.outbox = delivery.outbox or Outbox(), None
-        ending = delivery.if_done if outcome.done else RELEASED
-        kept = self._kept_for_retry(lease, outbox.retry_in)
-        if kept:
-            outbox.held_by = delivery.attempt.owner
-            ending = ending._replace(expires=True, at_least=kept)
-        elif outcome.released_by and not getattr(self.options, outcome.released_by):
+        delivery.runs = False
+        outbox, ending = delivery.held_back, delivery.if_done if outcome.done else RELEASED
+        retry_in = None if outbox is None else outbox.retry_in
+        if outcome.released_by and not getattr(self.options, outcome.released_by):
             ending = ending._replace(expires=True)
-        if outbox.retry_in is not None or not outcome.done:  # its message comes again
+        if outbox is not None and retry_in is not None and lease is not None:
+            kept = self._kept_for_retry(lease, retry_in) if self.options.lock_hold_on_retry else 0.0
+            if kept:
+                outbox.held_by = lease.owner
+                ending = ending._replace(expires=True, at_least=kept)
+        if retry_in is not None or not outcome.done:  # its message comes again
             delivery.reservation = None
         elif lease is not None and delivery.reservation is delivery.attempt.reservation:
             ending = ending._replace(reservation=delivery.reservation)
         delivery.ending = ending
         delivery.settle()
-        if ending.reservation is None:
-            delivery.end_reservation()
-        delivery.reservation = None
-        outbox.send()
+        if delivery.reservation is not None:
+            if ending.reservation is None:
+                delivery.end_reservation()
+            delivery.reservation = None
+        if outbox is not None:
+            outbox.send()
 
-    def _begin(self, delivery: Delivery, lease: Lease | None = None) -> None:
+    def _begin(self, delivery: Delivery, reservation: Reservation, lease: Lease | None) -> None:
         """
         Tell the lock server that a reserved task begins, unless the acquisition did.
 
         Raises:
             Replaced: The task must not run.
         """
-        reservation, attempt = delivery.reservation, delivery.attempt
-        if reservation is None:
-            return
+        attempt = delivery.attempt
         if not (attempt.has_begun and attempt.reservation):
             try:
                 elsewhere = reservation.lock != reserved_lock(delivery.lock.names)
@@ -285,29 +249,22 @@ class Guard:
         elif lease is not None:
             lease.reservation = attempt.reservation
 
-    def _take(self, delivery: Delivery, copies: Copies | None) -> Lease | None:
+    def _take(self, delivery: Delivery) -> Lease | None:
         """Return the lease; None if the body runs without one."""
-        if not self._locks:
-            self._begin(delivery)
-            return None
-        if delivery.notes.replaced is not None:
-            skip(delivery, delivery.notes.replaced)
-        conflicts.put_off_unknown(delivery, self.runtime.process)
-        asking = Acquisition(delivery, self.runtime)
-        answer = asking.ask()
-        if isinstance(answer, Conflict):
-            answer = conflicts.resolve(asking, answer)
-        delivery.forget_notes()
-        self._begin(delivery, answer)
-        if answer is None or copies is None:
-            return answer
-        try:
-            copies.look_for_others()
-        except StoreError as exc:
-            delivery.settle()
-            asking.unavailable(exc, delivery.attempt.owner)
-            return None
-        return answer
+        lease: Lease | None = None
+        asking = Acquisition(delivery, self.runtime) if self._locks else None
+        if asking is not None:
+            answer = asking.ask()
+            lease = conflicts.resolve(asking, answer) if isinstance(answer, Conflict) else answer
+            if delivery.notes != NO_NOTES:
+                delivery.notes = Notes()
+                forget_notes(delivery.request)
+        if delivery.reservation is not None:
+            self._begin(delivery, delivery.reservation, lease)
+        if asking is None or lease is None or not self._looks_for_copies or delivery.is_eager:
+            return lease
+        store = self.runtime.process.store
+        return asking.answer(partial(redelivery.look_for_others, delivery, lease, store))
 
     def _keys_and_terms(
         self, task: Task, request: Context, notes: Notes, args: Any, kwargs: Any
@@ -322,14 +279,14 @@ class Guard:
         try:
             # An eager task's arguments have taken no way through a serializer.
             built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
-        except Exception:
-            if turn is None or not self._knows(turn):
+        except Exception as exc:
+            if turn is None or isinstance(exc, THROWN) or not self._knows(turn):
                 raise
             return [key_of(turn[0])], None
         keys = in_order(built)
         if turn is not None and keys != [key_of(turn[0])] and self._knows(turn):
             return [key_of(turn[0])], None
-        return keys, None if self._limits is None else terms_in_order(built, self._limits)
+        return keys, terms_in_order(built, self._terms) if len(self._terms) > 1 else None
 
     def _knows(self, turn: tuple[str, str]) -> bool:
         """Tell whether a turn is known on the lock server; also where that cannot be known now."""
@@ -338,10 +295,8 @@ class Guard:
         except StoreError:  # the next question will not be answered either
             return True
 
-    def _kept_for_retry(self, lease: Lease | None, delay: float | None) -> float:
+    def _kept_for_retry(self, lease: Lease, delay: float) -> float:
         """Return for how long the retry's lease is kept, counted from its grant; 0 if it is not."""
-        if delay is None or lease is None or not self.options.lock_hold_on_retry:
-            return 0.0
         try:
             is_held = lease.confirm()
         except StoreError:
@@ -351,44 +306,41 @@ class Guard:
     def _delivery(self, task: Task, request: Context, args: Any, kwargs: Any) -> Delivery:
         """Create the Delivery, and attach it to the request."""
         process, notes = self.runtime.process, Notes.of(request)
-        if notes.parked is not None and (request.is_eager or not (self._locks and self.can_park)):
+        if notes.parked is not None and (
+            request.is_eager or not self._locks or not process.can_park
+        ):
             notes.parked = None
         keys, terms = self._keys_and_terms(task, request, notes, args, kwargs)
-        who = {"task": task.name, "id": shown_id(request.id), "host": process.host}
         renewed = None if self.interval is None else self.timeout
-        holder = describe(who, request.hostname, process.pid, renewed)
+        here = _described(process.host, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
-        attempt = Attempt(process.owner_name(start), holder, sender=task)
+        attempt = Attempt(
+            process.owner_name(start), {"task": task.name, "id": shown_id(request.id), **here}, task
+        )
         if notes.put_off:
             attempt.how = PUT_OFF
         if notes.since is not None:
             waited = time.time() - notes.since
             attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
-        lock = self.runtime.lock(keys, self.options)
+        # A plain body runs for no event loop.
+        store = process.store_here if self.is_async else process.store
+        names = self.runtime.lock_names(keys)
+        lock = Lock(keys, names, self.options, store, watchdog=process.watchdog)
         if terms is not None:
             lock.terms = terms
         if TRACING in sys.modules:
             lock.channel.begins(attempt)
-        delivery: Delivery = Delivery(task, request, lock, attempt, notes)
-        delivery.reservation = self.reservation_of(request)
-        if delivery.reservation is not None and [delivery.reservation.lock] == list(lock.names):
-            attempt.reservation = delivery.reservation
+        delivery = Delivery(task, request, lock, attempt, notes)
+        if notes.unique is not None:
+            delivery.reservation = self.reservation_of(request)
+            if delivery.reservation is not None and (delivery.reservation.lock,) == names:
+                attempt.reservation = delivery.reservation
         request.dislock_delivery = delivery
         return delivery
 
     def reservation_of(self, request: Context) -> Reservation | None:
         """Return the reservation that a request's message brings; None if it brings none."""
         return reservation_of(request, self.runtime.settings.dislock_prefix, self.kept)
-
-    @property
-    def parks(self) -> bool:
-        """Whether this task may be parked."""
-        return self._locks and self.options.parks and not self.runtime.off
-
-    @property
-    def can_park(self) -> bool:
-        """Whether this process can park tasks."""
-        return not self.runtime.off and self.runtime.process.can_park
 
     @property
     def has_lock(self) -> bool:
@@ -426,7 +378,7 @@ class Guard:
         Raises:
             Exception: As for :meth:`keys`.
         """
-        turn = self.turn_of(Context(request.request_dict)) if self.can_park else None
+        turn = self.turn_of(Context(request.request_dict))
         try:
             keys = self.keys(request.args, request.kwargs)
         except Exception:
@@ -436,8 +388,34 @@ class Guard:
         return in_order([*keys, *([key_of(turn[0])] if turn else [])])
 
     def turn_of(self, request: Context) -> tuple[str, str] | None:
-        """Return the lock and the ticket of the turn that a request brings; None if none."""
+        """
+        Return the lock and the ticket of the turn that a request brings.
+
+        None if it brings none, or if this process cannot park tasks.
+        """
+        if self.runtime.off or not self.runtime.process.can_park:
+            return None
         return own_turn(request, self.runtime.settings.dislock_prefix)
+
+
+@lru_cache(DESCRIBED_MOST)
+def _described(host: str, worker: str | None, pid: int, timeout: float | None) -> Mapping[str, Any]:
+    """Return what a holder says of its process."""
+    return describe({"host": host}, worker, pid, timeout)
+
+
+def _interrupted(lease: Lease, body: Callable[[], Any]) -> Any:
+    """Run a body that is stopped when its lease ends, if the options ask for that."""
+    running = Running(lease)
+    try:
+        running.begin()
+        return body()
+    except asyncio.CancelledError as exc:
+        if not running.took_back(exc):
+            raise
+        raise LockLostError(lease.key, lease.why_ended) from exc
+    finally:
+        running.end()
 
 
 def _await_here(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The keys of a task's calls, built of the arguments as its body gets them.
+"""The keys of a task's calls with their terms, built of the arguments as its body gets them.
 
 The body of a task with ``pydantic=True`` gets models, which Celery makes of what the message has,
 with their defaults.  So the keys are built of these models, by the sender too, which sends plain
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
-from celery_dislock.keys.terms import Terms
 from celery_dislock.tasks.received import Received
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from celery import Task
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.config.terms import Terms
 
 
 class TaskKeys:
@@ -70,19 +70,17 @@ class TaskKeys:
         if serializer:
             args, kwargs = self._received.of(args, kwargs, serializer)
         if self._validate is None:
-            return self._built(args, kwargs)
+            return [builder.key(args, kwargs) for builder in self._builders]
         given, named = self._validate(*self._before, *args, **kwargs)
         given = given[len(self._before) :]
         if not self._is_digest:
-            return self._built(given, named)
+            return [builder.key(given, named) for builder in self._builders]
+        (digest,) = self._builders
         try:
             plain = {name: _dumped(one) for name, one in named.items()}
-            return self._built([*map(_dumped, given)], plain)
+            return [digest.key([*map(_dumped, given)], plain)]
         except LockKeyError:  # a model may have what cannot be digested
-            return self._built(args, kwargs)
-
-    def _built(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-        return [builder.key(args, kwargs) for builder in self._builders]
+            return [digest.key(args, kwargs)]
 
 
 def _dumped(argument: Any) -> Any:
@@ -102,16 +100,16 @@ def _is_static(task: type[Task]) -> bool:
     return isinstance(inspect.getattr_static(task, "run"), staticmethod)
 
 
-def terms_in_order(keys: Sequence[str], limits: Sequence[int]) -> tuple[Terms, ...]:
+def terms_in_order(keys: Sequence[str], terms: Sequence[Terms]) -> tuple[Terms, ...]:
     """
     Return the terms of a lock's keys, in the order of :func:`in_order`; one if all have the same.
 
-    Of two limits that a task declares for the same key, the smaller one counts.
+    Of two that a task declares for the same key, the stricter ones count.
     """
-    smallest: dict[str, int] = {}
-    for key, limit in zip(keys, limits, strict=True):
-        smallest[key] = min(limit, smallest.get(key, limit))
-    ordered = tuple(Terms(limit=smallest[key]) for key in in_order(keys))
+    strictest: dict[str, Terms] = {}
+    for key, its in zip(keys, terms, strict=True):
+        strictest[key] = its.stricter(strictest.get(key, its))
+    ordered = tuple(strictest[key] for key in in_order(keys))
     return ordered[:1] if len(set(ordered)) == 1 else ordered
 
 

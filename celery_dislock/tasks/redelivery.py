@@ -20,6 +20,7 @@ done       The copy is acknowledged without running.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from celery.states import SUCCESS
@@ -29,6 +30,7 @@ from celery_dislock.keys.names import shown_id
 from celery_dislock.messages.unrun import acknowledge, put_off
 
 if TYPE_CHECKING:
+    from celery_dislock.locks.lease import Lease
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.servers.store import Store
 
@@ -38,72 +40,63 @@ DONE = "done"
 logger = logging.getLogger("celery_dislock")
 
 
-class Copies:
+def look_for_others(delivery: Delivery, lease: Lease, store: Store) -> Lease:
     """
-    Finds other deliveries of the same task, and leaves marks for them.
+    Return the lease, unless another delivery of the task runs or has succeeded.
 
     Args:
-        delivery: The delivery.
+        delivery: The delivery, which has its lock.
+        lease: Its lease, which is released if it is a copy.
         store: The store of its lock.
+
+    Raises:
+        Ignore: This delivery is a copy; it was put off, or is acknowledged without running.
+        StoreError: The lock server did not answer.
     """
+    lock, options, owner = delivery.lock, delivery.lock.options, delivery.attempt.owner
+    if options.lock_mode == "shared" or options.admits_several:
+        for other in store.holders(lock.names[0]):
+            # One that is left to expire has no body: else two that were put off, and leave
+            # their leases for lock_at_least_for, would put each other off for ever.
+            is_copy = other.id == shown_id(delivery.id) and other.owner != owner
+            if is_copy and not other.expiring:
+                _put_off(delivery, "another delivery of this task holds", other.remaining)
+    if not options.lock_dedupe_redelivered:
+        return lease
+    mark = store.recall(lock.names[0], delivery.id)
+    state, _, retries = (mark or "").partition(" ")
+    if not retries.isdecimal() or int(retries) < delivery.request.retries:
+        return lease  # no mark, or one of an earlier retry
+    if state == ENDED:
+        _put_off(delivery, "this task has just succeeded under", lock.timeout)
+    if state == DONE:
+        delivery.end_reservation()
+        acknowledge(delivery, f"it has succeeded under lock {lock.key!r} before")
+    return lease
 
-    def __init__(self, delivery: Delivery, store: Store) -> None:
-        self._delivery = delivery
-        self._lock = delivery.lock
-        self._store = store
-        self._ended = False
-        delivery.after_result.append(self.result_stored)
 
-    def look_for_others(self) -> None:
-        """
-        Release the lock and end this delivery, if another delivery runs or has succeeded.
+def _put_off(delivery: Delivery, why: str, at_most: float) -> None:
+    delivery.settle()  # before its message comes again
+    reason = f"{why} lock {delivery.lock.key!r}"
+    put_off(delivery, reason, at_most=at_most, level=logging.WARNING)
 
-        Raises:
-            Ignore: This delivery is a copy; it was put off, or is acknowledged without running.
-            StoreError: The lock server did not answer.
-        """
-        options, owner = self._lock.options, self._delivery.attempt.owner
-        if options.lock_mode == "shared" or options.admits_several:
-            for other in self._store.holders(self._lock.names[0]):
-                # One that is left to expire has no body: else two that were put off, and leave
-                # their leases for lock_at_least_for, would put each other off for ever.
-                is_copy = other.id == shown_id(self._delivery.id) and other.owner != owner
-                if is_copy and not other.expiring:
-                    self._put_off("another delivery of this task holds", other.remaining)
-        if not options.lock_dedupe_redelivered:
-            return
-        mark = self._store.recall(self._lock.names[0], self._delivery.id)
-        state, _, retries = (mark or "").partition(" ")
-        if not retries.isdecimal() or int(retries) < self._delivery.request.retries:
-            return  # no mark, or one of an earlier retry
-        if state == ENDED:
-            self._put_off("this task has just succeeded under", self._lock.timeout)
-        if state == DONE:
-            self._delivery.end_reservation()
-            acknowledge(self._delivery, f"it has succeeded under lock {self._lock.key!r} before")
 
-    def _put_off(self, why: str, at_most: float) -> None:
-        self._delivery.settle()  # before its message comes again
-        reason = f"{why} lock {self._lock.key!r}"
-        put_off(self._delivery, reason, at_most=at_most, level=logging.WARNING)
+def body_succeeded(delivery: Delivery, store: Store) -> None:
+    """Set the mark *ended* before the lock is released, and *done* after the result is stored."""
+    if _mark(delivery, store, ENDED, delivery.lock.timeout):
+        delivery.after_result.append(partial(_result_stored, delivery, store))
 
-    def body_succeeded(self) -> None:
-        """Set the mark *ended* before the lock is released, if the task's options ask for marks."""
-        if self._lock.options.lock_dedupe_redelivered:
-            self._ended = self._mark(ENDED, self._lock.timeout)
 
-    def result_stored(self, state: str) -> None:
-        """Set the mark *done* after the result is stored and the callbacks are sent."""
-        if self._ended and state == SUCCESS:
-            self._mark(DONE, self._lock.options.lock_dedupe_for)
+def _result_stored(delivery: Delivery, store: Store, state: str) -> None:
+    if state == SUCCESS:
+        _mark(delivery, store, DONE, delivery.lock.options.lock_dedupe_for)
 
-    def _mark(self, state: str, seconds: float) -> bool:
-        mark = f"{state} {self._delivery.request.retries}"
-        try:
-            self._store.remember(self._lock.names[0], self._delivery.id, mark, seconds)
-        except StoreError as exc:
-            logger.warning(
-                "Task %s has succeeded, but a copy of it may run again: %s", self._delivery, exc
-            )
-            return False
-        return True
+
+def _mark(delivery: Delivery, store: Store, state: str, seconds: float) -> bool:
+    mark = f"{state} {delivery.request.retries}"
+    try:
+        store.remember(delivery.lock.names[0], delivery.id, mark, seconds)
+    except StoreError as exc:
+        logger.warning("Task %s has succeeded, but a copy of it may run again: %s", delivery, exc)
+        return False
+    return True

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
-from celery import states
+from celery import states, worker
 from celery.worker.request import Request
 from kombu.asynchronous import get_event_loop
 
@@ -33,8 +33,9 @@ from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_messag
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
+    from celery.app.task import Context
     from celery.worker.consumer import Consumer
 
     from celery_dislock.tasks.guard import Guard
@@ -49,29 +50,53 @@ DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardIn
 logger = logging.getLogger("celery_dislock")
 
 
-def send_events(request: Any, exc: BaseException) -> None:
-    """Tell those who watch the worker how a delivery has ended, if Celery does not."""
-    if isinstance(exc, TaskSkipped):
-        request.send_event("task-revoked", **revoked(exc.why))
-    elif isinstance(exc, TaskParked):
-        about = {"key": exc.key, "place": exc.place, "holder": exc.holder}
-        if exc.held_for is not None:
-            about["held_for"] = exc.held_for
-        request.send_event("task-parked", **about)
-        if exc.replaced and request.task.send_events:
-            worker_tells_revoked(request.eventer, exc.replaced)
-
-
-def as_monitors_take_it(type_: str, fields: dict[str, Any], *, parked: bool) -> dict[str, Any]:
+class Recovering:
     """
-    Add to an event the state that follows from it, where a monitor may have another one.
+    A part of the class of a task's requests, before a class of Celery's requests.
 
-    Celery's State, and so Flower, keeps the state PARKED of a task that starts or is revoked when
-    it has its turn, and LOCK-LOST of one that is terminated; see :func:`revoked`.
+    The lock of an execution is released when its process dies.  Those who watch the worker are told
+    how a delivery has ended, if Celery does not do so.
     """
-    if (parked or fields.get("terminated")) and type_ in AFTER_OURS:
-        return {**fields, "state": AFTER_OURS[type_]}
-    return fields
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.task.dislock_guard.runtime.off:
+            keep_message(self)
+        self._was_parked = TICKET in notes_in(self.message.headers)
+
+    def on_failure(self: Any, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
+        """Release the lock before Celery's own handling, which may requeue the message."""
+        exc = exc_info.exception
+        exc = getattr(exc, "exc", exc)
+        if isinstance(exc, DEATHS):
+            release_after_death(self)
+        elif isinstance(exc, TaskSkipped):
+            self.send_event("task-revoked", **revoked(exc.why))
+        elif isinstance(exc, TaskParked):
+            about = {"key": exc.key, "place": exc.place, "holder": exc.holder}
+            if exc.held_for is not None:
+                about["held_for"] = exc.held_for
+            self.send_event("task-parked", **about)
+            if exc.replaced and self.task.send_events:
+                worker_tells_revoked(self.eventer, exc.replaced)
+        return super().on_failure(exc_info, *args, **kwargs)  # type: ignore[misc]
+
+    def on_timeout(self: Any, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
+        """Release the lock after a hard time limit."""
+        if not soft:
+            release_after_death(self)
+        return super().on_timeout(soft, timeout)  # type: ignore[misc]
+
+    def send_event(self: Any, type: str, **fields: Any) -> None:  # noqa: A002 -- Celery's
+        """
+        Send an event, with the state that follows from it where a monitor may have another one.
+
+        Celery's State, and so Flower, keeps the state PARKED of a task that starts or is revoked
+        when it has its turn, and LOCK-LOST of one that is terminated; see :func:`revoked`.
+        """
+        if (self._was_parked or fields.get("terminated")) and type in AFTER_OURS:
+            fields["state"] = AFTER_OURS[type]
+        super().send_event(type, **fields)  # type: ignore[misc]
 
 
 def release_after_death(request: Any) -> None:
@@ -163,16 +188,11 @@ def _is_zombie(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] == "Z"
 
 
-def keep_and_tell(request: Any) -> bool:
-    """Keep the message of a task that may be sent again; tell whether it was parked before."""
-    if not request.task.dislock_guard.runtime.off:
-        keep_message(request)
-    return TICKET in notes_in(request.message.headers)
-
-
-def scheduled(consumer: Consumer) -> Iterator[Request]:
-    """Return the messages that wait in a worker for their ETA: its timer alone has them."""
-    for waiting in consumer.timer.schedule.queue:
-        request, *_ = waiting.entry.args or (None,)
-        if isinstance(request, Request):
-            yield request
+def waiting(consumer: Consumer, ids: Collection[str]) -> Iterator[Context]:
+    """Return the requests of tasks with these ids that wait in a worker, perhaps for their ETA."""
+    # The worker's timer alone has those that wait for their ETA.
+    given = [one for due in consumer.timer.schedule.queue for one in due.entry.args or ()]
+    scheduled = [one for one in given if isinstance(one, Request)]
+    for request in [*worker.state.reserved_requests, *scheduled]:
+        if request.id in ids and request not in worker.state.active_requests:
+            yield request._context  # noqa: SLF001 -- Celery has no public name

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery import Task, states
 from celery._state import get_current_task
-from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, TaskRevokedError
 from celery.result import EagerResult
-from celery.signals import task_postrun, task_prerun, task_revoked
+from celery.signals import task_postrun, task_prerun
 
 from celery_dislock.config.options import MEANT, TaskOptions
 from celery_dislock.config.settings import nearer, task_options
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery import Celery
+    from celery.app.task import Context
 
     from celery_dislock.locks.lease import Lease
     from celery_dislock.tasks.duplicates import Sent
@@ -218,48 +218,18 @@ def name_of(task: type[Task], app: Celery) -> str | None:
     return next((one.name for one in list(_registered(app).values()) if type(one) is task), None)
 
 
-def _before_body(task: Task, **_kwargs: Any) -> None:
+def end_unguarded(task: Task, state: str, retval: Any) -> None:
+    """Take note that a task has ended whose guard was not entered: its message may be reserved."""
     request = task.request
-    if not _is_guarded(task):
-        tell(task.app, "begin_unlocked", request)
-
-
-def _is_guarded(task: Task) -> bool:
+    if state not in ENDED or not notes_of(request):
+        return
+    if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
+        return
+    if state in {states.IGNORED, states.REJECTED}:  # else it was freed when that was stored
+        tell(task.app, "end", request)
     guard: Guard | None = getattr(task, "dislock_guard", None)
-    return guard is not None and not guard.runtime.off
-
-
-def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
-    request = task.request
-    delivery = Delivery.of(request)
-    if delivery is not None:
-        for call in delivery.after_result:
-            call(state)
-    elif state in ENDED and notes_of(request):
-        if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
-            return
-        if state in {states.IGNORED, states.REJECTED}:  # else it was freed when that was stored
-            tell(task.app, "end", request)
-        if _is_guarded(task):
-            _leave_unclaimed(task.dislock_guard, request, state, retval)
-
-
-def free_key(app: Celery, request: object) -> None:
-    """
-    End the reservation of a message, because it is about to be stored how its task has ended.
-
-    Does nothing for a task whose guard has done so.  Logs a StoreError.
-
-    Args:
-        app: The app of this process.
-        request: Celery's request of the delivery; for something else, nothing is done.
-    """
-    if isinstance(request, Context):
-        delivery = Delivery.of(request)
-        if delivery is not None:
-            delivery.end_reservation()  # which an exception at any instruction may have left
-        else:
-            tell(app, "end", request)
+    if guard is not None:
+        _leave_unclaimed(guard, request, state, retval)
 
 
 def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) -> None:
@@ -271,7 +241,7 @@ def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) ->
     If another delivery has claimed the turn, nothing is changed.  Logs a StoreError instead of
     raising it; blocks for a round trip.
     """
-    turn = guard.turn_of(request) if guard.can_park else None
+    turn = guard.turn_of(request)
     if turn is None:
         return
     what, lines = f"{request.task}[{turn[1]}]", guard.runtime.process.lines
@@ -284,7 +254,7 @@ def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) ->
         store.log_unrunnable(what, turn[0], f"it has ended as {state}", exc)
 
 
-def _leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
+def leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
     """
     Take a task that was revoked or has expired out of line.
 
@@ -292,11 +262,9 @@ def _leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
     next turn.  Blocks for a round trip.
     """
     guard: Guard | None = getattr(sender, "dislock_guard", None)
-    if guard is None or not guard.can_park:
-        return
+    turn = None if guard is None else guard.turn_of(request)
     Notes.of(request)  # warns of those that are forged
-    turn = guard.turn_of(request)
-    if turn is None:
+    if guard is None or turn is None:
         return
     try:
         guard.runtime.process.lines.leave(*turn, task=request.task)
@@ -305,12 +273,6 @@ def _leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
             "Task %s[%s] is revoked and stays in line for lock %r until its next turn: %s",
             *(sender.name, request.id, key_of(turn[0]), exc),
         )
-
-
-# For every task: one that takes no lock here may have a reservation or a turn all the same.
-task_prerun.connect(_before_body, weak=False)
-task_postrun.connect(_after_result, weak=False)
-task_revoked.connect(_leave_revoked, weak=False)
 
 
 def follow_contexts() -> None:

@@ -14,6 +14,7 @@ For other messages, only the headers are checked.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
@@ -39,6 +40,15 @@ if TYPE_CHECKING:
 # Types of a body's parts: arguments, keyword arguments and embedded options.
 PARTS: tuple[Any, ...] = (list, tuple), dict, (dict, type(None))
 
+# The consumer's methods that drop a message: which argument is the message, and whether Celery
+# stores a result.
+DROPS = {
+    "on_decode_error": (0, False),
+    "on_unknown_message": (1, False),
+    "on_invalid_task": (1, False),
+    "on_unknown_task": (1, True),
+}
+
 logger = logging.getLogger("celery_dislock")
 
 
@@ -57,7 +67,11 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         self._consumer = consumer
         self._app = consumer.app
         self._runtime = runtime_of(consumer.app)
-        watch_consumer(consumer, self.dropping, self.looking)
+        wrapping: dict[str, Callable[..., Any]] = {
+            name: partial(self.dropping, nth=nth, tells=tells)
+            for name, (nth, tells) in DROPS.items()
+        }
+        watch_consumer(consumer, {**wrapping, "update_strategies": self.looking})
 
     def dropping(self, drop: Callable[..., Any], nth: int, *, tells: bool) -> Callable[..., Any]:
         """Wrap a method that drops messages, so that parked tasks leave their lines.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from celery_dislock.keys.terms import Terms
+from celery_dislock.config.terms import Terms
 from celery_dislock.parking.answers import Done, Full, Later, Parked
 from celery_dislock.parking.store import OVER, Bounds, Lines, Ticket
 from celery_dislock.scripts import HAS_LEFT

@@ -30,7 +30,7 @@ def damage(client: Any) -> None:
     for number, one in enumerate(headers):
         client.zadd(line, {f"t{number}:0:0#": "-inf"})
         message = f'1 {{"headers": {one}, "routing_key": NaN}}'
-        record = f"1 {FAR} 9 60000 home {len(message.encode())} x 1 {message}"
+        record = f"1 {FAR} 9 60000 home {len(message.encode())} x:1 {message}"
         client.hset(tickets, f"t{number}:0:0", record)
     client.zadd(line, {"w@w:1/1": "+inf"})
     client.hset(name_of("lined") + ":places", "w@w:1/1", f"1 {'9' * 5000} {HUGE} x {HUGE} []")

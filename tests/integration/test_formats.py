@@ -79,7 +79,7 @@ class TestPlace:
     """A waiter of a later version is handed the lock on the terms of its head, or waited for."""
 
     def place(self, server, mode, seconds):
-        record = f"2 {server.now_ms + seconds * 1000} 30000 {mode} 1 new {HOLDER}"
+        record = f"2 {server.now_ms + seconds * 1000} 30000 {mode}:1 new {HOLDER}"
         server.send("HSET", f"{LOCK}:places", "new@w:1/1", record)
         server.send("ZADD", f"{LOCK}:line", 1, "new@w:1/1")
 
@@ -105,7 +105,7 @@ class TestPlace:
 
 def newer(record):
     """Return the record of a ticket, or of a claim, as the next release would write it."""
-    *head, terms, message = record.partition(b" x 1")
+    *head, terms, message = record.partition(b" x:1")
     return b"2" + head[0][1:] + b" stations=w:3" + message if terms else None
 
 

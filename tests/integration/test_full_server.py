@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from celery_dislock.config.terms import Terms
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.terms import Terms
 from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import RUNS, Lines, Ticket
 from celery_dislock.scripts import HAS_LEFT

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from celery_dislock.keys.terms import Terms
+from celery_dislock.config.terms import Terms
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Ending
 from tests.holding import name_of

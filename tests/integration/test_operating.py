@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from lupa.lua51 import LuaError
 
 from celery_dislock import SingletonTask
-from celery_dislock.keys.terms import Terms
+from celery_dislock.config.terms import Terms
 from celery_dislock.messages.headers import REPLACED, notes_of
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock
@@ -178,7 +178,7 @@ class TestDropping:
         message = Message.from_bytes(other.sweep().replaced["p:0:0"])
         assert message.headers["dislock"][REPLACED].startswith("dropped by an operator")
 
-    @pytest.mark.parametrize("record", [b"nonsense", b"1 2 3", b"1 1 1 1 here 9 x 1 m"])
+    @pytest.mark.parametrize("record", [b"nonsense", b"1 2 3", b"1 1 1 1 here 9 x:1 m"])
     def test_a_record_that_nobody_can_read_is_set_aside(self, worker, server, record):
         """It has no message that could be told; a person can look at it."""
         worker.take("a")

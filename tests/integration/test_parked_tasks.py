@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from celery import chain
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from kombu import Exchange, Producer, Queue
 from kombu.exceptions import OperationalError
 
@@ -426,6 +426,18 @@ class TestWhatCannotClaimItsTurn:
         shop.declare(lock_key=lambda: KEY)
         shop.work()
         assert (shop.ran, self.aside(shop), shop.line) == (["2", "3"], [], [])
+
+    def test_a_time_limit_while_its_key_is_built_ends_a_task(self, shop):
+        """What a signal raises there is no error of the key."""
+        result, following = self.park(shop)
+
+        def struck(*_):
+            raise SoftTimeLimitExceeded
+
+        shop.declare(lock_key=struck)
+        shop.work()
+        assert (result.state, following.state, shop.ran) == ("FAILURE", "FAILURE", [])
+        assert (set(self.aside(shop)), shop.line) == ({"2", "3"}, [])
 
     @pytest.mark.parametrize(
         ("error", "aside"),

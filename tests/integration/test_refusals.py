@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from celery_dislock.keys.terms import ALONE, Terms
+from celery_dislock.config.terms import ALONE, Terms
 from celery_dislock.parking.answers import Full, Parked
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.reservations import Reservation

@@ -7,8 +7,8 @@ import time
 import hiredis
 import pytest
 
+from celery_dislock.config.terms import Terms
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.terms import Terms
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Granted, Refused
@@ -161,7 +161,7 @@ class TestFencingToken:
         redis_client.hset(LOCK, "dead/1", f"1 1000 {future} 500 x {{}}")
         if ghost:  # so that the leases are counted before it is passed over
             redis_client.zadd(f"{LOCK}:line", {"ghost/1": 1})
-            redis_client.hset(f"{LOCK}:places", "ghost/1", "1 1000 1000 x 1 {}")
+            redis_client.hset(f"{LOCK}:places", "ghost/1", "1 1000 1000 x:1 {}")
         for part in ("", ":line", ":places"):
             redis_client.expire(LOCK + part, int(LONG))
         assert take(store, "b/1") == future + 1

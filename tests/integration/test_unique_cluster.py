@@ -7,8 +7,8 @@ import contextlib
 import pytest
 from redis.crc import key_slot
 
+from celery_dislock.config.terms import Terms
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.terms import Terms
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import Granted, Replaced

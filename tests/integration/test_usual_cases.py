@@ -33,7 +33,7 @@ def lease(ends=30_000, *, token=TOKEN, mode="x", holder='{"id":"me"}'):
 
 
 def place(ends=90_000, *, ttl=30_000, mode="x", limit=1, holder='{"id":"you"}'):
-    return f"1 {NOW + ends} {ttl} {mode} {limit} {holder}"
+    return f"1 {NOW + ends} {ttl} {mode}:{limit} {holder}"
 
 
 def state(*, lock=None, places=(), **more):
@@ -177,7 +177,7 @@ def test_another_release_is_left_to_the_rest(case):
 @pytest.mark.parametrize("case", ["one waits", "two wait"])
 def test_a_release_on_other_terms_is_that_of_the_rest(case, how):
     """A ticket is ended, and a lease that runs out goes on, while others wait."""
-    running = {f"{LOCK}:running": {"t:0:0": f"1 {US} {NOW} 0 x 1"}}
+    running = {f"{LOCK}:running": {"t:0:0": f"1 {US} {NOW} 0 x:1"}}
     check(RELEASES[how], HAND_OFFS[case] | running)
 
 

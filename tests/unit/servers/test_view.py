@@ -45,7 +45,7 @@ def lease(owner=b"me", remaining=27_000, **about):
 def parked(task_id="t", turns=0, **headers):
     about = {"headers": {"task": "shop.export", "id": task_id, **headers}}
     joined = (NOW - 5000) * 1000
-    return f"1 {joined} {turns} 30000 home 99 x 1 \n1 {json.dumps(about)}".encode()
+    return f"1 {joined} {turns} 30000 home 99 x:1 \n1 {json.dumps(about)}".encode()
 
 
 def limited(limit):
@@ -85,7 +85,7 @@ def test_whether_a_holder_lives(given, renewed, expiring, may_live, can):
 def test_places_are_counted_from_the_head_of_the_line():
     """Also on a later page; a waiter that is not parked has no ticket."""
     joined = str((NOW - 5000) * 1000).encode()
-    waits = f"1 {NOW} 30000 x 1 {json.dumps(HOLDER)}".encode()
+    waits = f"1 {NOW} 30000 x:1 {json.dumps(HOLDER)}".encode()
     line = [b"t:0:0#", joined, parked(argsrepr="(7,)"), b"w@w:1/1", joined, waits]
     first, second = state_of(SERVER, NAME, reply(waiting=9, line=line), first=6).line
     told = (first.place, first.ticket, first.task, first.args)
@@ -99,8 +99,8 @@ def test_places_are_counted_from_the_head_of_the_line():
     [
         (b"", 0),
         (b"rubbish", 0),
-        (b"1 2 3 4 home 3 x 1 \n1 {", 3),
-        (b"1 2 3 4 home 4 x 1 \n1 []", 3),
+        (b"1 2 3 4 home 3 x:1 \n1 {", 3),
+        (b"1 2 3 4 home 4 x:1 \n1 []", 3),
     ],
 )
 def test_a_parked_task_that_nobody_can_read_has_its_ticket(record, turns):
@@ -113,9 +113,9 @@ def test_a_parked_task_that_nobody_can_read_has_its_ticket(record, turns):
 def test_what_a_waiter_says_of_itself_is_bounded(number):
     """Numbers that nobody can count to are left out, and what people see can be printed."""
     since, counted = (
-        b"1 %b 30000 home 4 x 1 \n1 {}" % one for one in (number + b" 0", b"0 " + number)
+        b"1 %b 30000 home 4 x:1 \n1 {}" % one for one in (number + b" 0", b"0 " + number)
     )
-    line = [b"w@w:1/1", b"inf", b"1 %b 30000 x 1 {}" % number, b"t:0:0#", b"nan", since]
+    line = [b"w@w:1/1", b"inf", b"1 %b 30000 x:1 {}" % number, b"t:0:0#", b"nan", since]
     turns = [b"t:0:0", 0, counted, b"u:0:0", 0, parked(task="\ud800\x1b", id={})]
     found = state_of(SERVER, NAME, reply(waiting=2, line=line, turns=turns))
     assert [len(for_people(one.waiting)) < 30 for one in (*found.line, *found.turns)] == [True] * 4

@@ -84,7 +84,7 @@ def test_a_dead_childs_lock_is_released_before_celery_hears_of_it(running, caplo
 
 def test_a_dead_childs_turn_is_ended_at_the_lock_that_it_waited_for(running, lock_server):
     """Its lock_key was changed since; the main process reads the turn in its message."""
-    lock_server.send("HSET", "dislock:{old}:running", "1:0:0", "1 1 1 0 x 1")
+    lock_server.send("HSET", "dislock:{old}:running", "1:0:0", "1 1 1 0 x:1")
     request = running(
         headers=noted(ticket=["dislock:{old}", "1:0:0"]), lock_key="new", lock_on_conflict="queue"
     )

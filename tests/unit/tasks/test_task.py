@@ -170,6 +170,17 @@ def test_an_eager_body_is_awaited_under_its_lock(app):
     assert result.get() == (True, True, result.id)
 
 
+def test_an_eager_body_is_awaited_where_locks_are_off(app):
+    """It runs without its lock, as a plain one does."""
+
+    async def body(self):
+        await asyncio.sleep(0)
+        return bool(self.lease)
+
+    app.conf.dislock_enabled = False
+    assert declare(app, body).apply().get() is False
+
+
 def test_what_a_plain_body_returns_must_not_have_to_be_awaited(app):
     """It would run when the lock is free again."""
     task = declare(app, lambda: coroutine())  # noqa: PLW0108 -- a plain function
