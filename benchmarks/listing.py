@@ -28,9 +28,10 @@ from click.testing import CliRunner
 
 from benchmarks.report import Row, ratios, take_turns
 from celery_dislock.operating.cli import dislock
+from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import TOGETHER
-from celery_dislock.servers.replies import Granted, Parked
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.server import SCANNED
 from celery_dislock.servers.store import Store
 from celery_dislock.testing.redis_server import RedisServer

@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.report import Row, ratios, take_turns
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.locks.runtime import Runtime
+from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import Ticket
 from celery_dislock.parking.sweep import PAGE, Sweep, interval
 from celery_dislock.scripts import SWEEP
-from celery_dislock.servers.replies import Granted, Parked
+from celery_dislock.servers.replies import Granted
 from celery_dislock.testing.redis_server import RedisServer
 
 if TYPE_CHECKING:

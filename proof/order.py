@@ -34,6 +34,11 @@ LEAVES = (scripts.LEAVE, scripts.DROP)
 FOREVER = float("inf")
 
 
+def named(script: Script, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments by the names that the script gives them."""
+    return dict(zip(script.names, arguments, strict=False))  # a script around it has more
+
+
 @dataclass
 class Line:
     """The line of one lock.  A parked task is in it under its ticket and "#", as its turn is."""
@@ -86,7 +91,8 @@ class Order:
             if script in ACQUIRES and reply[:2] == [REFUSED, nth] and arguments[4]:
                 self.waits(line, arguments[0], self.net.now_ms + arguments[4])
             elif script in PARKS:
-                self.parks(line, f"{arguments[5]}#", arguments[9], reply)
+                asked = named(script, arguments)
+                self.parks(line, f"{asked['ticket']}#", asked["most"], reply)
 
     def judge(self, name: str, line: Line, script: Script, arguments: Sequence[Any]) -> set[str]:
         """Judge whether somebody was let in before his time; returns who has a lease."""
@@ -96,7 +102,7 @@ class Order:
         new = {one for one in live - before if one[0] != "~"}
         asker = member = arguments[script is scripts.TAKE_OVER]
         if script in PARKS:
-            member = f"{arguments[5]}#"
+            member = f"{named(script, arguments)['ticket']}#"
         if asker in new:
             new.discard(asker)
             passes = script in ACQUIRES and not arguments[5]
@@ -162,7 +168,7 @@ class Order:
             for one in [one for one in line.waits if one.startswith(owner)]:
                 del line.waits[one]
         elif script in LEAVES:
-            line.waits.pop(f"{arguments[1]}#", None)
+            line.waits.pop(f"{named(script, arguments)['ticket']}#", None)
         elif script is scripts.TAKE_OVER and owner in line.waits:
             line.waits[arguments[1]] = line.waits.pop(owner)
             line.came[arguments[1]] = line.came[owner]

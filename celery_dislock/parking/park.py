@@ -25,10 +25,11 @@ from celery_dislock.messages.headers import (
 )
 from celery_dislock.messages.message import TaskParked, result_is_ignored
 from celery_dislock.messages.unrun import acknowledge, put_off
+from celery_dislock.parking.answers import Done, Full, Later, Parked
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import in_words
-from celery_dislock.servers.replies import Done, Full, Granted, Later, Parked, Refused
+from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Ending
 
 if TYPE_CHECKING:
@@ -50,21 +51,14 @@ class Parking:
     Args:
         delivery: The delivery; its lock has one key.
         process: The store and the lines of this process.
-
-    Attributes:
-        has_claimed: Whether the delivery has claimed the turn of a parked task.
     """
 
     def __init__(self, delivery: Delivery, process: ParkingProcess) -> None:
-        self._delivery = delivery
-        self._process = process
-        self._lines = process.lines
-        self.has_claimed = False
+        self._delivery, self._process = delivery, process
         self._ticket = own_ticket(delivery.request)
         # A task that is acknowledged late may be redelivered until its result is stored.
         settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
         delivery.if_done = Ending(ticket=self._ticket, settles=settles)
-        delivery.after_result.append(self.result_stored)
 
     def ask(self) -> Lease | Conflict:
         """
@@ -102,14 +96,14 @@ class Parking:
         self._store_state(conflict, place)
         return self._answer(message.to_bytes({} if since is None else {SINCE: since}), bounds)
 
-    def result_stored(self, _state: str) -> None:
+    def _result_stored(self, _state: str) -> None:
         """
         Set a parked task's done-mark, after its result is stored and its callbacks are sent.
 
         For a task that is acknowledged early, the release has set the mark already.
         """
         delivery, ending = self._delivery, self._delivery.ending
-        if not (self.has_claimed and ending.ticket and ending.settles):
+        if not (ending.ticket and ending.settles):
             return
         try:
             self._process.store.release(
@@ -133,26 +127,28 @@ class Parking:
         asked_at = lock.clock()
         if attempt.asked_at is None:
             attempt.asked_at = asked_at
-        answer = self._lines.park(
+        answer = self._process.lines.park(
             lock.names[0], attempt.owner, lock.timeout, attempt.holder_json, ticket
         )
         if isinstance(answer, Parked):
             holder = in_words(answer.conflict.holder)
             parked = TaskParked(lock.key, answer.place, holder, answer.conflict.held_for)
             delivery.logged(parked, f"{parked}.")
-            parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
+            if answer.replaced:
+                parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
             raise parked
         if isinstance(answer, Done):
             delivery.end_reservation()  # which it took when it was put off
             acknowledge(delivery, f"it has run under lock {lock.key!r} before")
         if isinstance(answer, Granted):
             attempt.has_begun = True
-            self.has_claimed = answer.claimed
+            if answer.claimed and delivery.if_done.settles:
+                delivery.after_result.append(self._result_stored)
             if answer.claimed and ticket.marked:
                 attempt.how = PARKED_BEFORE
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         if isinstance(answer, Later):
-            put_off_later(delivery, self._lines)
+            put_off_later(delivery, self._process.lines)
         return lock.conflict(answer) if isinstance(answer, Refused) else answer
 
     def _store_state(self, conflict: Conflict, place: int) -> None:

@@ -60,7 +60,7 @@ class ParkingProcess(Process):
         Returns:
             Why they end, by task id.  The caller tells it in an event.
         """
-        if not replaced or self._publisher is None:
+        if self._publisher is None:
             return {}
         return self._publisher.tell_replaced(self.lines, lock, replaced, self.end_reservation)
 

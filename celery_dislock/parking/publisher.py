@@ -24,10 +24,9 @@ from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import REPLACED, TICKET, notes_in, readable_reason
 from celery_dislock.messages.message import Message, store_end
 from celery_dislock.messages.resending import publish
-from celery_dislock.parking.store import log_unrunnable, set_aside
+from celery_dislock.parking.store import UNREAD, log_unrunnable
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import HAS_LEFT
-from celery_dislock.servers.replies import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_dislock.parking.store import Lines
+    from celery_dislock.servers.replies import Turn
 
 # Transport options that select a broker: apps that differ in one of them have different brokers.
 PLACES = (
@@ -77,18 +77,21 @@ class Publisher:
         pending = deque(turns)
         while pending:
             turn = pending.popleft()
-            if turn.message is None:
+            lock, ticket, written = turn
+            if written is None:
                 logger.error(
                     "Parked task %s cannot be run: its message is gone from the lock server. The "
                     "next task in line for %s has its turn.",
-                    turn.ticket,
-                    turn.lock,
+                    *(ticket, lock),
                 )
                 continue
-            message, given = _read(lines, turn, turn.message)
-            pending += given
-            if message is not None:
-                readable.append((turn, message))
+            try:
+                readable.append((turn, Message.from_bytes(written)))
+            except ValueError as exc:
+                if written:
+                    lines.set_aside((lock, ticket), ticket, exc, hand_over=pending.extend)
+                else:  # the script has done that
+                    log_unrunnable(ticket, lock, exc)
         for nth, (turn, message) in enumerate(readable):
             try:
                 publish(self._app, message, {TICKET: [turn.lock, turn.ticket]})
@@ -120,16 +123,19 @@ class Publisher:
         newer = f"a newer task took its place in line for lock {key!r}"
         ended: dict[str, str] = {}
         for ticket, written in replaced.items():
-            message, given = _read(lines, Turn(lock, ticket, written), written)
-            if message is None:
-                self.hand_over(lines, given)
+            try:
+                message = Message.from_bytes(written)
+            except ValueError as exc:
+                lines.set_aside((lock, ticket), ticket, exc, how=UNREAD)
                 continue
             try:
                 reason = readable_reason(notes_in(message.headers).get(REPLACED)) or newer
-                known = message.alone and message.headers.get("task") in self._app.tasks
+                task = self._app.tasks.get(message.headers.get("task"))
+                known = message.alone and task is not None
                 if known:
-                    end_reservation(Context(message.headers))
-                    self._revoke(message, reason)
+                    request = Context(message.headers)
+                    end_reservation(request)
+                    store_end(task, request, TaskRevokedError(reason), states.REVOKED)
                 else:  # its own worker tells its chord and chain
                     publish(self._app, message, {REPLACED: reason})
                 if lines.leave(lock, ticket) == HAS_LEFT and known:  # otherwise that worker logs it
@@ -164,11 +170,7 @@ class Publisher:
                 return
             if state in states.READY_STATES:
                 why = f"its result is {state}, and it does not claim its turns"
-                set_aside(lines, (lock, ticket), ticket, why)
-
-    def _revoke(self, message: Message, reason: str) -> None:
-        task = self._app.tasks[message.headers["task"]]
-        store_end(task, Context(message.headers), TaskRevokedError(reason), states.REVOKED)
+                lines.set_aside((lock, ticket), ticket, why)
 
 
 def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: str) -> None:
@@ -189,22 +191,6 @@ def _give_back(lines: Lines, turns: Iterable[tuple[Turn, Message]]) -> str:
     except StoreError as exc:
         return f"when their turns have run out, as the lock server is away, too ({exc})"
     return "by the next sweep"
-
-
-def _read(lines: Lines, turn: Turn, written: bytes) -> tuple[Message | None, list[Turn]]:
-    """Read a message, or set its task aside; return the turns that are given instead, too."""
-    given: list[Turn] = []
-    away: StoreError | None = None
-    try:
-        return Message.from_bytes(written), given
-    except ValueError as exc:
-        if written:  # if empty, the script has set it aside already
-            try:
-                given = lines.set_aside(turn.lock, turn.ticket)
-            except StoreError as error:
-                away = error
-        log_unrunnable(turn.ticket, turn.lock, exc, away)
-    return None, given
 
 
 def _without_login(url: str) -> str:

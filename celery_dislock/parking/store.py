@@ -10,6 +10,7 @@ because only a process with that broker can publish the tasks.
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kombu.utils.json import dumps
@@ -18,22 +19,12 @@ from celery_dislock import scripts
 from celery_dislock.config.terms import ALONE, written
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
+from celery_dislock.parking.answers import Done, Dropped, Full, Later, Parked, Swept
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.records import text
-from celery_dislock.servers.replies import (
-    Done,
-    Full,
-    Granted,
-    Later,
-    Parked,
-    Replaced,
-    Swept,
-    messages,
-    refused,
-    turns,
-)
+from celery_dislock.servers.replies import Granted, Replaced, refused, turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,9 +36,12 @@ if TYPE_CHECKING:
 
 
 DIGITS_MOST = 15  # of a limit
-OVER, ENDED, RUNS, ASIDE = "over", "ended", "runs", "aside"  # how a task leaves; see leave.lua
+# How a task leaves; see leave.lua.
+OVER, ENDED, RUNS, ASIDE, UNREAD = "over", "ended", "runs", "aside", "unread"
 ASIDE_PAGE = 20  # tickets that were set aside and are read in one round trip, with their messages
 NAMES_TOGETHER = 500  # locks of the index that are read in one round trip
+TASKS_MOST = 1000  # names of tasks whose text is remembered
+APART = "{a}", "{b}"  # keys of different slots
 FIRST = b"0"  # cursor of the first page, and after the last one
 
 logger = logging.getLogger("celery_dislock")
@@ -56,6 +50,7 @@ logger = logging.getLogger("celery_dislock")
 class Bounds(NamedTuple):
     """Limits of one line of parked tasks, and what happens if the line is full."""
 
+    # As park.lua names them.
     most: int = 0  # tasks waiting for their turn; 0: any number
     most_bytes: int = 2**26  # total size of the parked messages
     overflow: str = "skip"  # "skip" the new task, or "replace" the oldest
@@ -75,13 +70,6 @@ class Ticket(NamedTuple):
     terms: Terms = ALONE  # of the lock, if nothing is known of the task
     bounds: Bounds = UNBOUNDED  # of the line
     reservation: Reservation | None = None  # see Store.acquire()
-
-
-class Dropped(NamedTuple):
-    """A parked task that was taken out of line, and is not to run."""
-
-    message: bytes  # empty: its record could not be read, and is set aside
-    ours: bool  # the caller tells its end; else a worker of the message's broker does, at a sweep
 
 
 class Lines:
@@ -112,6 +100,8 @@ class Lines:
         self._home = home
         self._hand_over = hand_over
         self._names = index_of_lines(prefix, home)
+        # In a cluster the index is on another node than most locks.
+        self._is_apart = len(server.together(APART)) > 1
 
     def park(
         self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket
@@ -136,40 +126,44 @@ class Lines:
             StoreError: The server did not answer.  The lock may have been taken, or the task
                 parked.
         """
-        reservation, listed = ticket.reservation, b"0"
-        is_apart = len(self._server.together([lock, self._names])) > 1
+        script, begins = (
+            (scripts.PARK, ())
+            if ticket.reservation is None
+            else (scripts.PARK_UNIQUE, ticket.reservation.begins)
+        )
+        asked = {
+            "owner": owner,
+            "ttl": milliseconds(ttl),
+            "holder": holder,
+            "terms": written((ticket.terms,)),
+            "its_home": self._home,
+            "ticket": ticket.name,
+            "same_task": ticket.owners,
+            "marked": int(ticket.marked),
+            "message": ticket.message,
+            **ticket.bounds._asdict(),
+            "task": _written(ticket.task),
+            "index": "" if self._is_apart else self._names,
+            "listed": 0,
+        }
         while True:
-            state, *rest = self._asked(
-                scripts.PARK if reservation is None else scripts.PARK_UNIQUE,
-                lock,
-                *(owner, milliseconds(ttl), holder, written((ticket.terms,)), self._home),
-                *(ticket.name, ticket.owners, int(ticket.marked), ticket.message),
-                *(*ticket.bounds, _written(ticket.task)),
-                *("" if is_apart else self._names, listed),
-                *(() if reservation is None else reservation.begins),
-            )
-            if is_apart and state in {scripts.UNLISTED, scripts.PARKED}:
+            reply, _ = self._server.exchange(script, [lock], *script.arguments(asked), *begins)
+            if reply[1]:
+                self._hand_over(turns(reply[1]))
+            if self._is_apart and reply[0] in {scripts.UNLISTED, scripts.PARKED}:
                 self.enlist(lock)  # also afterwards: a failover of the index may have lost it
-            if state != scripts.UNLISTED:
-                break
-            (listed,) = rest
-        if state == scripts.REPLACED_BY:
-            raise Replaced(text(rest[0]))
-        if state == scripts.GRANTED:
-            token, claimed = rest
-            return Granted((int(token),), bool(claimed))
-        if state == scripts.REFUSED:
-            place, *lease = rest
-            return refused(*lease, place=place)
-        if state == scripts.PARKED:
-            place, replaced, *lease = rest
-            return Parked(place, refused(*lease), messages(replaced))
-        if state == scripts.FULL:
-            waiting, *lease = rest
-            return Full(waiting, refused(*lease))
-        return Later() if state == scripts.LATER else Done()
+            if reply[0] != scripts.UNLISTED:
+                return _answer(reply)
+            asked["listed"] = reply[2]
 
-    def leave(self, lock: str, ticket: str, how: str = OVER, task: str = "") -> int:
+    def leave(
+        self,
+        lock: str,
+        ticket: str,
+        how: str = OVER,
+        task: str = "",
+        hand_over: Callable[[Sequence[Turn]], None] | None = None,
+    ) -> int:
         """
         Take a parked task out of line, and give its turn to the next.
 
@@ -178,8 +172,10 @@ class Lines:
             ticket: The task's ticket.
             how: OVER: it has ended.  The others change nothing if it has claimed its turn.  ENDED:
                 it has ended, and may have sent itself again.  RUNS: it runs without a lock.  ASIDE:
-                nobody can run it, and people can look at it.
+                nobody can run it, and people can look at it.  UNREAD: the same, also of one that
+                has lost its place.
             task: The task's name.
+            hand_over: Takes the turns that are given; None: the one of these lines.
 
         Returns:
             HAS_LEFT: it was in line, had its turn or had lost its place, or it runs and nothing is
@@ -187,7 +183,7 @@ class Lines:
         """
         call = (self._home, ticket, how, _written(task))
         reply, resent = self._server.exchange(scripts.LEAVE, [lock], *call)
-        (state,) = self._published(reply)
+        (state,) = self._published(reply, hand_over)
         if resent and how == RUNS and state == scripts.LEFT_BEFORE:
             return scripts.HAS_LEFT  # by the first of the two, most likely: no task is lost
         return int(state)
@@ -241,15 +237,35 @@ class Lines:
         """Forget what was set aside under a ticket."""
         self._server.run(scripts.ASIDE, [lock], FIRST, 1, ticket)
 
-    def set_aside(self, lock: str, ticket: str) -> list[Turn]:
+    def set_aside(
+        self,
+        turn: tuple[str, str],
+        what: str,
+        why: object,
+        task: str = "",
+        how: str = ASIDE,
+        hand_over: Callable[[Sequence[Turn]], None] | None = None,
+    ) -> None:
         """
-        Take a parked task out of line whose message cannot be read, and keep it for people.
+        Set a parked task aside that cannot claim its turn, and give the turn to the next.
 
-        Returns:
-            The turns that are given now; the caller must publish them.
+        Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or
+        left the line.
+
+        Args:
+            turn: Lock and ticket.
+            what: Name of the task for the log.
+            why: Why the task cannot claim its turn, for the log.
+            task: The task's name.
+            how: ASIDE; or UNREAD, if nobody can read its message.
+            hand_over: As for :meth:`leave`.
         """
-        call = (self._home, ticket, ASIDE, "")
-        return turns(self._server.run(scripts.LEAVE, [lock], *call)[1])
+        lock, ticket = turn
+        try:
+            if self.leave(lock, ticket, how, task, hand_over) == scripts.HAS_LEFT:
+                log_unrunnable(what, lock, why)
+        except StoreError as exc:
+            log_unrunnable(what, lock, why, exc)
 
     def enlist(self, lock: str) -> None:
         """Add a lock to the index."""
@@ -310,7 +326,7 @@ class Lines:
         """
         wanted = "" if limit is None else limit
         call = (wanted, milliseconds(ttl), note, self._home)
-        before, *_ = self._asked(scripts.LIMIT, lock, *call)
+        (before,) = self._published(self._server.run(scripts.LIMIT, [lock], *call))
         return int(before) if 0 < len(before) <= DIGITS_MOST else None
 
     def sweep(self, locks: Sequence[str]) -> Mapping[str, Swept | DamagedLockError]:
@@ -336,45 +352,43 @@ class Lines:
                 found[lock] = reply
             if not isinstance(reply, StoreError):
                 parked, replaced, unclaimed = self._published(reply)
-                found[lock] = Swept(parked, messages(replaced), tuple(map(text, unclaimed)))
+                found[lock] = Swept(parked, _messages(replaced), tuple(map(text, unclaimed)))
         return found
 
-    def _asked(self, script: scripts.Script, lock: str, *arguments: Any) -> list[Any]:
-        """Run a script that gives turns, and publish them; return the rest of its reply."""
-        return self._published(self._server.run(script, [lock], *arguments))
-
-    def _published(self, reply: Sequence[Any]) -> list[Any]:
+    def _published(
+        self, reply: Sequence[Any], hand_over: Callable[[Sequence[Turn]], None] | None = None
+    ) -> list[Any]:
         first, given, *rest = reply
         if given:
-            self._hand_over(turns(given))
+            (hand_over or self._hand_over)(turns(given))
         return [first, *rest]
 
 
+@lru_cache(TASKS_MOST)
 def _written(task: str) -> str:
     """Write a task's name as it stands among the headers of a stored message."""
     return f'"task":{dumps(task)}' if task else ""
 
 
-def set_aside(lines: Lines, turn: tuple[str, str], what: str, why: object, task: str = "") -> None:
-    """
-    Set a parked task aside that cannot claim its turn, and give the turn to the next.
+def _answer(reply: Sequence[Any]) -> Granted | Refused | Parked | Full | Done | Later:
+    """Parse a reply of park.lua."""
+    match reply:
+        case [scripts.GRANTED, _, token, claimed]:
+            return Granted((int(token),), bool(claimed))
+        case [scripts.REFUSED, _, place, *lease]:
+            return refused(*lease, place=place)
+        case [scripts.PARKED, _, place, replaced, *lease]:
+            return Parked(place, refused(*lease), _messages(replaced))
+        case [scripts.FULL, _, waiting, *lease]:
+            return Full(waiting, refused(*lease))
+        case [scripts.REPLACED_BY, _, by]:
+            raise Replaced(text(by))
+    return Later() if reply[0] == scripts.LATER else Done()
 
-    Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or left
-    the line.
 
-    Args:
-        lines: The lines of the broker that the task came from.
-        turn: Lock and ticket.
-        what: Name of the task for the log.
-        why: Why the task cannot claim its turn, for the log.
-        task: The task's name; empty: not known.
-    """
-    lock, ticket = turn
-    try:
-        if lines.leave(lock, ticket, ASIDE, task) == scripts.HAS_LEFT:
-            log_unrunnable(what, lock, why)
-    except StoreError as exc:
-        log_unrunnable(what, lock, why, exc)
+def _messages(reply: Sequence[bytes]) -> dict[str, bytes]:
+    """Parse tickets and their messages."""
+    return dict(zip(map(text, reply[::2]), reply[1::2], strict=True))
 
 
 def log_unrunnable(what: str, lock: str, why: object, error: StoreError | None = None) -> None:

@@ -178,9 +178,8 @@ class Sweep:
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)
                 continue
-            replaced = process.tell_replaced(lock, swept.replaced)
-            if replaced:
-                self.tell(replaced)
+            if swept.replaced and (told := process.tell_replaced(lock, swept.replaced)):
+                self.tell(told)
             process.end_unclaimed(lock, swept.unclaimed)
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])

@@ -13,10 +13,16 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 from celery_dislock.scripts.files import read_lua
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+ARGUMENTS = re.compile(r"^(?:local )?(\w+(?:,\s+\w+)*) = unpack\(ARGV\)$", re.MULTILINE)
 NUMBER = re.compile(r"^local TAKE_UP_MS = (\d+)", re.MULTILINE)
 TIMES = 100  # times whose conversion is remembered: those of settings, mostly
 
@@ -33,6 +39,16 @@ class Script:
         """Read a script of this package, with its includes; *within* another, around it."""
         text = read_lua(name, within)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the arguments that the script's text unpacks, in their order."""
+        return re.findall(r"\w+", "".join(ARGUMENTS.findall(self.text)))
+
+    @cached_property
+    def arguments(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+        """Put arguments in their order, by their names."""
+        return itemgetter(*self.names)
 
 
 ACQUIRE = Script.load("acquire")

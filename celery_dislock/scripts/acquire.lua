@@ -26,22 +26,14 @@
 
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
-local there = #KEYS == 1 and count_keys(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. HANDED, KEYS[1] .. LIMIT)
-if there == 0 then return {GRANTED, grant_free(KEYS[1], owner, ttl, ARGV[4], holder)} end
-
--- include: _grant
-
-local place_ms, passes_line = tonumber(ARGV[5]), ARGV[6] == '0'
-local waits = place_ms > 0
-
--- The usual refusal: the lock is its only key, and others have it.
-local known = there == 1 and not waits and count_leases(open(KEYS[1]))
-if known and next(known.leases) and not known.leases[owner] then
-  known.set, known.hidden = false, false
-  if not admits(known, parse_terms(ARGV[4])) then return {REFUSED, 0, in_the_way(known)} end
+if #KEYS == 1 and count_keys(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. HANDED, KEYS[1] .. LIMIT) == 0 then
+  return {GRANTED, grant_free(KEYS[1], owner, ttl, ARGV[4], holder)}
 end
 
 -- include: _line
+
+local place_ms, passes_line = tonumber(ARGV[5]), ARGV[6] == '0'
+local waits = place_ms > 0
 
 -- The lease of another delivery of the same task.  If the code admits one lease, that is in the way
 -- anyway; if an operator admits more, the task would run twice at a time.
@@ -96,7 +88,7 @@ local function terms_of(nth) return asked[nth] or asked[1] end
 
 local locks = {}  -- if one cannot be read, none is changed
 for nth, key in ipairs(KEYS) do
-  local lock = known or open(key)
+  local lock = open(key)
   locks[nth] = lock
   look(lock, {PLACES})
   limit_set(lock)

@@ -7,11 +7,13 @@
 --                    ended: the same of one that has not claimed its turn; it may have sent itself again, so copies run
 --                    runs: it runs without a lock; no other copy of its turn must
 --                    aside: nobody can run it; what is stored of it is kept for people to see
+--                    unread: the same, also of one that has lost its place, whose end cannot be told
 --           task     as for park.lua: another task of its id is left where it is
 --
 -- Returns   {left, turns}   left: 1 it was there, waiting or with its turn, or had lost its place; or with "runs"
 --                                 nothing is known of it
---                                 2 it has claimed its turn, was set aside or is done: nothing was changed
+--                                 2 it has claimed its turn, was set aside or is done; or it has lost its
+--                                   place, with "runs" or "aside": nothing was changed
 --                                 0 it was not there
 -- Touches all keys of the lock.  Sent twice, the second answers 0 or 2.
 
@@ -21,12 +23,13 @@
 local ticket, how, task
 home, ticket, how, task = unpack(ARGV)
 local lock = open_whole(KEYS[1])
-local record = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)
-  or redis.call('HGET', lock.name .. REPLACED, ticket)
+local has_place = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)
+local record = has_place or redis.call('HGET', lock.name .. REPLACED, ticket)
 local has_claimed = redis.call('HEXISTS', lock.running, ticket) == 1
 
 if record and not is_of(record, task) then return {NOT_THERE, turns} end
 if has_claimed and how ~= 'over' then return {LEFT_BEFORE, turns} end
+if record and not has_place and (how == 'runs' or how == 'aside') then return {LEFT_BEFORE, turns} end
 if not (record or has_claimed) then
   local is_known = is_done(lock, ticket) or redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1
   if how == 'over' then recall_and_hand_off(lock) end  -- what it had may have been lost
@@ -36,6 +39,7 @@ end
 
 forget(lock, ticket)
 redis.call('HDEL', lock.name .. REPLACED, ticket)
-if how == 'aside' then set_aside(lock, ticket, record) elseif how ~= 'ended' then mark_done(lock, ticket) end
+if how == 'aside' or how == 'unread' then set_aside(lock, ticket, record)
+elseif how ~= 'ended' then mark_done(lock, ticket) end
 recall_and_hand_off(lock)
 return {HAS_LEFT, turns}

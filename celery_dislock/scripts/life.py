@@ -112,6 +112,19 @@ class Life:
         yield scripts.UNRESERVE, unique, (*message, "end")
 
     def _parking(self, script: Script, task: str, *begins: Argument) -> Step:
-        asked = f"{task}@1", *TERMS, self._home, f"{task}:0:0", f"{task}@", 0, MESSAGE
-        bounds = 0, BYTES_MOST, "skip", ""
-        return script, [self._lock], (*asked, *bounds, self._lines, 0, *begins)
+        asked = {
+            **dict(zip(("ttl", "holder", "terms"), TERMS, strict=True)),
+            "owner": f"{task}@1",
+            "its_home": self._home,
+            "ticket": f"{task}:0:0",
+            "same_task": f"{task}@",
+            "marked": 0,
+            "message": MESSAGE,
+            "most": 0,
+            "most_bytes": BYTES_MOST,
+            "overflow": "skip",
+            "task": "",
+            "index": self._lines,
+            "listed": 0,
+        }
+        return script, [self._lock], (*script.arguments(asked), *begins)

@@ -80,37 +80,6 @@ class Turn(NamedTuple):
     message: bytes | None  # empty: the record was damaged and is set aside; None: it is gone
 
 
-class Parked(NamedTuple):
-    """The task is in line.  The caller ends the tasks that were replaced."""
-
-    place: int  # counted from 1; 0: the task already has its turn
-    conflict: Refused
-    replaced: Mapping[str, bytes] = {}  # ticket -> message: tasks that lost their place
-
-
-class Full(NamedTuple):
-    """The line is full."""
-
-    waiting: int  # tasks in line
-    conflict: Refused
-
-
-class Done(NamedTuple):
-    """The task is done or set aside; this delivery is a copy."""
-
-
-class Later(NamedTuple):
-    """The task's ticket was written by a later release, which alone can claim its turn."""
-
-
-class Swept(NamedTuple):
-    """What the sweep found in the line of one lock."""
-
-    parked: int  # tasks in line, or with their turn
-    replaced: Mapping[str, bytes]  # as in Parked
-    unclaimed: tuple[str, ...] = ()  # tickets that did not claim several turns in a row
-
-
 class Looked(NamedTuple):
     """
     What was found of an execution whose process may be stalled.
@@ -168,11 +137,6 @@ def turns(reply: Sequence[bytes]) -> list[Turn]:
         Turn(text(lock), text(ticket), message)
         for lock, ticket, message in zip(*[iter(reply)] * 3, strict=True)
     ]
-
-
-def messages(reply: Sequence[bytes]) -> dict[str, bytes]:
-    """Parse tickets and their messages."""
-    return {text(ticket): message for ticket, message in zip(*[iter(reply)] * 2, strict=True)}
 
 
 def renewed(replies: Sequence[Any]) -> bool | StoreError:

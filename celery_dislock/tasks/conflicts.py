@@ -30,9 +30,9 @@ from celery_dislock.messages.unrun import (
     put_off,
     skip,
 )
+from celery_dislock.parking.answers import Full
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.records import in_words, is_turn
-from celery_dislock.servers.replies import Full
 from celery_dislock.signals import lock_conflict
 from celery_dislock.words import plain, shortened, so_far
 

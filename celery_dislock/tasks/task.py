@@ -246,7 +246,7 @@ def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) ->
         return
     what, lines = f"{request.task}[{turn[1]}]", guard.runtime.process.lines
     if state == states.FAILURE:
-        store.set_aside(lines, turn, what, retval, request.task)
+        lines.set_aside(turn, what, retval, request.task)
         return
     try:
         lines.leave(*turn, store.ENDED, request.task)

@@ -26,7 +26,7 @@ from celery_dislock.hooks import watch_consumer
 from celery_dislock.messages.headers import HEADER, own_turn
 from celery_dislock.messages.message import result_is_ignored
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.parking.store import RUNS, set_aside
+from celery_dislock.parking.store import RUNS
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import LEFT_BEFORE
 from celery_dislock.tasks.sending import tell
@@ -103,7 +103,7 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         try:
             if self._runtime.process.can_park:
                 what = f"{request.task}[{turn[1]}]"
-                set_aside(self._runtime.process.lines, turn, what, error, request.task or "")
+                self._runtime.process.lines.set_aside(turn, what, error, request.task or "")
         except DislockError as exc:
             logger.warning("Parked task %s cannot be run, and stays in line: %s", turn[1], exc)
 

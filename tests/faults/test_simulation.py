@@ -8,8 +8,9 @@ import pytest
 
 from celery_dislock.locks import lease
 from celery_dislock.messages import unrun
+from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.publisher import Publisher
-from celery_dislock.servers.replies import Granted, Parked
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.tasks import conflicts
 from celery_dislock.worker.stalled import StalledKeeper

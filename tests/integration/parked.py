@@ -10,9 +10,10 @@ import json
 from typing import NamedTuple
 
 from celery_dislock.config.terms import Terms
+from celery_dislock.parking.answers import Done, Full, Later, Parked
 from celery_dislock.parking.store import OVER, Bounds, Lines, Ticket
 from celery_dislock.scripts import HAS_LEFT
-from celery_dislock.servers.replies import Done, Full, Granted, Later, Parked, Refused
+from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
 

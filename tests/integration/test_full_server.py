@@ -6,9 +6,10 @@ import pytest
 
 from celery_dislock.config.terms import Terms
 from celery_dislock.exceptions import StoreError
+from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import RUNS, Lines, Ticket
 from celery_dislock.scripts import HAS_LEFT
-from celery_dislock.servers.replies import Granted, Parked
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
@@ -153,13 +154,20 @@ def test_a_parked_task_has_its_turn_and_ends(store, lines, given, client, fill):
     assert not client.exists(LOCK, f"{LOCK}:running")
 
 
-@pytest.mark.parametrize("how", ["drop", "leave", "set_aside"])
-def test_a_parked_task_can_be_taken_out(store, lines, client, fill, how):
+@pytest.mark.parametrize(
+    ("how", "call"),
+    [
+        ("drop", (LOCK, "p:0:0", "note")),
+        ("leave", (LOCK, "p:0:0")),
+        ("set_aside", ((LOCK, "p:0:0"), "p", "no")),
+    ],
+)
+def test_a_parked_task_can_be_taken_out(store, lines, client, fill, how, call):
     """An operator's drop, a revoked message, a task that must not run."""
     take(store)
     lines.park(LOCK, "p@w/1", LONG, HOLDER, PARKED)
     fill()
-    getattr(lines, how)(LOCK, "p:0:0", *(["note"] if how == "drop" else []))
+    getattr(lines, how)(*call)
     assert not client.exists(f"{LOCK}:tickets")
 
 

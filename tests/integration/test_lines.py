@@ -18,10 +18,11 @@ from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import execution_start, owners_start, shown_id, ticket_name
 from celery_dislock.messages.message import Message
-from celery_dislock.parking.store import ASIDE, ENDED, OVER, RUNS, Ticket
+from celery_dislock.parking.answers import Swept
+from celery_dislock.parking.store import ASIDE, ENDED, OVER, RUNS, UNREAD, Ticket
 from celery_dislock.scripts import NOT_THERE
 from celery_dislock.servers.records import in_words
-from celery_dislock.servers.replies import Swept, Turn
+from celery_dislock.servers.replies import Turn
 from celery_dislock.servers.store import Store
 from tests.conftest import BOTH
 from tests.holding import name_of
@@ -571,6 +572,16 @@ class TestBounds:
             assert broker.line() == [stays]
         assert broker.leave(goes) is True
         assert broker.ask(goes, 2) == "done"
+
+    @pytest.mark.parametrize("how", [RUNS, ASIDE])
+    def test_one_that_has_lost_its_place_does_not_run(self, broker, held, how):
+        """Its end is told otherwise; if nobody can read its message, that is kept for people."""
+        for task in ("a", "b"):
+            broker.park(task, bounds=REPLACES)
+        assert broker.leave("a", how) is False
+        assert broker.records().replaced == ["a"]
+        assert broker.leave("a", UNREAD) is True
+        assert (broker.records().replaced, list(broker.records().aside)) == ([], ["a"])
 
     @pytest.mark.parametrize(
         "written",

@@ -16,9 +16,10 @@ from celery_dislock.config.terms import Terms
 from celery_dislock.messages.headers import REPLACED, notes_of
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock
+from celery_dislock.parking.answers import Done, Parked
 from celery_dislock.parking.store import Lines
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.replies import Done, Granted, Handed, Parked, Refused
+from celery_dislock.servers.replies import Granted, Handed, Refused
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.actions import Actions

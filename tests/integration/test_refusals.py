@@ -7,8 +7,8 @@ import json
 import pytest
 
 from celery_dislock.config.terms import ALONE, Terms
+from celery_dislock.parking.answers import Full, Parked
 from celery_dislock.parking.store import Bounds
-from celery_dislock.servers.replies import Full, Parked
 from celery_dislock.servers.reservations import Reservation
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, Broker, owner_of

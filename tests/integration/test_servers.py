@@ -19,12 +19,13 @@ from redis.crc import key_slot
 
 from celery_dislock import Dislock
 from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
-from celery_dislock.parking.store import RUNS, Lines, Ticket
+from celery_dislock.parking.answers import Done, Parked
+from celery_dislock.parking.store import ASIDE, RUNS, Lines, Ticket
 from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.connecting import Driver
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.replies import Done, Granted, Parked, Refused
+from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
@@ -768,7 +769,7 @@ class TestParkedInAClusterThatMoves:
                 *(lambda task=task: self.ask(task) for task in ("done", "runs", "turn", "a", "x")),
                 lambda: self.park("x"),
                 lambda: self.lines.leave(self.lock, "a:0:0"),
-                lambda: self.lines.set_aside(self.lock, "a:0:0"),
+                lambda: self.lines.leave(self.lock, "a:0:0", ASIDE),
                 lambda: self.lines.leave(self.lock, "a:0:0", RUNS),
                 lambda: self.lines.give_back(self.lock, "turn:0:0"),
                 lambda: self.store.acquire([self.lock], "c/1", LONG, HOLDER, place=LONG),

@@ -13,10 +13,11 @@ from click.testing import CliRunner
 from celery_dislock import Dislock
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock as command
+from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.replies import Granted, Parked, Refused
+from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
 from tests.integration.servers import RedisCluster

@@ -1,4 +1,4 @@
-"""The heads of release.lua and acquire.lua do what the rest of the script does.
+"""The head of release.lua does what the rest of the script does.
 
 Each case runs the whole script, and the script without its head, on the same state at the same
 time.  A usual case must be answered by the head alone.
@@ -11,7 +11,7 @@ import hashlib
 import pytest
 from lupa.lua51 import LuaError
 
-from celery_dislock.scripts import ACQUIRE, RELEASE, Script
+from celery_dislock.scripts import RELEASE, Script
 from tests.integration.lua_server import START, LuaServer
 
 LOCK = "dislock:{k}"
@@ -186,26 +186,6 @@ def test_several_locks_are_released_by_the_rest():
     other = LOCK.replace("k", "k2")
     before = state(places=TWO) | {other: {"me": lease()}}
     check(ENDED, before, keys=[LOCK, other])
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.parametrize("mode", ["x", "s"])
-@pytest.mark.parametrize("case", [*HAND_OFFS, *OTHER_RELEASES])
-def test_the_usual_refusal_is_that_of_the_rest(case, mode, limit):
-    """Whatever leases there are; with a line, a turn or a limit the rest answers."""
-    before = (HAND_OFFS | OTHER_RELEASES)[case]
-    asked = "new", 30_000, "{}", f"{mode}:{limit}", 0, 1
-    rest = made(ACQUIRE.text.replace("\nif known and ", "\nif false and "))
-    assert rest != ACQUIRE
-    assert run(ACQUIRE, [LOCK], asked, before) == run(rest, [LOCK], asked, before)
-
-
-def test_the_usual_refusal_takes_three_commands():
-    """Those that it needs to know that nothing but leases decides."""
-    server = LuaServer()
-    for owner in ("me", "new"):
-        server.run(ACQUIRE, [LOCK], owner, 30_000, "{}", "x:1", 0, 1)
-    assert [one.split()[0] for one in server.called()] == ["TIME", "EXISTS", "HGETALL"]
 
 
 def test_a_hand_off_costs_the_same_however_many_wait():

@@ -85,3 +85,12 @@ def test_replies_begin_alike_in_lua_and_in_python():
     told["DONE"] = told.pop("DONE_BEFORE")  # DONE is the ending of a key there
     assert len(told) == 10
     assert {name: getattr(scripts, name) for name in told} == told
+
+
+def test_arguments_are_given_by_name():
+    """They are put in the order in which the script unpacks them, also by the script around it."""
+    given = {name: number for number, name in enumerate(scripts.PARK.names)}
+    assert scripts.PARK.names[:2] == ["owner", "ttl"]
+    assert scripts.PARK.names[-1] == "listed"
+    assert scripts.PARK.arguments(dict(reversed(given.items()))) == tuple(range(len(given)))
+    assert scripts.PARK_UNIQUE.names == scripts.PARK.names
