@@ -37,7 +37,6 @@ from celery_dislock.keys.templates import key_builder
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.servers.records import written
 from celery_dislock.servers.replies import Granted
-from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.store import Store
 from celery_dislock.testing.redis_server import RedisServer
 
@@ -143,10 +142,11 @@ class Tasks:
         owner = f"{task_id}@celery@bench:12345/01234567.1"
         holder = {"task": "bench.export", "id": task_id, "worker": "celery@bench", "pid": 12345}
         said, store = written(holder), self.store
-        terms = Terms(options.lock_mode, options.lock_limit or 1)
 
         def call() -> None:
-            assert isinstance(store.acquire(names, owner, timeout, said, terms=terms), Granted)
+            assert isinstance(
+                store.acquire(names, owner, timeout, said, terms=options.terms), Granted
+            )
             assert store.release(names, owner)
 
         return call

@@ -1,10 +1,10 @@
 """The locks of tasks for plain Python: web views, scripts, and code inside a task's body.
 
 As with :class:`threading.RLock`, a lock can be taken again on the same terms, and must be released
-once per acquisition.  Who may do so is code inside the block that holds it; see
-:mod:`celery_dislock.locks.callers`.  The acquisitions are counted in this process, without a round
-trip, and all lock objects of the same key share one count.  A lock that the running task holds
-counts as the caller's.  A lock object that has taken a lock can release it anywhere.
+once per acquisition, by code inside the block that holds it: see ``callers.py``.  The acquisitions
+are counted in this process, without a round trip, and all lock objects of the same key share one
+count.  A lock that the running task holds counts as the caller's.  A lock object that has taken a
+lock can release it anywhere.
 
 A signal handler may raise an exception at any instruction, as Celery's soft time limit does.  Every
 step that releases something can therefore be repeated, and is repeated once if it is interrupted.
@@ -208,13 +208,12 @@ class ReentrantLock:
         """
         Return the live leases: owner, token, mode, remaining seconds and the holder of each.
 
-        The leases are in the order of the keys.  One round trip per key.
+        They are in the order of the keys.  One round trip per key.
 
         Raises:
             StoreError: The lock server did not answer.
         """
-        store = self._runtime.process.store_here
-        names = self._runtime.lock_names(self.keys)
+        store, names = self._runtime.process.store_here, self._runtime.lock_names(self.keys)
         return [held for name in names for held in store.holders(name)]
 
     def __enter__(self) -> Lease:
@@ -323,11 +322,8 @@ class ReentrantLock:
         store = process.store if by_thread else process.store_here
         lock = self._made
         if lock is None or lock.store is not store:
-            self._made = lock = Lock(
-                *(self.keys, self._runtime.lock_names(self.keys), self._options, store),
-                watchdog=process.watchdog,
-                fair=self._fair,
-            )
+            names, kept = self._runtime.lock_names(self.keys), (store, process.watchdog)
+            self._made = lock = Lock(self.keys, names, self._options, *kept, fair=self._fair)
         return lock
 
     def _hint(self) -> str:

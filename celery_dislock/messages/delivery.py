@@ -118,7 +118,7 @@ class Delivery:
         # the garbage collector, which costs more than a third of all that the guard does.
         self._request = ref(request)
         self.id = request.id
-        self.sent_to = str(request.task or task.name)
+        self.sent_to = str(getattr(request, "task", None) or task.name)
         self.is_eager = bool(request.is_eager)
         self.lock = lock
         self.attempt = attempt
