@@ -3,8 +3,7 @@
 As with :class:`threading.RLock`, a lock can be taken again on the same terms, and must be released
 once per acquisition, by code inside the block that holds it: see ``callers.py``.  The acquisitions
 are counted in this process, without a round trip, and all lock objects of the same key share one
-count.  A lock that the running task holds counts as the caller's.  A lock object that has taken a
-lock can release it anywhere.
+count.  A lock that the running task holds counts as the caller's.
 
 A signal handler may raise an exception at any instruction, as Celery's soft time limit does.  Every
 step that releases something can therefore be repeated, and is repeated once if it is interrupted.
@@ -439,8 +438,7 @@ class ReentrantLock:
         return SettingsError(f"lock {self.key!r}", option, value, remedy)
 
     def _not_owner(self) -> NotOwnerError:
-        holders = self.holders()
-        return NotOwnerError(self.key, ", ".join(one.who for one in holders), self._hint())
+        return NotOwnerError(self.key, ", ".join(one.who for one in self.holders()), self._hint())
 
 
 @lru_cache(1000)  # keys that are remembered as warned of
