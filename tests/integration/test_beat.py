@@ -21,7 +21,7 @@ def test_a_beat_that_does_not_lead_claims_nothing(redis_client):
         tick = (seconds * 1_000_000 + more, 30_000_000, "entry", 1)
         return run(scripts.TICK, owner, token, *tick)[0]
 
-    _, token = redis_client.eval(scripts.ACQUIRE.text, 1, lock, "a/1", 30_000, "{}", "x", 1, 0, 1)
+    _, token = redis_client.eval(scripts.ACQUIRE.text, 1, lock, "a/1", 30_000, "{}", "x:1", 0, 1)
     assert claim("b/1", token) == beat.NOT_LEADING
     assert claim("a/1", 7) == beat.NOT_LEADING
     assert not redis_client.exists(beat_of(lock))
