@@ -32,7 +32,6 @@ from celery_dislock.servers.connections import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-DOTTED = re.compile(r"\w+([.:]\w+)+")  # the name of an object in a module
 TIMES_SOCKETS = sys.platform == "linux" and sys.maxsize > 2**32  # and how is known
 MICROSECONDS = 1_000_000  # in a second
 MOST_AT_ONCE = 16384  # bytes that are read at once; replies are small

@@ -10,8 +10,9 @@ import time
 
 import pytest
 
+from celery_dislock.beat import DONE, SENT_SINCE
 from celery_dislock.exceptions import LaterReleaseError
-from celery_dislock.scripts import RENEW_STALLED
+from celery_dislock.scripts import RENEW_STALLED, TICK
 from celery_dislock.servers.reservations import Reservation, Reserved
 from tests.driven import Shop
 from tests.integration.lua_server import LuaServer
@@ -188,6 +189,20 @@ def test_the_number_of_a_line_in_the_index_may_be_anything(broker, server):
     assert broker.park("a") == "parked"
 
 
+def test_beats_claim_by_when_an_entry_was_last_sent(broker, server):
+    """A later version of its record says that another beat has sent this tick; then it is due."""
+    beat, last = f"{LOCK}:beat", server.now_ms * 1000
+    (token,) = broker.store.acquire([LOCK], "b@w/1", LONG, "{}").tokens
+    server.send("HSET", beat, "entry", f"2 {last} 7 - new")
+
+    def claim(before):
+        known = "b@w/1", token, server.now_ms * 1000, 30_000_000, "entry", before
+        return server.run(TICK, [LOCK, beat], *known)
+
+    assert claim(last - 1) == [SENT_SINCE, str(last).encode()]
+    assert claim(last) == [DONE]
+
+
 class TestReservation:
     """It is compared with nothing, and neither written nor deleted: messages go out without one."""
 
@@ -307,3 +322,9 @@ class TestMessage:
             shop.server.send("HINCRBY", f"{LOCK}:tickets", "bytes", grown)
         shop.work()
         assert shop.ran == ["2"]
+
+    def test_who_was_told_of_its_end_by_an_older_release_does_not_run(self, shop):
+        """The sweep of this release has written why into a header of the next one."""
+        task = shop.declare()
+        shop.run(task, headers={"dislock": {"v": 2, "replaced": "a newer one", "new": 1}})
+        assert (shop.ran, shop.app.AsyncResult("2").state) == ([], "REVOKED")
