@@ -229,6 +229,16 @@ class TestTurns:
         assert broker.claim("c", **SHARED) == "granted"
         assert [one.mode for one in broker.store.holders(LOCK)] == ["exclusive"]
 
+    def test_who_is_revoked_when_its_record_is_lost_lets_the_next_in(self, broker, held):
+        """At once, and not only when somebody sweeps."""
+        for task in "ab":
+            broker.park(task)
+        broker.end("first")
+        assert broker.given() == ["a"]
+        broker.lose("a")
+        assert broker.leave("a") is False
+        assert broker.given() == ["b"]
+
     def test_a_turn_that_an_operator_has_overtaken_waits_again(self, broker, held):
         """The lock was paused while its message was on its way."""
         broker.park("a")
