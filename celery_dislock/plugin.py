@@ -272,6 +272,8 @@ class Dislock:
             mode: "exclusive" or "shared".  This and the next options are the task options of the
                 same name with ``lock_``.  None: the app's setting, else the default.
             limit: Maximum number of leases at a time, > 0.
+            rate: How often the lock is taken at most, in the whole fleet: "100/m", "5/10s".  With
+                it and without a *limit*, any number of leases.
             watchdog_timeout: Expiry of the lease in seconds, > 0, or a timedelta; renewed after
                 each third of it.
             max_renew_times: Number of renewals after which the lease is left to expire; 0 or

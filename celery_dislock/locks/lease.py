@@ -401,6 +401,11 @@ class Conflict:
     def __bool__(self) -> Literal[False]:
         return False
 
+    @property
+    def early(self) -> bool:
+        """Whether only the time is in the way: *remaining* is until the next start of its rate."""
+        return "early" in self.holder
+
     def error(self, hint: str = "") -> LockHeldError:
         """Make the LockHeldError for this conflict; *hint*: why the caller may wait for itself."""
         holder = in_words(self.holder)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
+from celery_dislock.exceptions import EARLY
 from celery_dislock.messages.headers import HEADER, ours_first, with_notes, without_notes
 from celery_dislock.words import so_far
 
@@ -84,7 +85,8 @@ class TaskParked(Ignore):  # type: ignore[misc]
     def __str__(self) -> str:
         return (
             f"parked: place {self.place} in line for lock {self.key!r}, "
-            f"held by {self.holder}{so_far(self.held_for)}"
+            f"{'' if self.holder.startswith(EARLY) else 'held by '}{self.holder}"
+            f"{so_far(self.held_for)}"
         )
 
 

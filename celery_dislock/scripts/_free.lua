@@ -3,10 +3,13 @@
 
 -- include: _record
 
--- How many of these keys of a lock exist; false while its slot moves, as a key may be on the other node.
-local function count_keys(...)
-  local seen, there = pcall(redis.call, 'EXISTS', ...)
-  return seen and there
+-- Whether a lock has no lease, none of these other keys, and nothing that people have set, and is asked for
+-- without a rate.  Not while its slot moves, as a key may be on the other node.
+local function is_free(lock, terms, ...)
+  local keys = {lock, lock .. LIMIT, lock .. RATE}
+  for _, ending in ipairs({...}) do keys[#keys + 1] = lock .. ending end
+  local seen, there = pcall(redis.call, 'EXISTS', unpack(keys))
+  return seen and there == 0 and not string.find(terms, '/', 1, true)
 end
 
 -- Returns the token, as text.

@@ -26,7 +26,7 @@
 
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
-if #KEYS == 1 and count_keys(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. HANDED, KEYS[1] .. LIMIT) == 0 then
+if #KEYS == 1 and is_free(KEYS[1], ARGV[4], LINE, HANDED) then
   return {GRANTED, grant_free(KEYS[1], owner, ttl, ARGV[4], holder)}
 end
 
@@ -42,7 +42,8 @@ local function copy_in(lock)
   return task and leases_of(lock, task)[1]
 end
 
--- Returns the token, and whether its lease is a new one; nothing if the lock refuses.
+-- Returns the token, whether its lease is a new one, and whether its start is still to be counted; nothing
+-- if the lock refuses.
 local function take(lock, terms)
   local mine = lease_of(lock, owner)
   if mine then
@@ -56,7 +57,7 @@ local function take(lock, terms)
   if not seen then line_is_there = waits and line_exists(lock) end
   if admits(lock, terms) and (not line_is_there or passes_line) then
     if line_is_there then leave_line(lock, owner) end
-    return grant(lock, owner, ttl, terms, holder), true
+    return grant(lock, owner, ttl, terms, holder), true, true
   end
 
   if waits then
@@ -67,8 +68,11 @@ local function take(lock, terms)
     local token = hand_off(lock, owner)
     if token then return token, true end
     if not waits and admits(lock, terms) and redis.call('EXISTS', lock.line) == 0 then
-      return grant(lock, owner, ttl, terms, holder), true
+      return grant(lock, owner, ttl, terms, holder), true, true
     end
+    -- As far as only the time is in the way, nobody's release wakes it: it counts those before it.
+    local rank = lock.early and redis.call('ZRANK', lock.line, owner)
+    if rank then lock.early = starts_in(lock, terms, lock.gates + rank) end
   end
 end
 
@@ -95,15 +99,15 @@ for nth, key in ipairs(KEYS) do
   if not lease_of(lock, owner) then
     admits(lock, terms_of(nth))
     -- A hidden limit keeps the asker out.  This is the error of a slot that moves: its client asks again.
-    if lock.hidden then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
+    if lock.hidden and not lock.set then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
   end
 end
 
-local granted, new = {GRANTED}, {}
+local granted, new, starting = {GRANTED}, {}, {}
 for nth, lock in ipairs(locks) do
   local copy = not lease_of(lock, owner) and copy_in(lock)
-  local token, is_new
-  if not copy then token, is_new = take(lock, terms_of(nth)) end
+  local token, is_new, starts
+  if not copy then token, is_new, starts = take(lock, terms_of(nth)) end
   if not token then
     if not waits then
       for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end
@@ -114,5 +118,7 @@ for nth, lock in ipairs(locks) do
   end
   granted[nth + 1] = token
   if is_new then new[#new + 1] = lock end
+  if starts then starting[lock] = terms_of(nth) end
 end
+for lock, terms in pairs(starting) do count_start(lock, terms) end  -- not before all were granted
 return granted

@@ -20,7 +20,8 @@ import json
 import reprlib
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.exceptions import PAUSED
+from celery_dislock.config.terms import Rate
+from celery_dislock.exceptions import EARLY, PAUSED
 from celery_dislock.words import TEXT_MOST, plain, shortened
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def in_words(holder: Mapping[str, Any]) -> str:
         told = f"a holder whose record cannot be read: {holder['unreadable']}"
     elif "paused" in holder:
         told = f"{PAUSED} ({holder['note']})" if holder.get("note") else PAUSED
+    elif "early" in holder:
+        told = f"{EARLY}: {_why_early(holder)}"
     elif "parked" in holder:
         told = f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
     elif holder.get("thread") == LEADER:
@@ -71,9 +74,19 @@ def in_words(holder: Mapping[str, Any]) -> str:
     return plain(told)
 
 
+def _why_early(holder: Mapping[str, Any]) -> str:
+    """Say why a lock cannot be taken yet: it is held back, or its rate does not admit it."""
+    if holder.get("held_back"):
+        return f"held back ({holder['note']})" if holder.get("note") else "held back"
+    most, window = holder.get("most"), holder.get("window_ms")
+    if isinstance(most, (int, float)) and isinstance(window, (int, float)):
+        return str(Rate(int(most), window / 1000))
+    return "its rate"
+
+
 def is_turn(holder: Mapping[str, Any]) -> bool:
     """Tell whether a lock is reserved for a parked task, whose message is on its way."""
-    return "parked" in holder and "id" in holder
+    return "parked" in holder and "id" in holder and "early" not in holder
 
 
 def holder_of(written: bytes) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.config.options import LIMIT_MOST, RENEWALS_PER_TIMEOUT
+from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
+from celery_dislock.config.terms import LIMIT_MOST
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.templates import check_written, key_of
 from celery_dislock.operating.cli.reading import holder_lines, reservation_line, write_lines

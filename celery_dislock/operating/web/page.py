@@ -17,7 +17,7 @@ from werkzeug.routing import Map, Rule
 from werkzeug.utils import redirect
 from werkzeug.wrappers import Request, Response
 
-from celery_dislock.config.options import LIMIT_MOST
+from celery_dislock.config.terms import LIMIT_MOST
 from celery_dislock.exceptions import (
     DamagedLockError,
     DislockError,
