@@ -39,6 +39,7 @@ from celery_dislock.tasks.task import SingletonTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
     from typing import Concatenate
 
     import click
@@ -325,6 +326,16 @@ class Dislock:
         from celery_dislock.tasks.handle import LockHandle  # noqa: PLC0415 -- see above
 
         return LockHandle(keys_of(key), self.runtime, self._app)
+
+    def hold_back(
+        self, key: str | Sequence[str], seconds: float | timedelta, *, note: str = ""
+    ) -> None:
+        """
+        Let nobody in the whole fleet take a lock for some time, as after an answer 429; blocks.
+
+        The same as ``lock_of(key).hold_back(seconds)``: see :meth:`LockHandle.hold_back`.
+        """
+        self.lock_of(key).hold_back(seconds, note=note)
 
     def close(self) -> None:
         """
