@@ -333,7 +333,8 @@ class Dislock:
         """
         Let nobody in the whole fleet take a lock for some time, as after an answer 429; blocks.
 
-        The same as ``lock_of(key).hold_back(seconds)``: see :meth:`LockHandle.hold_back`.
+        The same as :meth:`lock_of(key).hold_back(seconds)
+        <celery_dislock.tasks.handle.LockHandle.hold_back>`.
         """
         self.lock_of(key).hold_back(seconds, note=note)
 

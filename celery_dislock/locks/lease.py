@@ -403,7 +403,7 @@ class Conflict:
 
     @property
     def early(self) -> bool:
-        """Whether only the time is in the way: *remaining* is until the next start of its rate."""
+        """Whether only the time is in the way.  *remaining* is until the next start then."""
         return "early" in self.holder
 
     def error(self, hint: str = "") -> LockHeldError:
