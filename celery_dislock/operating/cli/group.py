@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from celery_dislock.config.settings import set_settings
-from celery_dislock.operating.cli.changing import drop, free, limit, pause, put_back, resume
+from celery_dislock.operating.cli.changing import drop, free, put_back
 from celery_dislock.operating.cli.doctor import doctor
+from celery_dislock.operating.cli.limiting import limit, pause, resume
 from celery_dislock.operating.cli.reading import line, ls, show
 from celery_dislock.operating.cli.running import run
 from celery_dislock.operating.cli.top import top
