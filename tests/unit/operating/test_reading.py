@@ -210,13 +210,14 @@ AGO = "since 2023-11-14 20:13:20+00:00"
 )
 def test_how_often_a_lock_is_taken_is_told(dislock, server, given, shown, limits, holder):
     """What people have set as what the code says; beside the line, too; `ls` says why it waits."""
-    server.put(lock(**given, waiting=1, line=[place(waiting=3.0)]))
+    server.put(lock(**given, waiting=1, line=[place(parked=False, ticket="", waiting=3.0)]))
     lines = dislock("show", "k").stdout.splitlines()
     assert [one.strip() for one in lines if one.startswith(("  rate", "  held back"))] == shown
     assert dislock("line", "k").stderr.splitlines() == shown
     row = dislock("ls", env={"COLUMNS": "200"}).stdout.splitlines()[1]
-    *_, limits_, holder_ = re.split("  +", row)
+    _, trouble, *_, limits_, holder_ = re.split("  +", row)
     assert (limits_, holder_) == (limits, holder)
+    assert trouble == ("limited 2 h 00 min" if given["rate"].is_set else "-")
     for known in (*dislock.json("ls"), dislock.json("show", "k"), dislock.json("line", "k")):
         rate = known["rate"]
         is_known = given["rate"].rate is not None
