@@ -156,8 +156,7 @@ def rows(
 
 
 def _is_idle(lock: LockState) -> bool:
-    rate = lock.rate
-    if rate is None or rate.early or rate.since is not None:
+    if lock.rate is None or lock.rate.early or lock.is_limited:
         return False
     return not lock._replace(rate=None).exists
 

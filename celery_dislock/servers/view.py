@@ -231,6 +231,11 @@ class LockState(NamedTuple):
         return self.limit == 0
 
     @property
+    def is_limited(self) -> bool:
+        """Whether people have set a limit or a rate, or it is held back."""
+        return self.limit is not None or (self.rate is not None and self.rate.since is not None)
+
+    @property
     def is_leaderless(self) -> bool:
         """Whether beats had the lock, and nobody holds it or has paused it."""
         return self.ticked is not None and not (self.holders or self.is_paused)

@@ -223,8 +223,7 @@ class Facts:
             seen.leases += len(lock.holders)
             seen.waiting += lock.waiting
             seen.of_tasks = seen.of_tasks or _is_of_task(lock)
-            is_set = lock.limit is not None or (lock.rate and lock.rate.since is not None)
-            if row.troubles or lock.waiting or is_set:
+            if row.troubles or lock.waiting or lock.is_limited:
                 seen.suspects.append(lock)
         seen.suspects.sort(key=lambda lock: -lock.waiting)
         for at, lock in enumerate(seen.suspects[:LINES_MOST]):
