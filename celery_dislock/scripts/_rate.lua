@@ -2,13 +2,13 @@
 --
 -- A start is an acquisition that begins a body.  At most so many are counted in any window of a rate.  The
 -- first turn of a parked task keeps a gate until it is claimed: room for one start, which nobody else takes.
---   <lock>:starts   Redis TIME in microseconds of the starts, newest first; after them "1 most window_ms":
---                   the largest that were asked for, so many starts are kept, and for so long
+--   <lock>:starts   see _starts.lua
 --   <lock>:rate     "1 until_ms most window_ms since_ms note", as people or a body have set it
 --     until_ms      Redis TIME until which nobody starts
 --     most          starts in any window of this length, whatever the code says; 0: the code's rate holds
 
 -- include: _lease
+-- include: _starts
 
 local AHEAD_US = 1000000   -- turns are given for starts within this time
 local SOON_US = 15000000   -- and one turn for a start within this
@@ -34,15 +34,14 @@ local function rate_of(lock, terms)
   return terms.most, terms.window
 end
 
--- The key of the starts.  If the clock was set back, those that are later than now become as old as now.
-local function starts_of(lock)
-  if lock.starts then return lock.starts end
-  lock.starts = lock.name .. STARTS
-  local later = 0
-  while (tonumber(redis.call('LINDEX', lock.starts, later)) or 0) > now_us do later = later + 1 end
-  if later > 0 then redis.call('LTRIM', lock.starts, later, -1) end
-  for _ = 1, later do redis.call('LPUSH', lock.starts, now_as_token) end
-  return lock.starts
+-- If the clock was set back, starts that are later than now become as old as now.
+local function set_back(lock)
+  if lock.seen then return end
+  lock.seen = true
+  local starts, later = lock.name .. STARTS, 0
+  while newest(lock.name, later) > now_us do later = later + 1 end
+  if later > 0 then redis.call('LTRIM', starts, later, -1) end
+  for _ = 1, later do redis.call('LPUSH', starts, now_as_token) end
 end
 
 -- Microseconds until one more start is within the rate of an owner with these terms, after *others* that
@@ -52,9 +51,8 @@ local function starts_in(lock, terms, others)
   local held_back = set and math.max(0, set.until_ms - now) * 1000 or 0
   local most, window = rate_of(lock, terms)
   if not most then return held_back end
-  local before = tonumber(redis.call('LINDEX', starts_of(lock), most - 1 - others % most))
-  local wait = before and math.max(0, before + window * 1000 - now_us) or 0
-  return math.max(held_back, wait + math.floor(others / most) * window * 1000)
+  set_back(lock)
+  return math.max(held_back, due_in(lock.name, most, window, others))
 end
 
 -- What stands in place of a holder if only the time is in the way.
@@ -68,12 +66,5 @@ end
 -- Count a start of an owner with these terms, which begins a body now.
 local function count_start(lock, terms)
   local most, window = rate_of(lock, terms)
-  if not most then return end
-  local starts = starts_of(lock)
-  local most_kept, kept_ms = string.match(redis.call('LINDEX', starts, -1) or '', '^%d+ (%d+) (%d+)$')
-  most_kept, kept_ms = math.max(most, tonumber(most_kept) or 0), math.max(window, tonumber(kept_ms) or 0)
-  local there = redis.call('LPUSH', starts, now_as_token)
-  redis.call('LTRIM', starts, 0, math.min(most_kept, there > 1 and there - 1 or 1) - 1)  -- without what ends it
-  redis.call('RPUSH', starts, string.format('1 %.0f %.0f', most_kept, kept_ms))
-  redis.call('PEXPIRE', starts, kept_ms)
+  if most then add_start(lock.name, most, window) end
 end

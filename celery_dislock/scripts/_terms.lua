@@ -27,7 +27,7 @@ local function are_alone(terms) return terms and terms.mode == 'x' and terms.lim
 
 -- The lease of a turn that keeps a gate; see _rate.lua.  Only a script writes an owner that ends so.
 local function has_gate(lease)
-  return string.byte(lease.owner, -1) == TICKET_ENDS and string.find(lease.holder, '"gate":', 1, true)
+  return string.byte(lease.owner, -1) == TICKET_ENDS and string.find(lease.holder, '"gate"', 1, true)
 end
 
 -- A lease takes room of its mode.  One of a mode that only a later version knows takes room of each.

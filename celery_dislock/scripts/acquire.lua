@@ -26,9 +26,8 @@
 
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
-if #KEYS == 1 and is_free(KEYS[1], ARGV[4], LINE, HANDED) then
-  return {GRANTED, grant_free(KEYS[1], owner, ttl, ARGV[4], holder)}
-end
+local free = #KEYS == 1 and grant_free(KEYS[1], owner, ttl, ARGV[4], holder, LINE, HANDED)
+if free then return {GRANTED, free} end
 
 -- include: _line
 
@@ -104,12 +103,16 @@ for nth, key in ipairs(KEYS) do
 end
 
 local granted, new, starting = {GRANTED}, {}, {}
+local function count_starts()
+  for lock, terms in pairs(starting) do count_start(lock, terms) end
+end
+
 for nth, lock in ipairs(locks) do
   local copy = not lease_of(lock, owner) and copy_in(lock)
   local token, is_new, starts
   if not copy then token, is_new, starts = take(lock, terms_of(nth)) end
   if not token then
-    if not waits then
+    if waits then count_starts() else  -- what it keeps is taken, though its body does not begin yet
       for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end
     end
     for later = nth + 1, #locks do give_up(locks[later]) end
@@ -120,5 +123,5 @@ for nth, lock in ipairs(locks) do
   if is_new then new[#new + 1] = lock end
   if starts then starting[lock] = terms_of(nth) end
 end
-for lock, terms in pairs(starting) do count_start(lock, terms) end  -- not before all were granted
+count_starts()
 return granted

@@ -34,8 +34,9 @@ local owner, ttl, holder, terms, its_home, ticket, same_task, marked, message, m
   overflow, task, index, listed = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
-if marked == '0' and message == '' and is_free(name, terms, LINE, TICKETS, HANDED, RUNNING, DONE .. ticket) then
-  return {GRANTED, {}, grant_free(name, owner, ttl, terms, holder), 0}
+if marked == '0' and message == '' then
+  local free = grant_free(name, owner, ttl, terms, holder, LINE, TICKETS, HANDED, RUNNING, DONE .. ticket)
+  if free then return {GRANTED, {}, free, 0} end
 end
 
 -- include: _parked

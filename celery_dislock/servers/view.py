@@ -297,7 +297,9 @@ def state_of(server: str, name: str, reply: Sequence[Any], first: int = 0) -> Lo
 
 
 def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
-    now_ms, leases, waiting, line, turns, aside, unique, ticked, rate, limit, limit_ms, *differs = reply
+    now_ms, leases, waiting, line, turns, aside, unique, ticked, rate, limit, limit_ms, *differs = (
+        reply
+    )
     limited = LIMIT_RECORD.fullmatch(limit)
     if limit and not limited:
         raise ValueError("its limit")

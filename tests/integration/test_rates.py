@@ -227,11 +227,13 @@ def test_a_queue_without_a_worker_keeps_no_rate_from_others(shop):
 
 def test_a_clock_that_is_set_back_bars_nobody_for_longer_than_a_window(shop):
     """After the server's clock was set back an hour, starts are counted from now."""
-    assert take(shop, rate="1/10s")
+    assert take(shop, rate="3/10s")
+    assert take(shop, rate="3/10s")
     shop.server.stall(-3600)
-    assert take(shop, rate="1/10s").remaining <= 10
+    assert take(shop, rate="3/10s")
+    assert take(shop, rate="3/10s").remaining <= 10
     shop.server.stall(10.001)
-    assert take(shop, rate="1/10s")
+    assert take(shop, rate="3/10s")
 
 
 def test_a_lock_is_held_back(shop):
@@ -358,3 +360,9 @@ def test_starts_are_those_of_a_log_of_all(most, window, pauses):
             if got:
                 times.append(round(shop.server.clock() * 1e6))
         assert all(later - sooner >= window * 10**6 for sooner, later in pairwise(times[::most]))
+
+
+def test_several_keys_of_a_program_have_no_rate(shop):
+    """A lock of several keys, which can be waited for, is refused with a rate."""
+    with pytest.raises(SettingsError, match="give one key, or no rate"):
+        shop.dislock.lock(["a", "b"], rate="1/m")
