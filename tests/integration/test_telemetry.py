@@ -89,6 +89,10 @@ def test_all_that_happens_to_locks_is_counted(app, server, declare, scraped, mon
     with server.hold("k"):
         task.apply()
         assert not lock.acquire(blocking=False)
+    rated = dislock.lock("rated", rate="1/h")
+    with rated:
+        pass
+    assert not rated.acquire(blocking=False)
     for end in ("capped", "gone", "expired"):
         lock = dislock.lock(end, watchdog_timeout=3, max_renew_times=2)
         lock.acquire()
@@ -106,9 +110,10 @@ def test_all_that_happens_to_locks_is_counted(app, server, declare, scraped, mon
     told = scraped()
     expected = {
         ("acquisitions_total", "at_once", NAME): 1,
-        ("acquisitions_total", "at_once", ""): 1 + 3,
+        ("acquisitions_total", "at_once", ""): 1 + 1 + 3,
         ("conflicts_total", "skip", NAME): 1,
-        ("conflicts_total", "refused", ""): 1,
+        ("conflicts_total", "refused", ""): 1 + 1,
+        ("early_total", ""): 1,
         ("renewals_total", ""): 2 + 1 + 1,
         ("capped_total", ""): 1,
         ("lost_total", "expired", ""): 1,
@@ -117,7 +122,7 @@ def test_all_that_happens_to_locks_is_counted(app, server, declare, scraped, mon
         ("messages_total", "sent", "unique"): 1,
         ("messages_total", "duplicate", "unique"): 1,
         ("held_seconds_count", NAME): 1,
-        ("held_seconds_count", ""): 1 + 3,
+        ("held_seconds_count", ""): 1 + 1 + 3,
         ("wait_seconds_count", NAME): 1,
     }
     assert {sample: told.get(sample) for sample in expected} == expected

@@ -287,8 +287,8 @@ function rateBadges(rate) {
   const isSooner = rate.early > 0 && !rate.held_back;
   return [
     ...(rate.is_set ? [[`rate ${rate.words}`, true]] : []),
-    ...(rate.held_back ? [[`held back for ${duration(rate.held_back)}`, true]] : []),
-    ...(isSooner ? [[`next start in ${duration(rate.early)}`, false]] : []),
+    ...(rate.held_back ? [[`held back ${duration(rate.held_back)}`, true]] : []),
+    ...(isSooner ? [[`next in ${duration(rate.early)}`, false]] : []),
   ];
 }
 
