@@ -414,7 +414,12 @@ class LuaServer:
     @property
     def now_ms(self) -> int:
         """Milliseconds of the clock."""
-        return int(self._lua[b"now"]()) // 1000
+        return self.now_us // 1000
+
+    @property
+    def now_us(self) -> int:
+        """Microseconds of the clock."""
+        return int(self._lua[b"now"]())
 
     def client(self, *, decode_responses: bool = False) -> LuaClient:
         """Return a client that speaks bytes, or text."""
