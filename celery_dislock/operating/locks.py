@@ -156,7 +156,7 @@ def rows(
 
 
 def _is_idle(lock: LockState) -> bool:
-    if lock.rate is None or lock.rate.early or lock.is_limited:
+    if lock.rate is None or lock.is_too_early or lock.is_limited:
         return False
     return not lock._replace(rate=None).exists
 

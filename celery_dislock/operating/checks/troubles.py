@@ -95,7 +95,7 @@ def _hung(lock: LockState) -> list[Holder]:
     """Return who holds a lock for which others wait, if the body may hang; a beat leads long."""
     return [
         one
-        for one in (lock.holders if lock.waiting else ())
+        for one in (lock.holders if lock.waiting and not lock.is_too_early else ())
         if one.timeout and one.held > HELD_LONG * one.timeout and not is_beat(one)
     ]
 

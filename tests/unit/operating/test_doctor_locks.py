@@ -157,7 +157,7 @@ OLD = RESERVED._replace(since=4000.0, remaining=10.0)
 NOTE = {"limit_note": "by ana: reindex", "limit_age": 7200.0}
 MINUTE = Rate(100, 60.0)
 RATED = RateState(MINUTE, 0.0, is_set=True, note="by ana: 429", age=7200.0)
-LATER = {"waiting": 1, "line": [place(waiting=900.0)]}  # in line for longer than STUCK_LONG
+LATER = {"waiting": 1, "line": [place(waiting=900.0)]}  # for longer than STUCK_LONG
 BUSY = {"waiting": 1, "line": [place(parked=False, ticket="")]}
 
 
@@ -210,6 +210,7 @@ BUSY = {"waiting": 1, "line": [place(parked=False, ticket="")]}
         ({"limit": 3, **NOTE}, ("limits", "note", "k (to 3 at a time; by ana: reindex; for 2 h 0")),
         # Only the time is in the way.
         ({"rate": RateState(MINUTE, 12.0), **LATER}, None),
+        ({"rate": RateState(MINUTE, 12.0), **LATER, "holders": [holder(held=601.0)]}, None),
         ({"rate": RateState(MINUTE, 0.0), **LATER}, ("lines", "warning", "the first waits for 15")),
         (
             {"rate": RateState(None, 0.0, held_back=90.0, note="429", age=9.0), **LATER},
