@@ -72,8 +72,8 @@ def pause(context: click.Context, /, which: WhichLock, **given: Any) -> None:
 def limit(context: click.Context, /, key: str, number: int | None, **given: Any) -> None:
     """Admit NUMBER leases of KEY at a time, or another rate of starts.
 
-    Whatever the code says; give NUMBER, --rate, or both. 0 is the same as `pause`. `resume` takes
-    it back. NUMBER does not count shared leases, and a rate does.
+    Give NUMBER, --rate, or both: they hold whatever the code says, until `resume`. 0 is the same as
+    `pause`. Shared leases count for a rate, and not for NUMBER.
     """
     if number is None and given["rate"] is None:
         raise click.UsageError("Give NUMBER, or --rate, or both.")
