@@ -62,6 +62,8 @@ local function look(lock, hashes)
   count_leases(lock)
   for _, key in ipairs({lock.line, lock.handed}) do unless_hidden(pcall(redis.call, 'ZCARD', key)) end
   for _, ending in ipairs(hashes) do unless_hidden(pcall(redis.call, 'HLEN', lock.name .. ending)) end
+  unless_hidden(pcall(redis.call, 'LLEN', lock.name .. STARTS))
+  rate_set(lock)
 end
 
 -- Returns a token higher than all that this script has seen of the lock, as text.

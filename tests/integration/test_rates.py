@@ -366,3 +366,14 @@ def test_several_keys_of_a_program_have_no_rate(shop):
     """A lock of several keys, which can be waited for, is refused with a rate."""
     with pytest.raises(SettingsError, match="give one key, or no rate"):
         shop.dislock.lock(["a", "b"], rate="1/m")
+
+
+@pytest.mark.parametrize("ending", [":starts", ":rate"])
+def test_a_damaged_rate_stops_nobody_in_the_middle(shop, ending):
+    """Of a key of another type an acquisition is told before anything is changed."""
+    name = f"{NAME}{ending}"
+    shop.server.send("HSET", name, "a", "b")
+    before = shop.server.contents()
+    with pytest.raises(Exception, match="WRONGTYPE"):
+        ask(shop, "a", place=9.0)
+    assert shop.server.contents() == before
