@@ -64,8 +64,11 @@ local function as_early(lock, terms)
   return {early = true, most = most, window_ms = window, held_back = held_back or nil, note = held_back and set.note or nil}
 end
 
--- Count a start of an owner with these terms, which begins a body now.
+-- Count a start of an owner with these terms, which begins a body now.  It is kept for both rates, of the code and
+-- of people.
 local function count_start(lock, terms)
   local most, window = rate_of(lock, terms)
-  if most then add_start(lock.name, most, window) end
+  if most then
+    add_start(lock.name, math.max(most, terms.most or 0), math.max(window, terms.window or 0))
+  end
 end

@@ -273,6 +273,16 @@ def test_a_rate_that_people_set_counts_in_place_of_the_codes(shop):
     assert take(shop, rate="9/s")
 
 
+def test_a_rate_that_people_set_forgets_no_starts_of_the_codes(shop):
+    """After it was taken back, the rate of the code counts what began meanwhile."""
+    lines = shop.dislock.runtime.process.lines
+    lines.rate(NAME, "1/1000")
+    assert take(shop, rate="2/25s")
+    lines.rate(NAME, "0/0")
+    assert take(shop, rate="9/s")
+    assert not take(shop, rate="2/25s")
+
+
 def test_tasks_that_come_too_early_end_as_their_strategy_says(shop):
     """Of a task that comes too early the result says which rate it is, and when it may start."""
     shop.declare(lock_rate="1/m", lock_on_conflict="skip")
