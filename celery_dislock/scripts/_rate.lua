@@ -21,7 +21,8 @@ local function rate_set(lock)
       error('dislock: a rate in it cannot be read', 0)
     end
     lock.rate = found and {
-      until_ms = tonumber(until_ms), most = tonumber(most), window = tonumber(window), note = note,
+      until_ms = tonumber(until_ms), most = tonumber(most), window = tonumber(window), since = tonumber(since),
+      note = note,
     }
   end
   return lock.rate

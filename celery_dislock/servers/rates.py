@@ -26,6 +26,7 @@ class RateState(NamedTuple):
             they have set nothing.
         since: UNIX time at which it was set; None: nothing is.
         note: Why, and by whom; empty: nothing was said.
+        age: Seconds since it was set; None: nothing is.
     """
 
     rate: Rate | None
@@ -35,6 +36,7 @@ class RateState(NamedTuple):
     remaining: float | None = None
     since: float | None = None
     note: str = ""
+    age: float | None = None
 
 
 def rate_of(word: bytes) -> Rate | None:
@@ -66,4 +68,5 @@ def rate_state(
         remaining=lasts_ms / 1000 if lasts_ms >= 0 else None,
         since=int(set_[4]) / 1000,
         note=bounded_text(text(set_[5])) or "",
+        age=(now_ms - int(set_[4])) / 1000,
     )

@@ -231,6 +231,16 @@ class LockState(NamedTuple):
         return self.limit == 0
 
     @property
+    def is_too_early(self) -> bool:
+        """Whether nobody may start now, whoever holds it: those in line wait for the time."""
+        return self.rate is not None and self.rate.early > 0
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether people have set a limit or a rate, or it is held back."""
+        return self.limit is not None or (self.rate is not None and self.rate.since is not None)
+
+    @property
     def is_leaderless(self) -> bool:
         """Whether beats had the lock, and nobody holds it or has paused it."""
         return self.ticked is not None and not (self.holders or self.is_paused)
@@ -238,8 +248,7 @@ class LockState(NamedTuple):
     @property
     def is_stuck(self) -> bool:
         """Whether others wait for a lock that nobody holds and nobody has paused."""
-        too_early = self.rate is not None and self.rate.early > 0
-        return bool(self.waiting) and not (self.holders or self.is_paused or too_early)
+        return bool(self.waiting) and not (self.holders or self.is_paused or self.is_too_early)
 
     @property
     def has_leases_alone(self) -> bool:

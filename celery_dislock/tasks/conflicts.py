@@ -85,7 +85,8 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     if lock_conflict.receivers:
         delivery.lock.channel.conflict(delivery.task, conflict, delivery.id)
     if is_a_copy(delivery, conflict):
-        _count(delivery, conflict, "copy")
+        if not conflict.early:  # else it is no copy: its own turn has come before it may start
+            _count(delivery, conflict, "copy")
         put_off_copy(delivery, conflict)
     chosen = delivery.options.lock_on_conflict
     if not isinstance(chosen, str):

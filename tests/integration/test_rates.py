@@ -97,6 +97,17 @@ def test_no_window_has_more_starts_than_its_rate(shop, strategy, rate, most, win
         assert max(lateness(starts.times, most, window)) < 0.3
 
 
+def test_no_more_turns_are_out_than_may_start(shop):
+    """However many wait, so many messages are on their way as can start in a window, no more."""
+    starts = Starts(shop, lock_rate="3/2s")
+    starts.send(20)
+    for _ in range(80):
+        shop.work(later=STEP)
+        (state,) = shop.dislock.lock_of(KEY).state()
+        assert len(state.turns) <= 3
+    assert len(starts.times) >= 6
+
+
 def test_a_slow_rate_is_kept_by_the_sweep(shop):
     """A rate of hours has no message out for long, and its tasks come in their turn."""
     starts = Starts(shop, lock_rate="2/100s")
