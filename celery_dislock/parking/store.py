@@ -23,21 +23,19 @@ from celery_dislock.parking.answers import Done, Dropped, Full, Later, Parked, S
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
-from celery_dislock.servers.rates import rate_of
 from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import Granted, Replaced, refused, turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from celery_dislock.config.terms import Rate, Terms
+    from celery_dislock.config.terms import Terms
     from celery_dislock.servers.replies import Refused, Turn
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.server import Server
 
 
 DIGITS_MOST = 15  # of a limit
-NO_RATE = "0/0"  # in place of a rate: none is set
 # How a task leaves; see leave.lua.
 OVER, ENDED, RUNS, ASIDE, UNREAD = "over", "ended", "runs", "aside", "unread"
 ASIDE_PAGE = 20  # tickets that were set aside and are read in one round trip, with their messages
@@ -330,34 +328,6 @@ class Lines:
         call = (wanted, milliseconds(ttl), note, self._home)
         (before,) = self._published(self._server.run(scripts.LIMIT, [lock], *call))
         return int(before) if 0 < len(before) <= DIGITS_MOST else None
-
-    def rate(
-        self,
-        lock: str,
-        rate: str = "",
-        *,
-        held_back: float | None = None,
-        ttl: float = 0.0,
-        note: str = "",
-    ) -> Rate | None:
-        """
-        Let a lock be taken more or less often than the code says, or by nobody for some time.
-
-        Args:
-            lock: Name of the lock in Redis.
-            rate: The rate, as :attr:`Rate.word` has it.  NO_RATE: what the code says holds again.
-                Empty: it stays as it is.
-            held_back: Seconds for which nobody starts; None: that stays as it is.
-            ttl: Seconds for which the rate lasts; 0: until it is taken back.
-            note: Text for people.
-
-        Returns:
-            The rate that was set until now; None if there was none.
-        """
-        back = "" if held_back is None else milliseconds(held_back)
-        call = (rate, back, milliseconds(ttl), note, self._home)
-        (before,) = self._published(self._server.run(scripts.RATE, [lock], *call))
-        return rate_of(before)
 
     def sweep(self, locks: Sequence[str]) -> Mapping[str, Swept | DamagedLockError]:
         """

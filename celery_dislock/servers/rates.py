@@ -9,6 +9,7 @@ from celery_dislock.config.terms import Rate
 from celery_dislock.servers.records import bounded_text, text
 
 RATE_RECORD = re.compile(rb"\d{1,9} (\d{1,14}) (\d{1,15}) (\d{1,15}) (\d{1,15}) (.*)", re.DOTALL)
+NO_RATE = "0/0"  # in place of a rate: none is set
 _RATE = re.compile(rb"(\d{1,15})/(\d{1,15})")
 
 

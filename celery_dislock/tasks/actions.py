@@ -18,9 +18,9 @@ from celery_dislock.messages import resending
 from celery_dislock.messages.events import tell_revoked
 from celery_dislock.messages.headers import REPLACED
 from celery_dislock.messages.message import Message
-from celery_dislock.parking.store import NO_RATE
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.rates import NO_RATE
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.view import parked_message
 
@@ -309,9 +309,7 @@ class Actions:
         """
         self._refuse_several(name, "rate", rate)
         word, back = (NO_RATE, 0.0) if rate is None else (rate.word, None)
-        return self._process.lines.rate(
-            name, word, held_back=back, ttl=seconds or 0.0, note=one_line(note)
-        )
+        return self._process.store.rate(name, word, back, seconds or 0.0, one_line(note))
 
     def hold_back(self, name: str, seconds: float, *, note: str = "") -> None:
         """
@@ -326,7 +324,7 @@ class Actions:
             SettingsError, StoreError: As for :meth:`rate`.
         """
         self._refuse_several(name, "hold_back", seconds)
-        self._process.lines.rate(name, held_back=seconds, note=one_line(note))
+        self._process.store.rate(name, "", seconds, note=one_line(note))
 
     def _refuse_several(self, name: str, what: str, value: object) -> None:
         if not self._process.store.lock_server.keeps_lines:

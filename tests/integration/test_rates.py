@@ -266,19 +266,19 @@ def test_a_lock_is_held_back(shop):
 
 def test_a_rate_that_people_set_counts_in_place_of_the_codes(shop):
     """What an operator sets holds at once, and until it is taken back."""
-    lines = shop.dislock.runtime.process.lines
-    assert lines.rate(NAME, "1/60000") is None
+    store = shop.dislock.runtime.process.store
+    assert store.rate(NAME, "1/60000", None) is None
     assert [bool(take(shop, rate="9/s")) for _ in range(2)] == [True, False]
-    assert str(lines.rate(NAME, "0/0")) == "1 a minute"
+    assert str(store.rate(NAME, "0/0", None)) == "1 a minute"
     assert take(shop, rate="9/s")
 
 
 def test_a_rate_that_people_set_forgets_no_starts_of_the_codes(shop):
     """After it was taken back, the rate of the code counts what began meanwhile."""
-    lines = shop.dislock.runtime.process.lines
-    lines.rate(NAME, "1/30000")
+    store = shop.dislock.runtime.process.store
+    store.rate(NAME, "1/30000", None)
     assert take(shop, rate="2/25s")
-    lines.rate(NAME, "0/0")
+    store.rate(NAME, "0/0", None)
     shop.server.stall(5)
     assert take(shop, rate="1/4s")
     assert not take(shop, rate="2/25s")
@@ -399,3 +399,14 @@ def test_a_damaged_rate_stops_nobody_in_the_middle(shop, ending):
     with pytest.raises(Exception, match="WRONGTYPE"):
         ask(shop, "a", place=9.0)
     assert shop.server.contents() == before
+
+
+def test_a_program_without_an_app_holds_back(monkeypatch):
+    """A lock of a program that has no Celery app can be held back as well."""
+    server = LockServer()
+    server.drive(monkeypatch)
+    dislock = Dislock.from_url(LockServer.name)
+    dislock.hold_back(KEY, 30, note="429")
+    refused = dislock.lock(KEY).try_acquire()
+    assert refused.early
+    assert "held back (429)" in str(refused.error())

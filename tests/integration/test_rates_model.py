@@ -185,13 +185,13 @@ class History:
     def hold_back(self):
         lasts = 1 + self.rng.random() * 20
         self.closed = [(since, min(until, self.clock)) for since, until in self.closed]
-        self.line.lines.rate(LOCK, held_back=lasts)
+        self.line.store.rate(LOCK, "", lasts)
         self.closed.append((self.clock, self.clock + lasts - 0.01))
         self.publish()
 
     def set_rate(self):
         """An operator wants fewer starts than any code says."""
-        self.line.lines.rate(LOCK, "1/26000", ttl=20)
+        self.line.store.rate(LOCK, "1/26000", None, 20)
         self.publish()
 
     def set_back(self):
