@@ -171,7 +171,8 @@ def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
 def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOptions) -> None:
     keys = options.lock_key
     if options.lock_on_conflict == "queue" and isinstance(keys, tuple) and len(keys) > 1:
-        remedy = "a task waits in one line: give one key, or use 'wait' or 'retry'"
+        others = "'retry'" if options.has_rate else "'wait' or 'retry'"
+        remedy = f"a task waits in one line: give one key, or use {others}"
         raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
     for name, (other, value) in BELONG_TO.items():
         actual = getattr(options, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -17,6 +18,8 @@ from celery_dislock.config.terms import Rate, Terms
 from celery_dislock.exceptions import LockHeldError, SettingsError
 from celery_dislock.servers.replies import Granted
 from tests.driven import KEY, LockServer, Shop, new_app
+from tests.integration.lua_server import LuaServer
+from tests.integration.parked import LOCK, Line
 
 NAME = f"dislock:{{{KEY}}}"
 STEP = 0.05  # seconds between two looks at the messages
@@ -112,10 +115,14 @@ def test_a_slow_rate_is_kept_by_the_sweep(shop):
     """A rate of hours has no message out for long, and its tasks come in their turn."""
     starts = Starts(shop, lock_rate="2/100s")
     starts.send(5)
-    for _ in range(2500):
+
+    def now():
+        return time.time() + shop.messages._moved()
+
+    for step in range(2500):
         shop.work(later=0.1)
-        assert all(message.eta_in < 16 for message in shop.put_off if hasattr(message, "eta_in"))
-        if _ % 100 == 0:
+        assert all(one.due <= now() + 15.1 for one in shop.put_off)
+        if step % 100 == 0:
             shop.sweep()
     assert most_in_a_window(starts.times, 100.0) == 2
     assert len(starts.times) == 5
@@ -224,16 +231,35 @@ def test_two_rates_of_one_key_are_each_kept(shop):
     assert not take(shop, rate="2/10s")
 
 
-def test_a_queue_without_a_worker_keeps_no_rate_from_others(shop):
+def test_a_queue_without_a_worker_keeps_no_rate_from_others():
     """A turn that nobody claims bars others of the rate for that turn only."""
-    starts = Starts(shop, lock_rate="1/2s")
-    starts.send(2)
-    shop.work()  # the second one is parked, and its message is on its way
-    shop.queue.clear()
-    shop.put_off.clear()
-    starts.send(5, first=2)
-    starts.run(90, step=0.1)
-    assert len(starts.times) >= 6
+    server = LuaServer()
+    line = Line(server)
+    terms = {"limit": 9, "rate": Rate(1, 2.0)}
+    assert line.ask("first", **terms) == "granted"
+    for task in ("dead", "t1", "t2"):
+        assert line.park(task, ttl=60, **terms) == "parked"
+    assert line.given() == ["dead"]  # ahead of its time
+    server.advance(63)
+    line.sweep()
+    assert line.given() == ["dead", "t1"]  # the first one again
+    assert line.claim("t1", **terms) == "granted"
+    server.advance(2)
+    line.sweep()
+    assert line.given() == ["t2"]
+
+
+def test_a_hand_off_to_a_waiter_is_a_start():
+    """Who waits in a slot and is handed the lock counts, as one who takes it."""
+    server = LuaServer()
+    line = Line(server)
+    terms = {"limit": 1, "rate": Rate(2, 60.0)}
+    assert line.wait("a", **terms)
+    assert not line.wait("b", **terms)
+    line.store.release([LOCK], "a")
+    assert line.owners() == ["b"]
+    line.store.release([LOCK], "b")
+    assert not line.wait("c", **terms)
 
 
 def test_a_clock_that_is_set_back_bars_nobody_for_longer_than_a_window(shop):
