@@ -18,7 +18,7 @@ end
 
 local function add_start(lock, most, window)
   local starts = lock .. STARTS
-  local kept, kept_ms = string.match(redis.call('LINDEX', starts, -1) or '', '^%d+ (%d+) (%d+)$')
+  local kept, kept_ms = string.match(redis.call('LINDEX', starts, -1) or '', '^%d+ (%d+) (%d+)')
   kept, kept_ms = math.max(most, tonumber(kept) or 0), math.max(window, tonumber(kept_ms) or 0)
   local there = redis.call('LPUSH', starts, now_as_token)
   redis.call('LTRIM', starts, 0, math.min(kept, there > 1 and there - 1 or 1) - 1)  -- without what ends it

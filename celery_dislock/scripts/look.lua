@@ -81,7 +81,7 @@ local function next_terms()
   else found = string.match(record, '^%d+ %d+ %d+ (%S+)') end
   local terms = found and parse_terms(found)
   if terms then return terms end
-  local most, window = string.match(redis.call('LINDEX', name .. STARTS, -1) or '', '^%d+ (%d+) (%d+)$')
+  local most, window = string.match(redis.call('LINDEX', name .. STARTS, -1) or '', '^%d+ (%d+) (%d+)')
   return {most = tonumber(most), window = tonumber(window)}
 end
 

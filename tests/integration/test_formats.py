@@ -11,6 +11,7 @@ import time
 import pytest
 
 from celery_dislock.beat import DONE, SENT_SINCE
+from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LaterReleaseError
 from celery_dislock.scripts import RENEW_STALLED, TICK
 from celery_dislock.servers.reservations import Reservation, Reserved
@@ -181,6 +182,24 @@ def test_a_limit_counts_by_its_number(broker, server, limit, admitted):
     server.send("SET", f"{LOCK}:limit", f"2 {limit} {server.now_ms} new more text")
     assert broker.wait("me@w:1/1", place=0) is admitted
     assert broker.lines.limit(LOCK, None) == limit
+
+
+def test_a_rate_counts_by_its_numbers(broker, server):
+    now = server.now_ms
+    server.send("SET", f"{LOCK}:rate", f"2 0 1 60000 {now} new more text")
+    assert broker.ask("first") == "granted"
+    assert not broker.wait("me@w:1/1", place=0)
+
+
+def test_the_starts_are_kept_as_a_later_version_wants_them(broker, server):
+    rate = {"limit": 9, "rate": Rate(1, 1.0)}
+    broker.ask("first", **rate)
+    server.send("LTRIM", f"{LOCK}:starts", 0, 0)
+    server.send("RPUSH", f"{LOCK}:starts", "2 5 60000 new")
+    server.advance(1)
+    assert broker.wait("me@w:1/1", place=0, **rate)
+    kept = server.send("LRANGE", f"{LOCK}:starts", 0, -1)
+    assert (len(kept), kept[-1]) == (3, b"1 5 60000")
 
 
 def test_the_number_of_a_line_in_the_index_may_be_anything(broker, server):
