@@ -42,6 +42,7 @@ from celery_dislock.config.options import (
 )
 from celery_dislock.config.terms import LIMIT_MOST
 from celery_dislock.config.urls import (
+    CLUSTER,
     HIDDEN,
     NO_REPLICAS,
     ONLY_EXCLUSIVE,
@@ -304,7 +305,11 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
     Raises:
         SettingsError: Names the option.
     """
-    if not isinstance(conf.get("dislock_url"), (list, tuple)):
+    url = conf.get("dislock_url")
+    if isinstance(url, str) and url.startswith(CLUSTER) and options.has_rate and len(options.keys) > 1:
+        remedy = "nodes of a cluster count for themselves: give one key, or no rate"
+        raise SettingsError(owner, "lock_key", options.lock_key, remedy)
+    if not isinstance(url, (list, tuple)):
         return
     for name, value in ALONE.items():
         if (given := getattr(options, name)) != value:

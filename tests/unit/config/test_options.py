@@ -86,3 +86,13 @@ def test_several_servers_keep_no_limits():
     task_options("t", {"lock_key": [Key("a", limit=1), "b"]}, conf)
     with pytest.raises(SettingsError, match="exclusive locks only"):
         task_options("t", {"lock_key": [Key("a", limit=2), "b"]}, conf)
+
+
+def test_a_cluster_counts_no_starts_of_several_keys():
+    """Each node counts by itself, so a refusal by one would be a start at another."""
+    conf = {"dislock_url": "redis+cluster://a:7000"}
+    several = {"lock_key": ["a", "b"], "lock_rate": "1/s"}
+    with pytest.raises(SettingsError, match="nodes of a cluster count for themselves"):
+        task_options("t", several, conf)
+    assert task_options("t", {**several, "lock_key": "a"}, conf).has_rate
+    assert task_options("t", several, {}).has_rate
