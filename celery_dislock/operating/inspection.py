@@ -89,7 +89,7 @@ def about(runtime: Runtime[Any], tasks: Mapping[str, TaskOptions]) -> dict[str, 
     description: dict[str, Any] = {
         "version": _version(),
         "enabled": runtime.enabled,
-        "locks": not runtime.off,
+        "locks": runtime.enabled is not False,
         "server": None,
         "prefix": None,
         "no_server": None,
