@@ -173,39 +173,35 @@ def notes_in(headers: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def with_notes(headers: Mapping[str, Any] | None, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message's headers with more notes; of a later version, those that it must know."""
+    """
+    Return a message's headers with more notes; of a later version, those that it must know.
+
+    Ours come first, as scripts read them: the version, then SENT.
+    """
     own = dict(headers or {})
-    given = own.get(HEADER)
-    if notes and isinstance(given, dict) and _version(given) > VERSION:
-        own[HEADER] = {**given, **{name: notes[name] for name in FROZEN if name in notes}}
-    elif notes:
-        own[HEADER] = {"v": VERSION, **_members(given), **notes}
-    return own
+    if not notes:
+        return own
+    given: Any = own.pop(HEADER, None)
+    version = _version(given)
+    if version > VERSION:
+        notes = {name: notes[name] for name in FROZEN if name in notes}
+    members = {"v": VERSION, **(given if version else {}), **notes}
+    if SENT in members:
+        members = {"v": members["v"], SENT: members[SENT], **members}
+    return {HEADER: members, **own}
 
 
 def without_notes(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a message's headers without the notes of one delivery."""
     own = dict(headers or {})
-    given = own.pop(HEADER, None)
+    if HEADER not in own:
+        return own
+    given = own.pop(HEADER)
     if _version(given) > VERSION:
         own[HEADER] = given
     elif kept := {n: one for n, one in _members(given).items() if n not in READERS and n != "v"}:
         own[HEADER] = {"v": VERSION, **kept}
     return own
-
-
-def ours_first(headers: Mapping[str, Any], notes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """
-    Return a message's headers with these notes, ours first, as scripts read it: version, then SENT.
-
-    A message that has no header of ours is given one, since a script may have to add a note.
-    """
-    own = with_notes(headers, notes)
-    given: Any = own.pop(HEADER, {"v": VERSION})
-    if not _version(given):
-        return headers
-    first = {name: given[name] for name in ("v", SENT) if name in given}
-    return {HEADER: {**first, **given}, **own}
 
 
 def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:

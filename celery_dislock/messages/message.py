@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
-from celery_dislock.messages.headers import HEADER, ours_first, with_notes, without_notes
+from celery_dislock.messages.headers import HEADER, VERSION, with_notes, without_notes
 from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
@@ -142,12 +142,13 @@ class Message:
         """
         Serialize the message, with these notes.
 
-        Scripts read our header, and add to it.  So it is the first one, if the message has it.
+        Scripts read our header, and add to it.  So the message is given one if it has none.
         """
-        about = {name: value for name, value in vars(self).items() if name != "body"}
-        about["headers"] = ours_first(self.headers, notes or {})
+        about = dict(vars(self))
+        body = about.pop("body")
+        about["headers"] = with_notes(self.headers, {"v": VERSION, **(notes or {})})
         header: str = dumps(about, default_kwargs={"separators": (",", ":")})
-        return b"".join((FORMAT, header.encode(), b"\n", self.body))
+        return b"".join((FORMAT, header.encode(), b"\n", body))
 
     @classmethod
     def from_bytes(cls, written: bytes) -> Message:
