@@ -34,8 +34,9 @@ from celery_dislock.locks.callers import (
     described,
 )
 from celery_dislock.locks.interruption import Running, refusal
-from celery_dislock.locks.lease import Attempt, Conflict, End
+from celery_dislock.locks.lease import Attempt, End
 from celery_dislock.locks.lock import Lock
+from celery_dislock.servers.records import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

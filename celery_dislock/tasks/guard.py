@@ -21,7 +21,7 @@ from celery_dislock.keys.templates import in_order, key_of
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.channel import TRACING
 from celery_dislock.locks.interruption import THROWN, Running, StopTask
-from celery_dislock.locks.lease import PUT_OFF, Attempt, Conflict, current
+from celery_dislock.locks.lease import PUT_OFF, Attempt, current
 from celery_dislock.locks.lock import Lock
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import (
@@ -32,7 +32,7 @@ from celery_dislock.messages.headers import (
     reservation_of,
 )
 from celery_dislock.servers.bridge import wait_for
-from celery_dislock.servers.records import describe
+from celery_dislock.servers.records import Conflict, describe
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts, redelivery
