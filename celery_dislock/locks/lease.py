@@ -367,10 +367,10 @@ class Attempt:
         self.owner, self.holder, self.sender = owner, holder, sender
         self.holder_json = holder_json or written(holder)
 
-    def end(self, ending: Ending = RELEASED) -> None:
-        """End the lease, if there is one; a second call does nothing."""
+    def end(self) -> None:
+        """Release the lease, if there is one; a second call does nothing."""
         if self.lease is not None:
-            self.lease.release(ending)
+            self.lease.release()
 
 
 current: ContextVar[Attempt | None] = ContextVar("dislock_attempt", default=None)

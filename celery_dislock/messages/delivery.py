@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from contextvars import ContextVar
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import ref
 
 from celery.exceptions import Ignore, Reject
@@ -20,7 +20,6 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import HELD, with_notes
 from celery_dislock.messages.message import AS_IT_CAME, Message
-from celery_dislock.reporting import logged
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lock import Lock
     from celery_dislock.messages.headers import Notes
     from celery_dislock.servers.reservations import Reservation, Reservations
+
+E = TypeVar("E", bound=BaseException)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -173,13 +174,27 @@ class Delivery:
         if reservation is not None:
             end_reservation(self.lock.store.reservations, reservation, str(self))
 
-    def logged(self, error: Any, what: str, **kwargs: Any) -> Any:
-        """Log how the delivery ends, in place of Celery's line about *error*; return the error."""
-        return logged(error, self.task.name, self.id, what, **kwargs)
+    def logged(self, error: E, what: str, *, level: int = logging.INFO) -> E:
+        """
+        Log how the delivery ends, in place of Celery's own line about *error*.
+
+        Args:
+            error: The exception that ends the delivery; the caller raises it.
+            what: What happens to the task, and why.
+            level: Level of the log line.
+
+        Returns:
+            The error.
+        """
+        if logger.isEnabledFor(level):
+            error.dislock_logged = True  # type: ignore[attr-defined]
+            logger.log(level, "Task %s[%s] %s", self.task.name, self.id, what)
+        return error
 
     def settle(self) -> None:
         """End the lease, if there is one; a second call does nothing."""
-        self.attempt.end(self.ending)
+        if self.attempt.lease is not None:
+            self.attempt.lease.release(self.ending)
 
     def __str__(self) -> str:
         return f"{self.task.name}[{self.id}]"

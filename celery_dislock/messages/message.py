@@ -19,7 +19,6 @@ from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
 from celery_dislock.messages.headers import HEADER, VERSION, with_notes, without_notes
-from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,26 +65,13 @@ class TaskParked(Ignore):  # type: ignore[misc]
     """Ends a delivery whose task was parked.
 
     Attributes:
-        key: The key of the lock.
-        place: Place in line, counted from 1.
-        holder: Description of the lock's holder.
-        held_for: Seconds since the holder took the lock; None if that is not known.
+        about: The fields of its event: the key of the lock, the place in line, counted from 1, a
+            description of the lock's holder, and since when that has it, if it is known.
         replaced: Why tasks end whose place in line it took, by their ids.
     """
 
-    def __init__(self, key: str, place: int, holder: str, held_for: float | None = None) -> None:
-        super().__init__(key, place, holder, held_for)
-        self.key = key
-        self.place = place
-        self.holder = holder
-        self.held_for = held_for
-        self.replaced: Mapping[str, str] = {}
-
-    def __str__(self) -> str:
-        return (
-            f"parked: place {self.place} in line for lock {self.key!r}, "
-            f"held by {self.holder}{so_far(self.held_for)}"
-        )
+    about: Mapping[str, Any] = {}
+    replaced: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import Conflict, in_words
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
+from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
@@ -83,11 +84,7 @@ class Parking:
             lock.names[0], attempt.owner, lock.timeout, attempt.holder_json, ticket
         )
         if isinstance(answer, Parked):
-            parked = TaskParked(lock.key, answer.place, in_words(answer.holder), answer.held_for)
-            delivery.logged(parked, f"{parked}.")
-            if answer.replaced:
-                parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
-            raise parked
+            self._end_parked(answer)
         if isinstance(answer, Done):
             delivery.end_reservation()  # which it took when it was put off
             acknowledge(delivery, f"it has run under lock {lock.key!r} before")
@@ -126,6 +123,20 @@ class Parking:
         if not result_is_ignored(delivery.task, delivery.request):
             self._store_state(conflict, min(conflict.place, bounds.most or conflict.place))
         return self.ask(message, bounds)
+
+    def _end_parked(self, answer: Parked) -> NoReturn:
+        holder, held_for = in_words(answer.holder), answer.held_for
+        parked = TaskParked(
+            f"parked: place {answer.place} in line for lock {answer.key!r}, "
+            f"held by {holder}{so_far(held_for)}"
+        )
+        since = {} if held_for is None else {"held_for": held_for}
+        parked.about = {"key": answer.key, "place": answer.place, "holder": holder, **since}
+        self._delivery.logged(parked, f"{parked}.")
+        if answer.replaced:
+            lock = self._delivery.lock.names[0]
+            parked.replaced = self._process.tell_replaced(lock, answer.replaced)
+        raise parked
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
         delivery = self._delivery
