@@ -109,6 +109,7 @@ class Guard:
         self.timeout = options.timeout
         self.interval = None if options.lock_limit is None else options.renewal_interval
         self._keys = TaskKeys(name, task, options)
+        self._only_key = self._keys.only
         self._looks_for_copies = (
             options.lock_mode == "shared"
             or options.admits_several
@@ -267,18 +268,16 @@ class Guard:
         return asking.answer(partial(redelivery.look_for_others, delivery, lease, store))
 
     def _keys_and_terms(
-        self, task: Task, request: Context, notes: Notes, args: Any, kwargs: Any
+        self, turn: tuple[str, str] | None, args: Any, kwargs: Any, serializer: str
     ) -> tuple[Sequence[str], tuple[Terms, ...] | None]:
         """
-        Return the keys of a delivery, and their terms; None: those of the options.
+        Return the keys of a delivery, perhaps of a *turn*, and their terms; None: of the options.
 
         A task that was parked has the lock that it waited for, whatever its code says by now.  If
         nothing is known of it there, its message is all that says so, and anybody can write that.
         """
-        turn = notes.parked
         try:
-            # An eager task's arguments have taken no way through a serializer.
-            built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
+            built = self._keys.of(args, kwargs, serializer)
         except Exception as exc:
             if turn is None or isinstance(exc, THROWN) or not self._knows(turn):
                 raise
@@ -310,7 +309,12 @@ class Guard:
             request.is_eager or not self._locks or not process.can_park
         ):
             notes.parked = None
-        keys, terms = self._keys_and_terms(task, request, notes, args, kwargs)
+        # An eager task's arguments have taken no way through a serializer.
+        call = args, kwargs, task.serializer if request.is_eager else ""
+        if notes.parked is None and len(self._terms) == 1:
+            keys, terms = self.keys(*call), None
+        else:
+            keys, terms = self._keys_and_terms(notes.parked, *call)
         renewed = None if self.interval is None else self.timeout
         here = _described(process.host, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
@@ -360,16 +364,9 @@ class Guard:
         Raises:
             Exception: They cannot be built: LockKeyError, or what a user's callable raises.
         """
+        if self._only_key is not None and not serializer:
+            return [self._only_key(args, kwargs)]
         return in_order(self._keys.of(args, kwargs, serializer))
-
-    def lock_names(self, args: Any, kwargs: Any, serializer: str = "") -> Sequence[str]:
-        """
-        Return the names in Redis of the locks that the task takes for these arguments.
-
-        Raises:
-            Exception: As for :meth:`keys`, whose arguments it takes.
-        """
-        return self.runtime.lock_names(self.keys(args, kwargs, serializer))
 
     def keys_of(self, request: Request) -> Sequence[str]:
         """

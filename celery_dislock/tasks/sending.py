@@ -171,7 +171,7 @@ class Sending(NamedTuple):
             if not UNCHANGED.issuperset(map(type, (*args, *kwargs.values()))):
                 usual = self.task.serializer if self.eager else self.app.conf.task_serializer
                 sent_with = options.get("serializer") or usual
-            return self.guard.lock_names(args, kwargs, sent_with)
+            return self.guard.runtime.lock_names(self.guard.keys(args, kwargs, sent_with))
         except THROWN:
             raise
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
