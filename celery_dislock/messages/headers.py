@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import UNIQUE_UNTIL
-from celery_dislock.keys.names import owners_start, reserved_name, task_name, ticket_name
+from celery_dislock.keys.names import owners_start, reserved_name, task_name, ticket_of
 from celery_dislock.servers.reservations import Reservation
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Notes:
                 ignored.append(f"{name}={reprlib.repr(note)}")
             else:
                 setattr(notes, attribute, value)
-        if notes.parked and notes.parked[1] != own_ticket(request):
+        if notes.parked and notes.parked[1] != ticket_of(request):
             notes.parked = None
         if ignored:
             logger.warning(
@@ -181,11 +181,12 @@ def with_notes(headers: Mapping[str, Any] | None, notes: Mapping[str, Any]) -> d
     own = dict(headers or {})
     if not notes:
         return own
-    given: Any = own.pop(HEADER, None)
-    version = _version(given)
-    if version > VERSION:
-        notes = {name: notes[name] for name in FROZEN if name in notes}
-    members = {"v": VERSION, **(given if version else {}), **notes}
+    members = {"v": VERSION, **notes}
+    if HEADER in own:
+        given: Any = own.pop(HEADER)
+        if _version(given) > VERSION:
+            notes = {name: notes[name] for name in FROZEN if name in notes}
+        members = {"v": VERSION, **(given if _version(given) else {}), **notes}
     if SENT in members:
         members = {"v": members["v"], SENT: members[SENT], **members}
     return {HEADER: members, **own}
@@ -217,13 +218,8 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     """
     given = notes_of(request).get(TICKET)
     turn = None if given is None else _ticket(given, str(request.id))
-    is_own = turn is not None and turn[1] == own_ticket(request) and is_under(prefix, turn[0])
+    is_own = turn is not None and turn[1] == ticket_of(request) and is_under(prefix, turn[0])
     return turn if is_own else None
-
-
-def own_ticket(request: Context) -> str:
-    """Return the ticket of a delivery's work."""
-    return ticket_name(request.id, request.retries, request.replaced_task_nesting)
 
 
 def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservation | None:

@@ -16,11 +16,9 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from celery_dislock.exceptions import LaterReleaseError, StoreError
+from celery_dislock.keys.names import ticket_of
 from celery_dislock.locks.lease import PARKED as PARKED_BEFORE
-from celery_dislock.messages.headers import (
-    SINCE,
-    own_ticket,
-)
+from celery_dislock.messages.headers import SINCE
 from celery_dislock.messages.message import TaskParked, result_is_ignored
 from celery_dislock.messages.unrun import acknowledge, put_off
 from celery_dislock.parking.answers import Done, Later, Parked
@@ -54,7 +52,7 @@ class Parking:
 
     def __init__(self, delivery: Delivery, process: ParkingProcess) -> None:
         self._delivery, self._process = delivery, process
-        self._ticket = own_ticket(delivery.request)
+        self._ticket = ticket_of(delivery.request)
         # A task that is acknowledged late may be redelivered until its result is stored.
         settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
         delivery.if_done = Ending(ticket=self._ticket, settles=settles)
@@ -84,7 +82,17 @@ class Parking:
             lock.names[0], attempt.owner, lock.timeout, attempt.holder_json, ticket
         )
         if isinstance(answer, Parked):
-            self._end_parked(answer)
+            holder, held_for = in_words(answer.holder), answer.held_for
+            parked = TaskParked(
+                f"parked: place {answer.place} in line for lock {lock.key!r}, "
+                f"held by {holder}{so_far(held_for)}"
+            )
+            since = {} if held_for is None else {"held_for": held_for}
+            parked.about = {"key": lock.key, "place": answer.place, "holder": holder, **since}
+            delivery.logged(parked, f"{parked}.")
+            if answer.replaced:
+                parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
+            raise parked
         if isinstance(answer, Done):
             delivery.end_reservation()  # which it took when it was put off
             acknowledge(delivery, f"it has run under lock {lock.key!r} before")
@@ -123,20 +131,6 @@ class Parking:
         if not result_is_ignored(delivery.task, delivery.request):
             self._store_state(conflict, min(conflict.place, bounds.most or conflict.place))
         return self.ask(message, bounds)
-
-    def _end_parked(self, answer: Parked) -> NoReturn:
-        holder, held_for = in_words(answer.holder), answer.held_for
-        parked = TaskParked(
-            f"parked: place {answer.place} in line for lock {answer.key!r}, "
-            f"held by {holder}{so_far(held_for)}"
-        )
-        since = {} if held_for is None else {"held_for": held_for}
-        parked.about = {"key": answer.key, "place": answer.place, "holder": holder, **since}
-        self._delivery.logged(parked, f"{parked}.")
-        if answer.replaced:
-            lock = self._delivery.lock.names[0]
-            parked.replaced = self._process.tell_replaced(lock, answer.replaced)
-        raise parked
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
         delivery = self._delivery

@@ -309,12 +309,13 @@ class Guard:
             request.is_eager or not self._locks or not process.can_park
         ):
             notes.parked = None
-        # An eager task's arguments have taken no way through a serializer.
-        call = args, kwargs, task.serializer if request.is_eager else ""
-        if notes.parked is None and len(self._terms) == 1:
-            keys, terms = self.keys(*call), None
-        else:
-            keys, terms = self._keys_and_terms(notes.parked, *call)
+        keys: Sequence[str]
+        terms: tuple[Terms, ...] | None
+        if self._only_key is not None and notes.parked is None and not request.is_eager:
+            keys, terms = [self._only_key(args, kwargs)], None
+        else:  # an eager task's arguments have taken no way through a serializer
+            serializer = task.serializer if request.is_eager else ""
+            keys, terms = self._keys_and_terms(notes.parked, args, kwargs, serializer)
         renewed = None if self.interval is None else self.timeout
         here = _described(process.host, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
