@@ -209,25 +209,19 @@ class Outbox:
 
     Attributes:
         held_by: Owner whose lease the retries take over; None if the lease is released.
+        retries: What sends each retry, and its options.
+        replacements: What sends each message that replaces the task.
     """
 
     def __init__(self) -> None:
         self.held_by: str | None = None
-        self._retries: list[tuple[Callable[..., Any], dict[str, Any]]] = []
-        self._replacements: list[Callable[[], Any]] = []
-
-    def add_retry(self, apply_async: Callable[..., Any], options: dict[str, Any]) -> None:
-        """Hold back a retry of this task."""
-        self._retries.append((apply_async, options))
-
-    def add_replacement(self, send: Callable[[], Any]) -> None:
-        """Hold back the message that replaces this task."""
-        self._replacements.append(send)
+        self.retries: list[tuple[Callable[..., Any], dict[str, Any]]] = []
+        self.replacements: list[Callable[[], Any]] = []
 
     @property
     def retry_in(self) -> float | None:
         """Seconds until the last of the retries is due; None if there are no retries."""
-        return max((delay_of(options) for _, options in self._retries), default=None)
+        return max((delay_of(options) for _, options in self.retries), default=None)
 
     def send(self) -> None:
         """
@@ -237,12 +231,12 @@ class Outbox:
             Reject: Not all messages could be published; ``Task.retry()`` raises the same.
         """
         try:
-            for apply_async, options in self._retries:
+            for apply_async, options in self.retries:
                 if self.held_by is not None:
                     headers = with_notes(options.get("headers"), {HELD: self.held_by})
                     options = {**options, "headers": headers}  # noqa: PLW2901 -- a changed copy
                 apply_async(**options)
-            for replace in self._replacements:
+            for replace in self.replacements:
                 replace()
         except Ignore:  # raised by Celery's on_replace()
             pass

@@ -246,12 +246,12 @@ class Actions:
             if one in seen:  # pages may overlap
                 continue
             seen.add(one)
-            home = parked_message(kept)[1]
+            written, home = parked_message(kept)
             if home is not None and home != self._process.store.home:
                 yield one, "its message belongs to another broker"
                 continue
             try:
-                message = message_in(kept)
+                message = Message.from_bytes(written)
             except ValueError as exc:
                 yield one, f"its message is lost: {exc}"
                 continue
@@ -285,16 +285,6 @@ class Actions:
         if (limit or 0) > 1 and not server.keeps_lines:
             raise SettingsError(key_of(name), "limit", limit, ONLY_EXCLUSIVE)
         return self._process.lines.limit(name, limit, ttl=seconds or 0.0, note=one_line(note))
-
-
-def message_in(kept: bytes) -> Message:
-    """
-    Return the message that was set aside, alone or with the record of its ticket.
-
-    Raises:
-        ValueError: It cannot be read.
-    """
-    return Message.from_bytes(parked_message(kept)[0])
 
 
 def publish(app: Celery, message: Message, notes: dict[str, Any]) -> None:

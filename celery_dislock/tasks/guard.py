@@ -118,7 +118,7 @@ class Guard:
         self._locks = options.lock_limit is not None
         self._terms = options.terms
         # The watchdog renews it with the one lease; else the main process alone does.
-        by_watchdog = self.interval is not None and len(self._keys) == 1
+        by_watchdog = self.interval is not None and len(options.keys) == 1
         self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else options.lock_unique_for
         self._interrupts = options.lock_on_lost != "warn" or options.lock_on_cap != "expire"
 

@@ -56,9 +56,6 @@ class TaskKeys:
         is_plain = len(self._builders) == 1 and self._validate is None
         self.only = self._builders[0].key if is_plain else None
 
-    def __len__(self) -> int:
-        return len(self._builders)
-
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str = "") -> list[str]:
         """
         Return the keys for these arguments, in the order of ``lock_key``.

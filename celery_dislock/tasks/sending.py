@@ -127,7 +127,7 @@ class Sending(NamedTuple):
         outbox = outbox_of(self.task)
         if outbox is None:
             return self._send(**options)
-        outbox.add_retry(self._send, options)  # held back until the lock is released
+        outbox.retries.append((self._send, options))  # held back until the lock is released
         return self.app.AsyncResult(task_id)
 
     def _send(self, **options: Any) -> Any:
