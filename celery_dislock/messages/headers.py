@@ -51,6 +51,15 @@ LATER = "later"  # since when it waits for a worker of a later release: UNIX tim
 
 FROZEN = (PUT_OFF, HELD, TICKET, REPLACED, SINCE, LATER)  # in each version, with "v"
 
+# Headers that RabbitMQ adds to a message which it dead-letters, or delivers again.
+OF_THE_BROKER = (
+    "x-death",
+    "x-first-death-",
+    "x-last-death-",
+    "x-delivery-count",
+    "x-acquired-count",
+)
+
 PUT_OFF_MOST_TIMES = 10**6  # the count stops here
 UNTIL_MOST = 10.0**11  # UNIX time, about the year 5138
 OWNER_MOST = 400  # characters after the task's id: worker, process and count
@@ -192,15 +201,16 @@ def with_notes(headers: Mapping[str, Any] | None, notes: Mapping[str, Any]) -> d
     return {HEADER: members, **own}
 
 
-def without_notes(headers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a message's headers without the notes of one delivery."""
-    own = dict(headers or {})
+def as_sent(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a message's headers without the notes of one delivery, and without the broker's."""
+    given = headers or {}
+    own = {name: one for name, one in given.items() if not str(name).startswith(OF_THE_BROKER)}
     if HEADER not in own:
         return own
-    given = own.pop(HEADER)
-    if _version(given) > VERSION:
-        own[HEADER] = given
-    elif kept := {n: one for n, one in _members(given).items() if n not in READERS and n != "v"}:
+    notes = own.pop(HEADER)
+    if _version(notes) > VERSION:
+        own[HEADER] = notes
+    elif kept := {n: one for n, one in _members(notes).items() if n not in READERS and n != "v"}:
         own[HEADER] = {"v": VERSION, **kept}
     return own
 
@@ -255,7 +265,7 @@ def forget_notes(request: Context) -> None:
     about = vars(request)
     for headers in (about, about.get("headers")):
         if isinstance(headers, dict) and HEADER in headers:
-            kept = without_notes({HEADER: headers.pop(HEADER)})
+            kept = as_sent({HEADER: headers.pop(HEADER)})
             headers.update(kept)
 
 

@@ -2,7 +2,7 @@
 
 Brokers add to a message that they deliver.  RabbitMQ notes where it was dead-lettered and how often
 it was delivered, and drops a message that seems to go round in circles by these notes.  Its delayed
-delivery puts the delay before the routing key.  All of that is taken off here.
+delivery puts the delay before the routing key.  All of that is taken off.
 
 The stored format is one line of JSON about the message, followed by the message's body, byte for
 byte.  The body is never deserialized here.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
-from celery_dislock.messages.headers import HEADER, VERSION, with_notes, without_notes
+from celery_dislock.messages.headers import HEADER, VERSION, as_sent, with_notes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,14 +33,6 @@ FORMAT = b"1 "
 AS_IT_CAME = "dislock_message"  # key in delivery_info, from the worker to its pool process
 # Message properties that are still valid when the message is published a second time.
 PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id")
-# Headers that RabbitMQ adds to a message which it dead-letters, or delivers again.
-OF_THE_BROKER = (
-    "x-death",
-    "x-first-death-",
-    "x-last-death-",
-    "x-delivery-count",
-    "x-acquired-count",
-)
 # The exchanges of delayed delivery: a message comes from the one that it was delayed by last.
 DELAYED_BY = re.compile(r"celery_delayed_[0-9]+$")
 DELAYED_DELIVERY = "celery_delayed_delivery"  # ends the name of the one that leads to all queues
@@ -112,7 +104,7 @@ class Message:
         return cls(
             exchange=exchange,
             routing_key=routing_key,
-            headers=without_notes(without_brokers(headers)),
+            headers=as_sent(headers),
             content_type=content_type,
             content_encoding=content_encoding,
             properties={
@@ -210,12 +202,6 @@ class Message:
 
 
 FIELDS = {one.name for one in fields(Message)} - {"body"}  # of the stored message's first line
-
-
-def without_brokers(headers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a message's headers without those that the broker has added."""
-    given = headers or {}
-    return {name: one for name, one in given.items() if not str(name).startswith(OF_THE_BROKER)}
 
 
 def undelayed(exchange: str | None, routing_key: str | None) -> tuple[str, str]:
