@@ -63,9 +63,8 @@ class ReentrantLock:
             ...
             lease.ensure_held()
 
-    If the lock was lost, the block ends with
-    :class:`~celery_dislock.exceptions.LockLostError`.  If the block itself raised another
-    exception, that exception propagates, with a note about the loss.
+    If the lock was lost, the block ends with :class:`~celery_dislock.exceptions.LockLostError`.  If
+    the block itself raised another exception, that propagates, with a note about the loss.
 
     Args:
         runtime: What the app's locks share.
