@@ -1,7 +1,7 @@
 """
-Acquire and release a shared and a counted lock, uncontended, beside an exclusive one.
+Acquire and release a shared, a counted and a rated lock, uncontended, beside an exclusive one.
 
-The same code takes all three, in plain Python, one client over loopback TCP.  To reach: shared
+The same code takes all, in plain Python, one client over loopback TCP.  To reach: shared
 and counted take at most 1.3 times as long as exclusive.  Most of that time is the client's and
 the kernel's, alike for all; what the server itself takes for a pair stands below, without a target.
 """
@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "exclusive": {},
     "shared": {"mode": "shared"},
     "limit 5": {"limit": 5},
+    "rate": {"rate": "999999/s", "limit": 1},  # which never refuses
 }
 TARGET = 1.3
 PAIRS = 250  # of acquire and release, in a round: some 40 ms

@@ -78,6 +78,7 @@ class LockKeyError(DislockError, ValueError):
 
 
 PAUSED = "an operator, who has paused it"  # how a pause is named in place of a holder
+EARLY = "too early"  # what is told in place of a holder if only the time is in the way
 
 
 @dataclass(eq=False, repr=False)
@@ -107,6 +108,9 @@ class LockHeldError(DislockError):
     def __str__(self) -> str:
         if self.holder.startswith(PAUSED):  # its seconds are those until one may ask again
             return f"lock {self.key!r} is kept free by {self.holder}"
+        if self.holder.startswith(EARLY):
+            start = f"the next may start in {self.remaining:.1f} s"
+            return f"lock {self.key!r} cannot be taken yet, {self.holder}, {start}"
         return (
             f"lock {self.key!r} is held by {self.holder}{so_far(self.held_for, self.renewed)}, "
             f"for {self.remaining:.1f} s more unless renewed{self.hint and '; '}{self.hint}"

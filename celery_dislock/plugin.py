@@ -39,6 +39,7 @@ from celery_dislock.tasks.task import SingletonTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
     from typing import Concatenate
 
     import click
@@ -272,6 +273,8 @@ class Dislock:
             mode: "exclusive" or "shared".  This and the next options are the task options of the
                 same name with ``lock_``.  None: the app's setting, else the default.
             limit: Maximum number of leases at a time, > 0.
+            rate: How often the lock is taken at most, in the whole fleet: "100/m", "5/10s".  With
+                it and without a *limit*, any number of leases.
             watchdog_timeout: Expiry of the lease in seconds, > 0, or a timedelta; renewed after
                 each third of it.
             max_renew_times: Number of renewals after which the lease is left to expire; 0 or
@@ -323,6 +326,17 @@ class Dislock:
         from celery_dislock.tasks.handle import LockHandle  # noqa: PLC0415 -- see above
 
         return LockHandle(keys_of(key), self.runtime, self._app)
+
+    def hold_back(
+        self, key: str | Sequence[str], seconds: float | timedelta, *, note: str = ""
+    ) -> None:
+        """
+        Let nobody in the whole fleet take a lock for some time, as after an answer 429; blocks.
+
+        The same as :meth:`lock_of(key).hold_back(seconds)
+        <celery_dislock.tasks.handle.LockHandle.hold_back>`.
+        """
+        self.lock_of(key).hold_back(seconds, note=note)
 
     def close(self) -> None:
         """

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.replies import Turn
     from proof.leases import Durations
     from proof.order import Order
+    from proof.rates import Rates
 
 HOME = "here"  # the broker
 IDLE = 5.0  # seconds that a watchdog sleeps at most
@@ -59,7 +60,7 @@ class Net(LuaServer):
 
     def __init__(self, changed: Callable[[str], str] = str) -> None:
         self.time = 0.0  # seconds of everybody's monotonic clock
-        self.judges: Sequence[Order | Durations] = ()  # of what arrives
+        self.judges: Sequence[Order | Durations | Rates] = ()  # of what arrives
         super().__init__(changed)
 
     def record(self) -> Any:

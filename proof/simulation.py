@@ -15,6 +15,7 @@ what ``docs/guarantees.md`` says, in terms of what clients were told:
 * a task keeps its lease, also in a process that stands still, while the main process lives;
 * a lease lasts as long as it may, and no longer, also when its owner is done, has died, or has not
   taken it up; of several locks all are taken, or none; for this see :mod:`proof.leases`;
+* where a lock has a rate, no window has more starts; for this see :mod:`proof.rates`;
 * who waits is let in before those who came later, and a line takes in no more than it may; for this
   see :mod:`proof.order`;
 * a task that was revoked never begins, unless its process died, or the server has lost data;
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import greenlet
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
+from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import DislockError, StoreError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.reentrant import ReentrantLock
@@ -47,6 +49,7 @@ from proof import simulated_sending
 from proof.controls import CONTROLS
 from proof.leases import Durations, cap_of
 from proof.order import Order
+from proof.rates import Rates
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
 from proof.working import Copy, Worker, driven
 from tests.integration.lua_server import START
@@ -67,6 +70,9 @@ LOOK_EVERY = TIMEOUT / RENEWALS_PER_TIMEOUT / stalled.STEPS  # seconds
 DAY = 86400.0  # seconds
 PROCESSES = 3
 ACTORS_MOST = 9  # at work at a time
+RATED_MOST = 0.25  # of the histories
+ONE = {"lock_limit": 1}  # which a rate alone does not have
+RATE = "3/20s"  # in some histories, of all locks
 UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
 IDLE_MOST = 900.0  # seconds in which something must have ended: no wait and no lease is as long
 STILL_MOST = 2_000  # rounds in which time must have passed
@@ -139,6 +145,7 @@ class History:
         self.faults = {fault for fault in FAULTS if rng.random() < 0.35}
         self.group = rng.choice(sorted(GROUPS))
         self.parks = rng.random() < 0.5
+        self.rated = Rate.of(RATE) if random.Random(f"{seed} rate").random() < RATED_MOST else None
         self.late_acks = rng.random() < 0.7
         self.kinds = [self.kind_of_task(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
         self.chosen: Counter[str] = Counter()  # how often something was chosen for each task
@@ -160,7 +167,8 @@ class History:
         self.freed: set[str] = set()
         self.violation = ""
         self.kind = (
-            f"{self.group} locks{', and tasks that park' if self.parks else ''}; "
+            f"{self.group} locks{' with a rate' if self.rated else ''}"
+            f"{', and tasks that park' if self.parks else ''}; "
             f"faults: {', '.join(sorted(self.faults)) or 'none'}"
         )
         self.steps = self.generation = self.failed = 0
@@ -169,6 +177,8 @@ class History:
         net.replicate()
         self.order, self.durations = Order(net, self.fail), Durations(net, self.fail)
         net.judges = [self.order, self.durations]
+        if self.rated:
+            net.judges = [*net.judges, Rates(net, self.rated, self.fail)]
         net.advance(START - net.time)  # its times keep the number of digits that they have today
         self.keeper = None  # the main process of the workers, if it renews for those that do not
         if self.parks and rng.random() < 0.5:
@@ -192,6 +202,10 @@ class History:
             **rng.choice(GROUPS[self.group]), **rng.choice(CONFLICTS), **rng.choice(UNIQUE),
             **rng.choice(LASTING), "acks_late": self.late_acks,
         }  # fmt: skip
+        if self.rated:  # several keys with a rate cannot be waited for
+            options = {**ONE, **options, "lock_rate": RATE, "lock_key": "<key>"}
+            if "lock_mode" in options:  # shared
+                del options["lock_limit"]
         return json.dumps(options, sort_keys=True)
 
     # The steps.
@@ -312,8 +326,8 @@ class History:
         """The replica becomes the master."""
         self.net.advance(1.0)
         self.net.fail_over()
-        self.order.lost()
-        self.durations.lost()
+        for judge in self.net.judges:
+            judge.lost()
         self.lost_at = self.net.time
         self.paused.clear()
 
@@ -430,6 +444,8 @@ class History:
             "lock_at_least_for": rng.choice((0.0, 0.0, 0.0, 7.0)),
             "max_renew_times": rng.choice((360, 360, 2)),
         }
+        if self.rated:
+            keys, options = keys[:1], {**ONE, **options, "lock_rate": self.rated}
         lock = ReentrantLock(process, keys, {**options, "fair": rng.random() < 0.9})
         waits = rng.choice((0.0, 3.0, 40.0, 300.0))
         depth = 0

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import pytest
     from celery import Celery
 
+    from celery_dislock.servers.rates import RateState
+
 FAR = 9 * 10**13  # Redis TIME in ms, of 14 digits: long after each test
 KEPT_MS = 30 * 86_400_000  # of what beats have sent; see _names.lua
 STATES = {"being sent": "s", "waiting": "w", "running": "r", "ended": "d"}
@@ -151,10 +153,10 @@ class Staged(LockServer):
                 for nth in range(len(line) + 1, (state.waiting or 0) + 1)
             ]
             for nth, waiter in enumerate(line):
-                self._place(state.name, nth, waiter)
+                self._place(state, nth, waiter)
             for waiter in state.turns:
                 super().send("ZADD", f"{state.name}:handed", self.now_ms + 20_000, waiter.ticket)
-                self._ticket(state.name, waiter)
+                self._ticket(state, waiter)
             for nth in range(state.aside):
                 super().send("HSET", f"{state.name}:aside", f"aside-{nth}:0:0", "?")
             self._beside(state)
@@ -162,6 +164,7 @@ class Staged(LockServer):
     def take_away(self, state: LockState) -> None:
         """Delete all records of a lock."""
         ends = ("", "line", "places", "tickets", "handed", "aside", "unique", "limit", "beat")
+        ends += ("rate", "starts")
         super().send("DEL", *(f"{state.name}:{end}".rstrip(":") for end in ends))
 
     def damage(self, key: str) -> None:
@@ -180,26 +183,27 @@ class Staged(LockServer):
         record = f"1 {ends} {one.token} {self._since(one.held)} {mode} {written}"
         super().send("HSET", name, f"{'~' * one.expiring}{one.owner}", record)
 
-    def _place(self, name: str, nth: int, one: Waiter) -> None:
+    def _place(self, state: LockState, nth: int, one: Waiter) -> None:
+        name = state.name
         member = f"{one.ticket}#" if one.parked else f"waiter-{nth:09}"
         joined = self._since(one.waiting) * 1000 + nth
         super().send("ZADD", f"{name}:line", joined, member)
         if one.parked:
-            self._ticket(name, one)
+            self._ticket(state, one)
             return
         about = {"thread": one.thread} if one.thread else {"task": one.task, "id": one.id}
         about |= {"worker": "web", "pid": 3}
-        record = f"1 {FAR} 30000 {one.mode[0].replace('e', 'x')}:1 {json.dumps(about)}"
+        record = f"1 {FAR} 30000 {_terms(state, one)} {json.dumps(about)}"
         super().send("HSET", f"{name}:places", member, record)
 
-    def _ticket(self, name: str, one: Waiter) -> None:
+    def _ticket(self, state: LockState, one: Waiter) -> None:
         headers = {"task": one.task, "id": one.id, "argsrepr": one.args, "dislock": {"v": 1}}
         to = str(one.exchange), str(one.routing_key)
         message = Message(*to, headers, "application/json", "utf-8", {}, True, b"[[], {}, {}]")
-        joined, mode = self._since(one.waiting) * 1000, one.mode[0].replace("e", "x")
+        joined, terms = self._since(one.waiting) * 1000, _terms(state, one)
         home, written = one.broker or self.home, message.to_bytes()
-        head = f"1 {joined} {one.turns} 60000 {home} {len(written)} {mode}:1 "
-        super().send("HSET", f"{name}:tickets", one.ticket, head.encode() + written)
+        head = f"1 {joined} {one.turns} 60000 {home} {len(written)} {terms} "
+        super().send("HSET", f"{state.name}:tickets", one.ticket, head.encode() + written)
 
     def _beside(self, state: LockState) -> None:
         if (kept := state.reservation) is not None:
@@ -215,10 +219,33 @@ class Staged(LockServer):
             if state.limit_remaining is not None:
                 ttl = round(state.limit_remaining * 1000)
                 super().send("PEXPIRE", f"{state.name}:limit", ttl)
+        if state.rate is not None:
+            self._rate(state.name, state.rate)
         if state.ticked is not None:
             super().send("HSET", f"{state.name}:beat", "hourly", "1 1 1 -")
             ttl = KEPT_MS - round(state.ticked * 1000)
             super().send("PEXPIRE", f"{state.name}:beat", ttl)
+
+    def _rate(self, name: str, one: RateState) -> None:
+        if one.is_set or one.held_back:
+            word = one.rate.word.replace("/", " ") if one.is_set and one.rate else "0 0"
+            ends, since = self._since(-one.held_back), self._since(one.age or 0.0)
+            super().send("SET", f"{name}:rate", f"1 {ends} {word} {since} {one.note}")
+            lasts = one.remaining if one.is_set else one.held_back
+            if lasts is not None:
+                super().send("PEXPIRE", f"{name}:rate", round(lasts * 1000))
+        if one.rate is not None and (one.early or not one.is_set) and not one.held_back:
+            start = self._since(one.rate.window - one.early) * 1000
+            starts = [start] * one.rate.most if one.early else [start]
+            kept = f"1 {one.rate.most} {one.rate.window * 1000:.0f}"
+            super().send("RPUSH", f"{name}:starts", *starts, kept)
+
+
+def _terms(state: LockState, one: Waiter) -> str:
+    """Write the terms of a place; the rate is the code's, or seems to be."""
+    rate = state.rate and state.rate.rate
+    word = f":{rate.word}" if rate else ""
+    return f"{one.mode[0].replace('e', 'x')}:1{word}"
 
 
 def reach(patch: pytest.MonkeyPatch, server: Staged) -> None:

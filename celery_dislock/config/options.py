@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal
 
-from celery_dislock.config.terms import Terms
+from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
 from celery_dislock.config.urls import MEMORY, SCHEMES, URL_WANTED, check_several
 
 RENEWALS_PER_TIMEOUT = 3  # of a lease; two may fail in a row before it is lost
@@ -23,7 +23,6 @@ MISSED = 2  # renewals in a row after which nobody is thought to renew a lease
 
 NEAR_MISS = 0.75  # minimum difflib ratio at which a name counts as misspelt, not unrelated
 
-LIMIT_MOST = 10**9  # leases; Lua writes a number of fifteen digits in a way that nobody can read
 LONGEST = threading.TIMEOUT_MAX  # seconds: the maximum wait of a thread, mostly 292 years
 
 Check = Callable[[Any], Any]
@@ -139,7 +138,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 @dataclass(frozen=True)
 class Key:
     """
-    One of several keys in a ``lock_key``, with a limit of its own.
+    A key in a ``lock_key`` with terms of its own; what it leaves out is as the task's options say.
 
     A task of a tenant that may run three at a time, beside one call of the API at a time::
 
@@ -149,11 +148,19 @@ class Key:
     Attributes:
         key: A template, or a callable that takes the task's arguments.
         limit: Maximum number of exclusive leases of this key at a time, > 0; in place of the task's
-            ``lock_limit``.
+            ``lock_limit``.  A key with a rate and without a limit has none.
+        rate: How often this key is taken at most, as ``"100/m"``; in place of the task's
+            ``lock_rate``.
     """
 
     key: str | Callable[..., str]
-    limit: int
+    limit: int | None = None
+    rate: str | int | None = None
+
+    def terms(self, mode: str, limit: int, rate: Rate | None) -> Terms:
+        """Return the terms of the key, beside what the task's options say."""
+        own = None if self.rate is None else Rate.of(self.rate)
+        return Terms(mode, self.limit or (LIMIT_MOST if own else limit), own or rate)
 
 
 def lock_key(value: object) -> object:
@@ -190,13 +197,22 @@ def lock_on_conflict(value: object) -> object:
 
 def _is_key(value: object) -> bool:
     if isinstance(value, Key):
-        try:
-            number_from(1, LIMIT_MOST)(value.limit)
-        except ValueError as exc:
-            raise ValueError(f"the limit of {value!r}: {exc}") from exc
+        _check_terms(value)
         value = value.key
     _refuse_coroutine(value)
     return isinstance(value, str) or callable(value)
+
+
+def _check_terms(key: Key) -> None:
+    if key.limit is None and key.rate is None:
+        raise ValueError(f"give {key!r} a limit or a rate, or the template alone")
+    for name, check in (("limit", number_from(1, LIMIT_MOST)), ("rate", Rate.of)):
+        given = getattr(key, name)
+        try:
+            if given is not None:
+                check(given)
+        except ValueError as exc:
+            raise ValueError(f"the {name} of {key!r}: {exc}") from exc
 
 
 def _refuse_coroutine(value: object) -> None:
@@ -294,6 +310,11 @@ class TaskOptions:
     #: its own limit. None: the task takes no lock when it runs, and is only unique when it is sent
     #: (`lock_unique_until`).
     lock_limit: int | None = declare(1, optional(number_from(1, LIMIT_MOST)))
+    #: How often the lock is taken at most, in the whole fleet: `'100/m'`, `'5/10s'`; of s, m, h and
+    #: d. In any window of that length at most so many bodies begin, by the lock server's clock. A
+    #: task that comes too early is treated as `lock_on_conflict` says. Without a `lock_limit` any
+    #: number may run at a time.
+    lock_rate: Rate | None = declare(None, optional(Rate.of))
     #: No second message of the same key is sent. `start`: while one waits. `end`: while one waits
     #: or runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. None: every message
     #: is sent.
@@ -318,17 +339,19 @@ class TaskOptions:
         return tuple(key.key if isinstance(key, Key) else key for key in several)
 
     @cached_property
-    def limits(self) -> tuple[int, ...] | None:
-        """The limit of each key of ``lock_key``; None if none has a limit of its own."""
-        keys = self.lock_key if isinstance(self.lock_key, tuple) else ()
-        if not any(isinstance(key, Key) for key in keys):
-            return None
-        return tuple(key.limit if isinstance(key, Key) else self.lock_limit or 1 for key in keys)
-
-    @cached_property
     def terms(self) -> tuple[Terms, ...]:
         """The terms of each key, in the order of ``lock_key``; one if all have the same."""
-        return tuple(Terms(self.lock_mode, one) for one in self.limits or (self.lock_limit or 1,))
+        common = self.lock_mode, self.lock_limit or 1, self.lock_rate
+        keys = self.lock_key if isinstance(self.lock_key, tuple) else ()
+        if not any(isinstance(key, Key) for key in keys):
+            return (Terms(*common),)
+        return tuple(key.terms(*common) if isinstance(key, Key) else Terms(*common) for key in keys)
+
+    @cached_property
+    def limits_keys(self) -> bool:
+        """Whether a key of ``lock_key`` has a limit of its own."""
+        keys = self.lock_key if isinstance(self.lock_key, tuple) else ()
+        return any(isinstance(key, Key) and key.limit is not None for key in keys)
 
     @cached_property
     def timeout(self) -> float:
@@ -346,6 +369,11 @@ class TaskOptions:
     def admits_several(self) -> bool:
         """Whether a key of the task may have several exclusive leases at a time."""
         return any(one.limit > 1 for one in self.terms)
+
+    @cached_property
+    def has_rate(self) -> bool:
+        """Whether a key of the task is taken so often at most."""
+        return any(one.rate is not None for one in self.terms)
 
     @cached_property
     def newest_counts(self) -> bool:
@@ -399,7 +427,7 @@ OF_OTHERS = {
     ),
     "heimdall": (
         "celery-heimdall",
-        "give lock_key and lock_unique_until; there is no limit of tasks per time",
+        "give lock_key and lock_unique_until; for times and per, lock_rate",
     ),
 }
 MIGRATING = "https://celery-dislock.readthedocs.io/en/stable/migrating.html"  # option by option
@@ -418,4 +446,4 @@ MEANT = {
 }
 
 # The only values of these options that several independent lock servers support.
-ALONE = {"lock_mode": "exclusive", "lock_limit": 1, "lock_unique_until": None}
+ALONE = {"lock_mode": "exclusive", "lock_limit": 1, "lock_rate": None, "lock_unique_until": None}

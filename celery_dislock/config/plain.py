@@ -23,6 +23,7 @@ class PlainOptions(TypedDict, total=False):
 
     mode: Literal["exclusive", "shared"] | None
     limit: int | None
+    rate: str | int | None
     watchdog_timeout: float | timedelta | None
     max_renew_times: int | None
     expire: float | timedelta | None

@@ -40,6 +40,7 @@ from celery_dislock.config.options import (
     text,
     yes_or_no,
 )
+from celery_dislock.config.terms import LIMIT_MOST
 from celery_dislock.config.urls import (
     HIDDEN,
     NO_REPLICAS,
@@ -55,6 +56,8 @@ logger = logging.getLogger("celery_dislock")
 NEAR_SETTING = 0.91  # minimum difflib ratio of two settings, which share most of their letters
 # A lock server under a misspelt name must not be replaced by the broker without a word.
 URL_WORDS = {"url", "urls", "uri"}
+
+STARTS_MANY = 10_000  # in the window of a rate
 
 # If a name contains one of these, its value is never shown.
 SECRETS = ("pass", "secret", "token", "credential", "transport_option", "kwargs")
@@ -142,6 +145,8 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
             default = _checked("app.conf", setting, option, conf[setting])
             if not _overruled(option.name, default, declared):
                 values[option.name] = default
+    if values.get("lock_rate") and "lock_limit" not in values:
+        values["lock_limit"] = LIMIT_MOST
     options = TaskOptions(**values)
     if "lock_on_conflict" not in values and options.newest_counts:
         several = len(options.keys) > 1  # these have no line
@@ -166,7 +171,8 @@ def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
 def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOptions) -> None:
     keys = options.lock_key
     if options.lock_on_conflict == "queue" and isinstance(keys, tuple) and len(keys) > 1:
-        remedy = "a task waits in one line: give one key, or use 'wait' or 'retry'"
+        others = "'retry'" if options.has_rate else "'wait' or 'retry'"
+        remedy = f"a task waits in one line: give one key, or use {others}"
         raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
     for name, (other, value) in BELONG_TO.items():
         actual = getattr(options, other)
@@ -177,16 +183,38 @@ def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOption
                 else f"it belongs to {other}={value!r}: give that too, or leave it out"
             )
             raise _refused(owner, name, declared[name], remedy)
-    if options.limits and (options.lock_limit is None or options.lock_mode == "shared"):
+    if options.limits_keys and (options.lock_limit is None or options.lock_mode == "shared"):
         other = "lock_limit=None" if options.lock_limit is None else "lock_mode='shared'"
         remedy = f"the limit of a key has no effect with {other}: leave one of the two out"
         raise _refused(owner, "lock_key", keys, remedy)
     if options.lock_limit is None and options.lock_unique_until is None:
         remedy = "give a number; None is for tasks with lock_unique_until, which then take no lock"
         raise _refused(owner, "lock_limit", None, remedy)
+    if options.has_rate:
+        _check_rate(owner, options)
     for name, other in NEED.items():
         if name in declared and getattr(options, other) is None:
             raise _refused(owner, name, declared[name], f"it has no effect without {other}")
+
+
+def _check_rate(owner: str, options: TaskOptions) -> None:
+    rate = options.lock_rate or options.lock_key
+    name = "lock_rate" if options.lock_rate else "lock_key"
+    if options.lock_limit is None:
+        remedy = "a rate has no effect with lock_limit=None: leave one of the two out"
+        raise _refused(owner, name, rate, remedy)
+    if options.lock_hold_on_retry:
+        remedy = "a retry that keeps its lease is not counted: leave it out, or the rate"
+        raise _refused(owner, "lock_hold_on_retry", options.lock_hold_on_retry, remedy)
+    if len(options.keys) > 1 and options.lock_on_conflict == "wait":
+        remedy = "several keys with a rate cannot be waited for: use 'retry', or one key"
+        raise _refused(owner, "lock_on_conflict", "wait", remedy)
+    if any(one.rate and one.rate.most >= STARTS_MANY for one in options.terms):
+        logger.warning(
+            "%s has a rate of very many starts: the lock server keeps the time of each, in ten "
+            "bytes.",
+            owner,
+        )
 
 
 def nearer(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

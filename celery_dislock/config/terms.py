@@ -12,8 +12,59 @@ from typing import NamedTuple
 
 MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
 KEPT_MOST = 1000  # terms whose text is remembered
+LIMIT_MOST = 10**9  # leases; Lua writes a number of fifteen digits in a way that nobody can read
+STARTS_MOST = 10**6  # in a window
+WINDOW_MOST = 30 * 86400  # seconds
+RATE_WANTED = "give a rate as '100/m' or '5/10s': starts in a window, of s, m, h or d"
 NAMES = {letter: mode for mode, letter in MODES.items()}
-_WORD = re.compile(rb"([xs]):(\d{1,15})")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
+_IN_WORDS = {1: "a second", 60: "a minute", 3600: "an hour", 86400: "a day"}
+_RATE = re.compile(r"(\d{1,7})/(\d{0,7})([smhd])")
+_WORD = re.compile(rb"([xs]):(\d{1,15})(?::(\d{1,15})/(\d{1,15}))?")
+
+
+class Rate(NamedTuple):
+    """
+    How often a lock is taken at most.
+
+    Attributes:
+        most: Starts in any window, > 0.
+        window: Length of the window in seconds, > 0.
+    """
+
+    most: int
+    window: float
+
+    def __str__(self) -> str:
+        window = _IN_WORDS.get(int(self.window), f"in {self.window:g} s")
+        return f"{self.most:,} {window}"
+
+    @property
+    def word(self) -> str:
+        """The rate as the scripts read it."""
+        return f"{self.most}/{round(self.window * 1000)}"
+
+    @classmethod
+    def of(cls, given: object) -> Rate:
+        """
+        Read a rate as people write it: ``"100/m"``, ``"5/10s"``, or a number of starts a second.
+
+        Raises:
+            ValueError: It is none.
+        """
+        if isinstance(given, Rate):
+            return given
+        if isinstance(given, int) and not isinstance(given, bool):
+            given = f"{given}/s"
+        found = _RATE.fullmatch(given.replace(" ", "")) if isinstance(given, str) else None
+        if found is None:
+            raise ValueError(RATE_WANTED)
+        most, window = int(found[1]), int(found[2] or 1) * _UNITS[found[3]]
+        if not 0 < most <= STARTS_MOST:
+            raise ValueError(f"give 1 to {STARTS_MOST:,} starts in a window")
+        if not 0 < window <= WINDOW_MOST:
+            raise ValueError("give a window of 1 second to 30 days")
+        return cls(most, float(window))
 
 
 class Terms(NamedTuple):
@@ -23,14 +74,22 @@ class Terms(NamedTuple):
     Attributes:
         mode: "exclusive" or "shared".
         limit: Maximum number of leases of an exclusive lock at a time, > 0.
+        rate: How often it is taken at most; None: as often as asked for.
     """
 
     mode: str = "exclusive"
     limit: int = 1
+    rate: Rate | None = None
 
     def stricter(self, other: Terms) -> Terms:
-        """Return what admits no more than either, for a key that is declared twice."""
-        return self._replace(limit=min(self.limit, other.limit))
+        """
+        Return what admits no more than either, for a key that is declared twice.
+
+        Of two rates, it is the one that admits fewer starts on average.
+        """
+        rates = [one.rate for one in (self, other) if one.rate is not None]
+        slowest = min(rates, key=lambda rate: rate.most / rate.window, default=None)
+        return self._replace(limit=min(self.limit, other.limit), rate=slowest)
 
 
 ALONE = Terms()
@@ -39,10 +98,16 @@ ALONE = Terms()
 @lru_cache(KEPT_MOST)
 def written(terms: tuple[Terms, ...]) -> str:
     """Write the terms of several locks, or those of all, as the scripts read them."""
-    return ",".join(f"{MODES[one.mode]}:{one.limit}" for one in terms)
+    return ",".join(
+        f"{MODES[one.mode]}:{one.limit}" + ("" if one.rate is None else f":{one.rate.word}")
+        for one in terms
+    )
 
 
 def parsed(word: bytes) -> Terms:
     """Parse the terms in a record; of those that only a later release knows, what admits least."""
     found = _WORD.fullmatch(word)
-    return Terms(NAMES[found[1].decode()], int(found[2])) if found else ALONE
+    if not found:
+        return ALONE
+    rate = Rate(int(found[3]), int(found[4]) / 1000) if found[3] else None
+    return Terms(NAMES[found[1].decode()], int(found[2]), rate)

@@ -373,7 +373,7 @@ def check_terms(
     lease, has = held.lease, held.lock.options
     names = ["lock_mode", "lock_expire"]
     if has.lock_mode == asked.lock_mode:
-        names.insert(1, "lock_limit")
+        names[1:1] = ["lock_limit", "lock_rate"]
     if has.lock_expire is None and asked.lock_expire is None:
         names += ["lock_watchdog_timeout", "max_renew_times"]
     if asked.lock_on_lost != "warn":

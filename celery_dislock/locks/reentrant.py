@@ -1,12 +1,10 @@
 """The locks of tasks for plain Python: web views, scripts, and code inside a task's body.
 
 As with :class:`threading.RLock`, a lock can be taken again on the same terms, and must be released
-once per acquisition, by code inside the block that holds it: see ``callers.py``.  The acquisitions
-are counted in this process, without a round trip, and all lock objects of the same key share one
-count.  A lock that the running task holds counts as the caller's.
+once per acquisition, inside the block that holds it: see ``callers.py``.  All lock objects of a key
+share one count, kept in this process.  A lock that the running task holds is the caller's.
 
-A signal handler may raise an exception at any instruction, as Celery's soft time limit does.  Every
-step that releases something can therefore be repeated, and is repeated once if it is interrupted.
+Every step that releases something is repeated once if a signal handler's exception interrupts it.
 """
 
 from __future__ import annotations
@@ -91,6 +89,8 @@ class ReentrantLock:
             key, options, on_lost
         )
         self.keys = (check_written(key),) if isinstance(key, str) else keys_of(key)
+        if len(self.keys) > 1 and self._options.has_rate:
+            raise self._refusal("rate", options.get("rate"), "give one key, or no rate")
         self._runtime = runtime
         self._made: Lock | None = None
         # What this object has acquired, in order, and the block: see CallerLease.entries.

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PUT_OFF_FIRST = 1.0  # seconds; doubled each time
 PUT_OFF_MOST = 60.0  # seconds
+EARLY_LEAST = 0.05  # seconds
 
 logger = logging.getLogger("celery_dislock")
 
@@ -39,6 +40,7 @@ def put_off(
     reason: str,
     *,
     at_most: float = PUT_OFF_MOST,
+    at: float | None = None,
     error: Exception | None = None,
     level: int = logging.INFO,
 ) -> NoReturn:
@@ -52,6 +54,8 @@ def put_off(
         delivery: The delivery.
         reason: Why the task is put off.
         at_most: Maximum delay in seconds, before jitter; at least 1 s is used.
+        at: Seconds until the task may start, if only the time is in its way: it comes then, and a
+            little later each time.
         error: What the result says until then; None: the result is left as it is.
         level: Level of the log line.
 
@@ -61,9 +65,12 @@ def put_off(
         LookupError: There is no message that could be sent again.
     """
     notes = delivery.notes
-    backoff = PUT_OFF_FIRST * 2.0 ** min(notes.put_off, 10)
+    times = 2.0 ** min(notes.put_off, 10)
     jitter = random.uniform(0.75, 1.25)  # noqa: S311 -- not a secret
-    delay = max(min(backoff, at_most, PUT_OFF_MOST), PUT_OFF_FIRST) * jitter
+    if at is None:
+        delay = max(min(PUT_OFF_FIRST * times, at_most, PUT_OFF_MOST), PUT_OFF_FIRST) * jitter
+    else:  # others come then, too
+        delay = max(EARLY_LEAST, at + random.uniform(0, min(EARLY_LEAST * times, PUT_OFF_FIRST)))  # noqa: S311
     notes.put_off = min(notes.put_off + 1, PUT_OFF_MOST_TIMES)
     delay = _send_again(delivery, delay, reason)
     if delivery.reservation is not None and not isinstance(error, StoreError):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from celery.app.task import Context
 from celery.worker import state as worker_state
 
-from celery_dislock.config.options import TaskOptions
+from celery_dislock.config.options import Key, TaskOptions
+from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import DislockError, StoreError
 from celery_dislock.keys.names import shown_id
 from celery_dislock.parking.process import runtime_of
@@ -110,6 +111,12 @@ def differing(options: TaskOptions) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Rate):
+        return str(value)
+    if isinstance(value, Key):
+        rate = None if value.rate is None else str(Rate.of(value.rate))
+        known = {"key": _plain(value.key), "limit": value.limit, "rate": rate}
+        return {name: given for name, given in known.items() if given is not None}
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     if callable(value):  # each process has another repr of it

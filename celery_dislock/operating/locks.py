@@ -19,6 +19,7 @@ from celery_dislock.words import for_people
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from celery_dislock.config.terms import Rate
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.servers.view import Holder, LockState
@@ -140,7 +141,8 @@ def rows(
     """
     Read all locks whose keys match, with the first place of their lines.
 
-    See :meth:`Overview.locks`.
+    See :meth:`Overview.locks`.  One that only has a rate, and may be taken now, is left out: it has
+    been taken within the window of its rate, and nobody has changed it.
 
     Raises:
         StoreError: A server did not answer.
@@ -149,8 +151,14 @@ def rows(
         for name, lock in zip(names, overview.look(names, most=1), strict=True):
             if isinstance(lock, StoreError):
                 yield ListedLock(shown_key(name), name, None, lock)
-            elif lock.exists:
+            elif lock.exists and not _is_idle(lock):
                 yield ListedLock(lock.key, name, lock)
+
+
+def _is_idle(lock: LockState) -> bool:
+    if lock.rate is None or lock.is_too_early or lock.is_limited:
+        return False
+    return not lock._replace(rate=None).exists
 
 
 def as_data(known: Any) -> Any:
@@ -189,8 +197,25 @@ def limited(name: str, limit: int | None, note: str, seconds: float | None = Non
     if limit is None:
         return f"took back the limit of lock {key}"
     does = f"limited lock {key} to {limit} leases" if limit else f"paused lock {key}"
+    return f"{does}{_noted(seconds, note)}"
+
+
+def rated(name: str, rate: Rate | None, note: str, seconds: float | None = None) -> str:
+    """Say that a rate was set, or that it and a hold-back were taken back."""
+    key = repr(shown_key(name))
+    if rate is None:
+        return f"let lock {key} be taken as often as the code says"
+    return f"limited lock {key} to {rate}{_noted(seconds, note)}"
+
+
+def held_back(name: str, seconds: float, note: str) -> str:
+    """Say that nobody may take a lock for some time."""
+    return f"held back lock {shown_key(name)!r}{_noted(seconds, note)}"
+
+
+def _noted(seconds: float | None, note: str) -> str:
     lasts = f" for {for_people(seconds)}" if seconds else ""
-    return f"{does}{lasts}, with the note {note!r}"
+    return f"{lasts}, with the note {note!r}"
 
 
 def signed(user: str, why: str) -> str:

@@ -88,10 +88,17 @@ def _reserved(number: Callable[[ReservationState], float]) -> Source:
     return of
 
 
-def _limited(number: Callable[[LockState], Any]) -> Source:
+def _limited(number: Callable[[LockState, float | None], Any]) -> Source:
+    """Return the source of a gauge of what people have set: its number of a lock, and the age."""
+
     def of(lock: LockState) -> Iterable[tuple[tuple[str], float]]:
-        state = "paused" if lock.is_paused else "limited"
-        return [((state,), number(lock))] if lock.limit is not None else []
+        rate = lock.rate
+        if lock.limit is not None:
+            yield ("paused" if lock.is_paused else "limited",), number(lock, lock.limit_age)
+        if rate is not None and rate.is_set:
+            yield ("rated",), number(lock, rate.age)
+        if rate is not None and rate.held_back:
+            yield ("held back",), number(lock, rate.age)
 
     return of
 
@@ -128,6 +135,11 @@ METRICS = (
         BY_OUTCOME,
         "Deliveries that found their lock held, by what lock_on_conflict made of them; copy: "
         "another delivery of the same task held it; refused: in plain Python.",
+    ),
+    _counter(
+        "early_total",
+        BY_WORKER,
+        "Conflicts in which only the time was in the way: too early for the rate, or held back.",
     ),
     _counter(
         "lost_total",
@@ -175,19 +187,24 @@ METRICS = (
         _reserved(attrgetter("since")),
         max,
     ),
-    _gauge("limits", (STATE,), "Keys that an operator has paused or limited now.", _limited(_one)),
+    _gauge(
+        "limits",
+        (STATE,),
+        "Keys of which people have set something now: paused, limited, rated or held back.",
+        _limited(lambda _lock, _age: 1.0),
+    ),
     _gauge(
         "limits_oldest_seconds",
         (STATE,),
         "Seconds since the oldest of these was set.",
-        _limited(attrgetter("limit_age")),
+        _limited(lambda _lock, age: age),
         max,
     ),
     _gauge(
         "limits_waiting",
         (STATE,),
         "Waiters and parked tasks in the lines of these keys.",
-        _limited(attrgetter("waiting")),
+        _limited(lambda lock, _age: lock.waiting),
     ),
     _gauge(
         "beats",

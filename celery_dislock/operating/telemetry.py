@@ -115,6 +115,8 @@ class Telemetry(Watcher):
     def resolved(self, attempt: Attempt, conflict: Conflict, outcome: str) -> None:
         """Count a conflict."""
         self._count("conflicts", attempt.holder, outcome)
+        if conflict.early:
+            self._count("early", attempt.holder)
         about = {"key": conflict.key, "outcome": outcome}
         _note(attempt.trace, **about)
         _event(attempt.trace, "conflict", **about, holder=in_words(conflict.holder))

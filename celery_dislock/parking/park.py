@@ -85,7 +85,7 @@ class Parking:
             holder, held_for = in_words(answer.holder), answer.held_for
             parked = TaskParked(
                 f"parked: place {answer.place} in line for lock {lock.key!r}, "
-                f"held by {holder}{so_far(held_for)}"
+                f"{'' if answer.early else 'held by '}{holder}{so_far(held_for)}"
             )
             since = {} if held_for is None else {"held_for": held_for}
             parked.about = {"key": lock.key, "place": answer.place, "holder": holder, **since}

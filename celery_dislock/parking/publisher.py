@@ -46,6 +46,8 @@ PLACES = (
     "region",
 )
 
+DELAY_LEAST = 0.05  # seconds: clocks differ, and a message takes its time anyway
+
 logger = logging.getLogger("celery_dislock")
 
 
@@ -77,7 +79,7 @@ class Publisher:
         pending = deque(turns)
         while pending:
             turn = pending.popleft()
-            lock, ticket, written = turn
+            lock, ticket, written, _ = turn
             if written is None:
                 logger.error(
                     "Parked task %s cannot be run: its message is gone from the lock server. The "
@@ -94,7 +96,8 @@ class Publisher:
                     log_unrunnable(ticket, lock, exc)
         for nth, (turn, message) in enumerate(readable):
             try:
-                publish(self._app, message, {TICKET: [turn.lock, turn.ticket]})
+                delay = turn.delay and max(turn.delay, DELAY_LEAST)
+                publish(self._app, message, {TICKET: [turn.lock, turn.ticket]}, delay=delay)
                 logger.debug("Task %s has its turn for lock %r.", message, key_of(turn.lock))
             except (OperationalError, OSError) as exc:  # the broker is away
                 _not_sent(readable[nth:], exc, _give_back(lines, readable[nth:]))

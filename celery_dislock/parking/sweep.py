@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.parking.store import Lines
 
+MOST = 10.0  # seconds between two visits; turns are given 15 s before a rate admits them
 PAGE = 100  # lines per step at most; a step blocks the worker's event loop
 
 logger = logging.getLogger("celery_dislock")
@@ -42,7 +43,7 @@ def interval(tasks: Iterable[TaskOptions]) -> float | None:
     """
     known = list(tasks)
     timeouts = [options.timeout for options in [one for one in known if one.parks] or known]
-    return min(timeouts) / RENEWALS_PER_TIMEOUT if timeouts else None
+    return min(MOST, min(timeouts) / RENEWALS_PER_TIMEOUT) if timeouts else None
 
 
 class Round:

@@ -1,17 +1,21 @@
 -- _free.lua: the usual case of an acquisition.  Nobody has the lock, and nobody waits for it: the scripts
 -- that grant leases answer it before they define the rest, which takes longer than these commands.
 
--- include: _record
+-- include: _starts
 
--- How many of these keys of a lock exist; false while its slot moves, as a key may be on the other node.
-local function count_keys(...)
-  local seen, there = pcall(redis.call, 'EXISTS', ...)
-  return seen and there
-end
-
--- Returns the token, as text.
-local function grant_free(lock, owner, ttl_ms, terms, holder)
-  write(lock, owner, now + ttl_ms, now_as_token, now, parse_terms(terms).mode, holder)
+-- Returns the token, as text.  Nothing if the lock has a lease or one of these other keys, people have set
+-- something, it is too early, the clock was set back, or its slot moves: then a key may be on the other node.
+local function grant_free(lock, owner, ttl_ms, terms, holder, ...)
+  local keys = {lock, lock .. LIMIT, lock .. RATE}
+  for _, ending in ipairs({...}) do keys[#keys + 1] = lock .. ending end
+  local seen, there = pcall(redis.call, 'EXISTS', unpack(keys))
+  if not seen or there > 0 then return nil end
+  terms = parse_terms(terms)
+  if terms.most then
+    if newest(lock) > now_us or due_in(lock, terms.most, terms.window, 0) > 0 then return nil end
+    add_start(lock, terms.most, terms.window)
+  end
+  write(lock, owner, now + ttl_ms, now_as_token, now, terms.mode, holder)
   redis.call('PEXPIRE', lock, ttl_ms)
   return now_as_token
 end

@@ -1,6 +1,7 @@
 -- _grant.lua: whom a lock admits.
 
 -- include: _lease
+-- include: _rate
 
 -- Read the live leases, and sweep out the others; once in a script.  Returns the lock.
 local function count_leases(lock)
@@ -11,7 +12,7 @@ local function count_leases(lock)
     lock.newest = math.max(lock.newest, tonumber(lease.token))
     if lease.expires > now then
       leases[lease.owner] = lease
-      take_room(lock, lease.mode, 1)
+      take_room(lock, lease, 1)
     else
       ended[#ended + 1] = lease.owner
     end
@@ -30,12 +31,6 @@ local function leases_of(lock, start)
   return found
 end
 
--- What a command has found; false where a moving slot hides it.  A key of another type is an error.
-local function unless_hidden(seen, found)
-  if not seen and string.find(found.err or found, 'WRONGTYPE') then error(found) end
-  return seen and found
-end
-
 -- What an operator has set: the limit, and a note; nothing if the code's limit holds.  See limit.lua.
 local function limit_set(lock)
   if lock.set == nil then lock.set = unless_hidden(pcall(redis.call, 'GET', lock.name .. LIMIT)) end
@@ -45,17 +40,20 @@ local function limit_set(lock)
   return tonumber(limit), note
 end
 
--- Whether a limit may be on the other node, as the slot of the lock moves.  Asks as line_exists() does.
-local function limit_is_hidden(lock)
-  if lock.hidden == nil then
-    lock.hidden = not lock.set and not pcall(redis.call, 'EXISTS', lock.name .. LIMIT, lock.name .. NEVER)
-  end
+-- Whether a limit or a start may be on the other node, as the slot of the lock moves.  Asks as line_exists() does.
+local function is_hidden(lock)
+  if lock.hidden == nil then lock.hidden = not pcall(redis.call, 'EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
   return lock.hidden
 end
 
--- Nobody is admitted while a limit may be hidden: the lock may be paused.
+-- Nobody is admitted while a limit may be hidden: the lock may be paused.  If only the time is in the way,
+-- lock.early has the microseconds until the next start.
 local function admits(lock, terms)
-  return has_room(count_leases(lock), terms, limit_set(lock)) and not limit_is_hidden(lock)
+  lock.early = nil
+  if not has_room(count_leases(lock), terms, limit_set(lock)) or is_hidden(lock) then return false end
+  local early = starts_in(lock, terms, lock.gates)
+  if early > 0 then lock.early, lock.asked = early, terms end
+  return early == 0
 end
 
 -- Raise an error if the leases, or one of these other keys, cannot be read, before anything is changed:
@@ -64,6 +62,8 @@ local function look(lock, hashes)
   count_leases(lock)
   for _, key in ipairs({lock.line, lock.handed}) do unless_hidden(pcall(redis.call, 'ZCARD', key)) end
   for _, ending in ipairs(hashes) do unless_hidden(pcall(redis.call, 'HLEN', lock.name .. ending)) end
+  unless_hidden(pcall(redis.call, 'LLEN', lock.name .. STARTS))
+  rate_set(lock)
 end
 
 -- Returns a token higher than all that this script has seen of the lock, as text.
@@ -90,8 +90,12 @@ local NOT_KNOWN = -1  -- for how long a lock has been held
 local function about(lease) return lease.expires - now, lease.owner, lease.holder, now - lease.acquired end
 
 -- Of the leases in the way, the one that ends first, as about() has it.  Of two that end at once, the older one.
--- A lock that nobody holds waits for a parked task, whose turn comes again soon.
+-- A lock that nobody holds waits for a parked task, whose turn comes again soon.  If only the time is in the
+-- way: until it may be taken.
 local function in_the_way(lock)
+  if lock.early then
+    return math.ceil(lock.early / 1000), '', cjson.encode(as_early(lock, lock.asked)), NOT_KNOWN
+  end
   local first
   for _, lease in pairs(count_leases(lock).leases) do
     local sooner = first and lease.expires - first.expires

@@ -17,12 +17,13 @@
 --   newest               highest token that this script has seen, also of leases that have ended
 --   leases               owner -> live lease; false: not counted yet, see _grant.lua
 --   x, s                 how many of them there are of each mode
+--   gates                how many of them keep a gate; see _rate.lua
 --
 -- put() and drop() alone change leases, and they keep this true.
 local function open(name)
   return {
     name = name, line = name .. LINE, places = name .. PLACES, tickets = name .. TICKETS,
-    handed = name .. HANDED, running = name .. RUNNING, newest = 0, leases = false, x = 0, s = 0,
+    handed = name .. HANDED, running = name .. RUNNING, newest = 0, leases = false, x = 0, s = 0, gates = 0,
   }
 end
 
@@ -37,6 +38,12 @@ local function lease_of(lock, owner)
   return record and read(owner, record) or nil
 end
 
+-- What a command has found; false where a moving slot hides it.  A key of another type is an error.
+local function unless_hidden(seen, found)
+  if not seen and string.find(found.err or found, 'WRONGTYPE') then error(found) end
+  return seen and found
+end
+
 -- A server without memory refuses a script whose first write may take some, and no write after another.
 -- So what only goes on with a lease, or ends one, begins with a write that changes nothing.
 local function write_first(name) redis.call('HDEL', name, NEVER) end
@@ -49,7 +56,7 @@ local function take_out(lock, owner)
   local lease = lock.leases and lock.leases[owner]
   if not lease then return end
   lock.leases[owner] = nil
-  take_room(lock, lease.mode, -1)
+  take_room(lock, lease, -1)
 end
 
 -- Write a live lease.  The caller sees to the expiry of the hash.
@@ -59,7 +66,7 @@ local function put(lock, lease)
   if not lock.leases then return end
   take_out(lock, lease.owner)
   lock.leases[lease.owner] = lease
-  take_room(lock, lease.mode, 1)
+  take_room(lock, lease, 1)
 end
 
 -- Take a lease away.

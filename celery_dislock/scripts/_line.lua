@@ -45,6 +45,7 @@ local function serve(lock, waiter, asker)
   if place and not (place.terms and admits(lock, place.terms)) then return false end
   leave_line(lock, waiter)
   if not place then return true end
+  count_start(lock, place.terms)
   if waiter == asker then
     return true, false, grant(lock, waiter, place.ttl, place.terms, place.holder, place.version)
   end
@@ -53,8 +54,6 @@ local function serve(lock, waiter, asker)
   wake_up(lock, waiter, string.format('%s %.0f %.0f', token, take_up, place.deadline - now))
   return true, true
 end
-
-local TICKET_ENDS = string.byte('#')
 
 -- A ticket's member of a line is also the owner of its turn's lease.
 local function is_parked(member) return string.byte(member, -1) == TICKET_ENDS end

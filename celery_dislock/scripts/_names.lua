@@ -16,6 +16,8 @@ local DONE = ':done:'         -- string  ticket or owner: its mark, when it is d
 local MARK = ':mark:'         -- string  task id: a mark about it; see mark.lua
 local UNIQUE = ':unique'      -- string  which message the key is reserved for; see _unique.lua
 local LIMIT = ':limit'        -- string  how many leases an operator admits; see limit.lua
+local RATE = ':rate'          -- string  how often an operator lets it be taken; see _rate.lua
+local STARTS = ':starts'      -- list    when it was taken, of a lock with a rate; see _rate.lua
 local BEAT = ':beat'          -- hash    entry of beat's schedule: when it was last sent; see _beat.lua
 local NEVER = ':?'            -- none    never there; see line_exists()
 

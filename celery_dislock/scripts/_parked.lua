@@ -1,5 +1,5 @@
 -- _parked.lua: how parked tasks are written.  Included by the scripts that can give them their turn: these return
--- {lock, ticket, message, ...} for the caller to publish, and know its broker as its home.
+-- {lock, ticket, message, delay_ms, ...} for the caller to publish, and know its broker as its home.
 --
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
 --   <lock>:line        has "<ticket>#" while it waits for its turn
@@ -22,7 +22,8 @@
 --     message    bytes
 --
 -- During a turn a lease of the owner "<ticket>#" holds the lock.  The message is given to the caller to
--- publish; the task that gets it claims the turn.  A turn that nobody has claimed in time is given again.
+-- publish; the task that gets it claims the turn.  A turn that nobody has claimed in time is given again, and
+-- keeps no gate then: others need not wait for its queue.
 --
 -- Only the mark says that a task is done: one of which nothing is known may have been lost.  Each task
 -- that was parked leaves a mark, as a copy of its message may always come.
@@ -37,7 +38,7 @@ local IN_BODY = 0                -- settles_ms of a claim
 local TOTAL = 'bytes'            -- the field beside the tickets
 
 local home                      -- the caller's; nothing or empty: it cannot publish
-local turns = {}                -- given here: lock, ticket, message, and so on; no message: its record
+local turns = {}                -- given here: lock, ticket, message, delay_ms, and so on; no message: its record
                                 -- was damaged and is set aside (empty), or is gone (nil)
 
 -- As look(), at all keys of the lock but its limit.
@@ -161,12 +162,22 @@ local function unreported(lock)
 end
 
 -- The holder of a turn, for messages.
-local function as_holder(ticket)
-  return cjson.encode({id = string.match(ticket, '^(.*):%d+:%d+$'), parked = true})
+local function as_holder(ticket, more)
+  local holder = more or {}
+  holder.id, holder.parked = string.match(ticket, '^(.*):%d+:%d+$'), true
+  return cjson.encode(holder)
 end
 
-local function publish(lock, ticket, message)
-  for _, part in ipairs({lock.name, ticket, message}) do turns[#turns + 1] = part end
+-- If it is delayed, the message is published now, and comes then.
+local function publish(lock, ticket, message, delay_ms)
+  for _, part in ipairs({lock.name, ticket, message, delay_ms or 0}) do turns[#turns + 1] = part end
+end
+
+-- Whether a parked task may have its turn: now, or soon as far as only the time is in the way.  Turns are given
+-- ahead, as claims take time: all that can start in a moment, else one.
+local function may_have_turn(lock, terms)
+  if admits(lock, terms) then return true end
+  return lock.early and (lock.early < AHEAD_US or lock.early <= SOON_US and lock.gates == 0)
 end
 
 function give_turn(lock, member, asker)
@@ -179,17 +190,19 @@ function give_turn(lock, member, asker)
     return true
   end
   if member ~= asker and parked.home ~= home then return false end
-  if not admits(lock, parked.terms) then return false end
-  if member ~= asker and #turns >= 3 * TURNS_MOST then return false end
+  if not may_have_turn(lock, parked.terms) then return false end
+  if member ~= asker and #turns >= 4 * TURNS_MOST then return false end
 
-  local lasts = math.min(parked.ttl * 2 ^ parked.times, math.max(parked.ttl, TURN_MOST_MS))
+  local delay = math.ceil((lock.early or 0) / 1000)
+  local lasts = delay + math.min(parked.ttl * 2 ^ parked.times, math.max(parked.ttl, TURN_MOST_MS))
+  local gate = parked.times == 0 and rate_of(lock, parked.terms) and {gate = true}
   redis.call('ZREM', lock.line, member)
   redis.call('ZADD', lock.handed, now + lasts, ticket)
   keep(lock.handed)
   parked.times = parked.times + 1
   write_ticket(lock, ticket, parked)
-  grant(lock, member, lasts, parked.terms, as_holder(ticket))
-  if member ~= asker then publish(lock, ticket, parked.message) end
+  grant(lock, member, lasts, parked.terms, as_holder(ticket, gate or nil))
+  if member ~= asker then publish(lock, ticket, parked.message, delay) end
   return true
 end
 

@@ -26,9 +26,8 @@
 
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
-if #KEYS == 1 and count_keys(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. HANDED, KEYS[1] .. LIMIT) == 0 then
-  return {GRANTED, grant_free(KEYS[1], owner, ttl, ARGV[4], holder)}
-end
+local free = #KEYS == 1 and grant_free(KEYS[1], owner, ttl, ARGV[4], holder, LINE, HANDED)
+if free then return {GRANTED, free} end
 
 -- include: _line
 
@@ -42,7 +41,8 @@ local function copy_in(lock)
   return task and leases_of(lock, task)[1]
 end
 
--- Returns the token, and whether its lease is a new one; nothing if the lock refuses.
+-- Returns the token, whether its lease is a new one, and whether its start is still to be counted; nothing
+-- if the lock refuses.
 local function take(lock, terms)
   local mine = lease_of(lock, owner)
   if mine then
@@ -56,7 +56,7 @@ local function take(lock, terms)
   if not seen then line_is_there = waits and line_exists(lock) end
   if admits(lock, terms) and (not line_is_there or passes_line) then
     if line_is_there then leave_line(lock, owner) end
-    return grant(lock, owner, ttl, terms, holder), true
+    return grant(lock, owner, ttl, terms, holder), true, true
   end
 
   if waits then
@@ -67,8 +67,11 @@ local function take(lock, terms)
     local token = hand_off(lock, owner)
     if token then return token, true end
     if not waits and admits(lock, terms) and redis.call('EXISTS', lock.line) == 0 then
-      return grant(lock, owner, ttl, terms, holder), true
+      return grant(lock, owner, ttl, terms, holder), true, true
     end
+    -- As far as only the time is in the way, nobody's release wakes it: it counts those before it.
+    local rank = lock.early and redis.call('ZRANK', lock.line, owner)
+    if rank then lock.early = starts_in(lock, terms, lock.gates + rank) end
   end
 end
 
@@ -95,17 +98,21 @@ for nth, key in ipairs(KEYS) do
   if not lease_of(lock, owner) then
     admits(lock, terms_of(nth))
     -- A hidden limit keeps the asker out.  This is the error of a slot that moves: its client asks again.
-    if lock.hidden then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
+    if lock.hidden and not lock.set then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
   end
 end
 
-local granted, new = {GRANTED}, {}
+local granted, new, starting = {GRANTED}, {}, {}
+local function count_starts()
+  for lock, terms in pairs(starting) do count_start(lock, terms) end
+end
+
 for nth, lock in ipairs(locks) do
   local copy = not lease_of(lock, owner) and copy_in(lock)
-  local token, is_new
-  if not copy then token, is_new = take(lock, terms_of(nth)) end
+  local token, is_new, starts
+  if not copy then token, is_new, starts = take(lock, terms_of(nth)) end
   if not token then
-    if not waits then
+    if waits then count_starts() else  -- what it keeps is taken, though its body does not begin yet
       for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end
     end
     for later = nth + 1, #locks do give_up(locks[later]) end
@@ -114,5 +121,7 @@ for nth, lock in ipairs(locks) do
   end
   granted[nth + 1] = token
   if is_new then new[#new + 1] = lock end
+  if starts then starting[lock] = terms_of(nth) end
 end
+count_starts()
 return granted

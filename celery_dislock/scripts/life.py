@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TTL_MS = 60_000  # of most keys, if nobody deletes them
 LATER = 1 << 53  # than any token
 TERMS = TTL_MS, "{}", "x:1"
+RATED = "x:9:1/1000"
 MESSAGE = '{"headers":{}}'
 BYTES_MOST = 1_000_000  # of a line
 
@@ -99,6 +100,10 @@ class Life:
         yield scripts.LEAVE, lock, (home, "u:0:0", "aside", "")
         yield scripts.ASIDE, lock, (0, 1, "u:0:0")
         yield scripts.LIMIT, lock, ("", 0, "", home)
+        # Some starts of a lock with a rate, of which not all are kept.
+        yield scripts.RATE, lock, ("1/1000", TTL_MS, 0, "", home)
+        yield scripts.RATE, lock, ("0/0", 0, 0, "", home)
+        yield from ((scripts.ACQUIRE, lock, (one, TTL_MS, "{}", RATED, 0, 1)) for one in "efgh")
         yield scripts.TAKE_OVER, lock, ("b", "c", "{}")
         # A task with a reservation.
         unique, message = [self._lock + UNIQUE], ("i", "mark", 0)

@@ -5,7 +5,7 @@
 -- ARGV[2]   most    places to tell; also of those that have their turn
 --                   -1: the leases alone, which are there while a cluster moves the slot
 --
--- Returns   {now_ms, leases, waiting, line, turns, aside, reservation, ticked_ms, limit, limit_ms}
+-- Returns   {now_ms, leases, waiting, line, turns, aside, reservation, ticked_ms, rate, limit, limit_ms}
 --   now_ms         Redis TIME
 --   leases         {owner, expires_ms, token, mode, holder, acquired_ms, ...}   six for each live lease
 --   waiting        how many stand in line
@@ -14,11 +14,15 @@
 --   turns          {ticket, ends_ms, record, ...}     of those whose message is on its way
 --   aside          how many tickets were set aside
 --   ticked_ms      since a beat that leads has claimed or noted a tick; -1: no beat has, for thirty days
+--   rate           {set, set_ms, in_effect, early_ms}
+--                  set, set_ms   what people have set, see _rate.lua, and until that ends, as limit_ms
+--                  in_effect     "most/window_ms", of the first in line, else of those who came last; or empty
+--                  early_ms      until the next start; 0: it may be now
 --   reservation, limit   see _unique.lua and limit.lua; empty: there is none
 --   limit_ms       until that ends; negative: it does not, or is not there
 -- Touches the lock, its line and what belongs to it; changes nothing.
 
--- include: _lease
+-- include: _rate
 
 local HEAD_MOST = 1000  -- bytes of a record that come before its message
 local HEADER_MOST = 16384  -- bytes of a message; what is cut off cannot be read, and is shown as such
@@ -65,15 +69,35 @@ end
 local seen, there = true, 0
 if most >= 0 then
   seen, there = pcall(redis.call, 'EXISTS',
-    lock.line, lock.handed, name .. ASIDE, name .. UNIQUE, name .. BEAT, name .. LIMIT)
+    lock.line, lock.handed, name .. ASIDE, name .. UNIQUE, name .. BEAT, name .. LIMIT, name .. RATE, name .. STARTS)
 end
-if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', -1, '', -2} end
+if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', -1, {'', -2, '', 0}, '', -2} end
 
+-- The terms of the first in line; else a rate that its starts are kept for.
+local function next_terms()
+  local member = redis.call('ZRANGE', lock.line, 0, 0)[1]
+  local record, found = member and waits_for(member) or ''
+  if member and string.sub(member, -1) == '#' then found = string.match(record, '^%d+ %d+ %d+ %d+ %S+ %d+ (%S+)')
+  else found = string.match(record, '^%d+ %d+ %d+ (%S+)') end
+  local terms = found and parse_terms(found)
+  if terms then return terms end
+  local most, window = string.match(redis.call('LINDEX', name .. STARTS, -1) or '', '^%d+ (%d+) (%d+)$')
+  return {most = tonumber(most), window = tonumber(window)}
+end
+
+lock.seen = true  -- the starts as they are: this script changes nothing
+local terms = next_terms()
+local most, window = rate_of(lock, terms)
 local ends_ms = redis.call('PTTL', name .. BEAT)
 return {
   now, leases(), redis.call('ZCARD', lock.line), listed(lock.line, first, waits_for),
   listed(lock.handed, 0, parked), redis.call('HLEN', name .. ASIDE),
   redis.call('GET', name .. UNIQUE) or '',
   ends_ms < 0 and -1 or KEPT_MS - ends_ms,
+  {
+    redis.call('GET', name .. RATE) or '', redis.call('PTTL', name .. RATE),
+    most and string.format('%.0f/%.0f', most, window) or '',
+    math.ceil(starts_in(lock, terms, redis.call('ZCARD', lock.handed)) / 1000),
+  },
   redis.call('GET', name .. LIMIT) or '', redis.call('PTTL', name .. LIMIT),
 }

@@ -34,9 +34,9 @@ local owner, ttl, holder, terms, its_home, ticket, same_task, marked, message, m
   overflow, task, index, listed = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
-if marked == '0' and message == '' and count_keys(name, name .. LINE, name .. TICKETS, name .. HANDED,
-    name .. RUNNING, name .. LIMIT, name .. DONE .. ticket) == 0 then
-  return {GRANTED, {}, grant_free(name, owner, ttl, terms, holder), 0}
+if marked == '0' and message == '' then
+  local free = grant_free(name, owner, ttl, terms, holder, LINE, TICKETS, HANDED, RUNNING, DONE .. ticket)
+  if free then return {GRANTED, {}, free, 0} end
 end
 
 -- include: _parked
@@ -60,6 +60,7 @@ end
 
 local function claim(joined, terms)
   local token = grant(lock, owner, ttl, terms, holder)
+  count_start(lock, terms)
   write_claim(lock, ticket, {
     joined = joined, claimed = now, settles = IN_BODY, terms = terms,
   })
@@ -78,6 +79,8 @@ local function put_in_line(joined, terms, its_home, its_message)
     joined = joined, times = 0, ttl = ttl, home = its_home, terms = terms, message = its_message,
   })
   join(lock, ticket, joined)
+  local early = lock.early
+  if early then hand_off(lock) end  -- nobody's release brings its turn, but the time
   return in_line()
 end
 
@@ -126,6 +129,14 @@ local function make_room(size)
   return is_oldest and OLDEST or ROOM
 end
 
+-- It claims its turn before it may start: clocks differ, and others may have started.  It keeps the turn, and
+-- comes again then.
+local function not_yet(wait_ms, terms)
+  renew(lock, lease_of(lock, member_of(ticket)), wait_ms + ttl)
+  redis.call('ZADD', lock.handed, now + wait_ms + ttl, ticket)
+  return {REFUSED, turns, NO_PLACE, wait_ms, '', as_holder(ticket, as_early(lock, terms)), NOT_KNOWN}
+end
+
 -- Its ticket is in line, or has its turn, which it claims.  An unmarked message is acknowledged: it is a copy,
 -- or this request is late.  So is one whose delivery is over.
 local function parked_before(record)
@@ -134,8 +145,10 @@ local function parked_before(record)
   recall_and_hand_off(lock, may_claim and member_of(ticket))
   if not (may_claim and lease_of(lock, member_of(ticket))) then return in_line() end  -- its turn brings its message
   if parked and parked.is_later then return {LATER, turns} end
+  local early = parked and starts_in(lock, parked.terms, 0) or 0
+  if early > 0 and early <= SOON_US then return not_yet(math.ceil(early / 1000), parked.terms) end
   forget(lock, ticket)
-  if parked and not admits(lock, parked.terms) then  -- an operator has lowered the limit
+  if parked and (early > 0 or not admits(lock, parked.terms) and not lock.early) then  -- an operator has changed its terms
     return put_in_line(parked.joined, parked.terms, parked.home, parked.message)
   end
   local token = claim(parked and parked.joined or now_us, parked and parked.terms or terms)
@@ -167,6 +180,7 @@ local function new()
   if not was_full and admits(lock, terms) and not line_exists(lock) then
     -- Of a request that brings the message, a late copy may come when the task is done: it finds a mark.
     if marked ~= '0' or message ~= '' then return {GRANTED, turns, claim(now_us, terms), 1} end
+    count_start(lock, terms)
     return {GRANTED, turns, grant(lock, owner, ttl, terms, holder), 0}
   end
   if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end

@@ -25,7 +25,7 @@ end
 -- The usual cases are answered before the rest is defined.  First: one lease ends now, and nobody waits.
 local name, lease = KEYS[1]
 if #KEYS == 1 and ticket == '' and at_least_ms <= 0 then
-  local seen, others = pcall(redis.call, 'EXISTS', name .. LINE, name .. NEVER, name .. HANDED, name .. LIMIT)
+  local seen, others = pcall(redis.call, 'EXISTS', name .. LINE, name .. NEVER, name .. HANDED, name .. LIMIT, name .. RATE)
   local record = seen and others <= 1 and redis.call('HGET', name, owner)
   lease = record and read(owner, record)
   if lease and lease.expires <= now then lease = nil end

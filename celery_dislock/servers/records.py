@@ -23,7 +23,8 @@ import reprlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from celery_dislock.exceptions import PAUSED, LockHeldError
+from celery_dislock.config.terms import Rate
+from celery_dislock.exceptions import EARLY, PAUSED, LockHeldError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.words import TEXT_MOST, plain
 
@@ -87,6 +88,11 @@ class Conflict:
     def __bool__(self) -> Literal[False]:
         return False
 
+    @property
+    def early(self) -> bool:
+        """Whether only the time is in the way.  *remaining* is until the next start then."""
+        return "early" in self.holder
+
     def error(self, hint: str = "") -> LockHeldError:
         """Make the LockHeldError for this conflict; *hint*: why the caller may wait for itself."""
         holder = in_words(self.holder)
@@ -123,6 +129,8 @@ def in_words(holder: Mapping[str, Any]) -> str:
         told = f"a holder whose record cannot be read: {holder['unreadable']}"
     elif "paused" in holder:
         told = f"{PAUSED} ({holder['note']})" if holder.get("note") else PAUSED
+    elif "early" in holder:
+        told = f"{EARLY}: {_why_early(holder)}"
     elif "parked" in holder:
         told = f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
     elif holder.get("thread") == LEADER:
@@ -134,9 +142,19 @@ def in_words(holder: Mapping[str, Any]) -> str:
     return plain(told)
 
 
+def _why_early(holder: Mapping[str, Any]) -> str:
+    """Say why a lock cannot be taken yet: it is held back, or its rate does not admit it."""
+    if holder.get("held_back"):
+        return f"held back ({holder['note']})" if holder.get("note") else "held back"
+    most, window = holder.get("most"), holder.get("window_ms")
+    if isinstance(most, (int, float)) and isinstance(window, (int, float)):
+        return str(Rate(int(most), window / 1000))
+    return "its rate"
+
+
 def is_turn(holder: Mapping[str, Any]) -> bool:
     """Tell whether a lock is reserved for a parked task, whose message is on its way."""
-    return "parked" in holder and "id" in holder
+    return "parked" in holder and "id" in holder and "early" not in holder
 
 
 def holder_of(written: bytes) -> dict[str, Any]:

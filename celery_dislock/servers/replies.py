@@ -51,6 +51,7 @@ class Turn(NamedTuple):
     lock: str  # name of the lock in Redis
     ticket: str
     message: bytes | None  # empty: the record was damaged and is set aside; None: it is gone
+    delay: float = 0.0  # seconds until the task may start, if only the time is in its way
 
 
 class Looked(NamedTuple):
@@ -85,11 +86,11 @@ def refusal(reply: Sequence[Any], locks: Sequence[str]) -> Conflict:
     return Conflict.of(locks[nth], *lease)
 
 
-def turns(reply: Sequence[bytes]) -> list[Turn]:
+def turns(reply: Sequence[Any]) -> list[Turn]:
     """Parse the parked tasks that have their turn."""
     return [
-        Turn(text(lock), text(ticket), message)
-        for lock, ticket, message in zip(*[iter(reply)] * 3, strict=True)
+        Turn(text(lock), text(ticket), message, delay_ms / 1000)
+        for lock, ticket, message, delay_ms in zip(*[iter(reply)] * 4, strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.connecting import BLOCKING
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.kinds import server_for
+from celery_dislock.servers.rates import rate_of
 from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import (
     FirstInLine,
@@ -31,7 +32,7 @@ from celery_dislock.servers.view import LEASES_ALONE, look
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.config.terms import Terms
+    from celery_dislock.config.terms import Rate, Terms
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connecting import Driver
     from celery_dislock.servers.records import Conflict
@@ -274,6 +275,26 @@ class Store:
             StoreError: The server did not answer.  The lease may have ended.
         """
         return bool(self._end(scripts.FREE, [lock], owner, token, self.home))
+
+    def rate(
+        self, lock: str, rate: str, held_back: float | None, ttl: float = 0.0, note: str = ""
+    ) -> Rate | None:
+        """
+        Let a lock be taken more or less often, or by nobody for some time; return what was set.
+
+        Args:
+            lock: Name of the lock in Redis.
+            rate: The rate as :attr:`Rate.word`.  NO_RATE: what the code says.  Empty: as it is.
+            held_back: Seconds for which nobody starts; None: as it is.
+            ttl: Seconds for which the rate lasts; 0: until it is taken back.
+            note: Text for people.
+        """
+        back = "" if held_back is None else milliseconds(held_back)
+        call = (rate, back, milliseconds(ttl), note, self.home)
+        before, given = self.lock_server.run(scripts.RATE, [lock], *call)
+        if given and self._hand_over is not None:
+            self._hand_over(turns(given))
+        return rate_of(before)
 
     def renew(
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float

@@ -19,6 +19,7 @@ from celery_dislock.config.terms import parsed as parsed_terms
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of, task_id_of_reserved
 from celery_dislock.scripts import LOOK
+from celery_dislock.servers.rates import rate_state
 from celery_dislock.servers.records import (
     LEADER,
     bounded_text,
@@ -33,6 +34,7 @@ from celery_dislock.words import plain
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from celery_dislock.servers.rates import RateState
     from celery_dislock.servers.server import Server
 
 LEASES_ALONE = -1  # an argument of look.lua
@@ -198,6 +200,7 @@ class LockState(NamedTuple):
         limit_differs: Of several independent servers, how many have another limit: they were away
             when it was set or taken back.
         limit_age: Seconds since it was set; None: no limit is set.
+        rate: How often it is taken at most, and when next; None: as often as asked for.
     """
 
     key: str
@@ -215,6 +218,7 @@ class LockState(NamedTuple):
     limit_note: str
     limit_differs: int = 0
     limit_age: float | None = None
+    rate: RateState | None = None
 
     @property
     def is_overdue(self) -> bool:
@@ -227,6 +231,16 @@ class LockState(NamedTuple):
         return self.limit == 0
 
     @property
+    def is_too_early(self) -> bool:
+        """Whether nobody may start now, whoever holds it: those in line wait for the time."""
+        return self.rate is not None and self.rate.early > 0
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether people have set a limit or a rate, or it is held back."""
+        return self.limit is not None or (self.rate is not None and self.rate.since is not None)
+
+    @property
     def is_leaderless(self) -> bool:
         """Whether beats had the lock, and nobody holds it or has paused it."""
         return self.ticked is not None and not (self.holders or self.is_paused)
@@ -234,14 +248,14 @@ class LockState(NamedTuple):
     @property
     def is_stuck(self) -> bool:
         """Whether others wait for a lock that nobody holds and nobody has paused."""
-        return bool(self.waiting) and not (self.holders or self.is_paused)
+        return bool(self.waiting) and not (self.holders or self.is_paused or self.is_too_early)
 
     @property
     def has_leases_alone(self) -> bool:
         """Whether the lock server knows nothing of it beside its leases."""
         return not (
             self.waiting or self.turns or self.aside or self.reservation or self.limit_differs
-        ) and (self.ticked is None and self.limit is None)
+        ) and (self.ticked is None and self.limit is None and self.rate is None)
 
     @property
     def exists(self) -> bool:
@@ -287,7 +301,9 @@ def state_of(server: str, name: str, reply: Sequence[Any], first: int = 0) -> Lo
 
 
 def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
-    now_ms, leases, waiting, line, turns, aside, unique, ticked, limit, limit_ms, *differs = reply
+    now_ms, leases, waiting, line, turns, aside, unique, ticked, rate, limit, limit_ms, *differs = (
+        reply
+    )
     limited = LIMIT_RECORD.fullmatch(limit)
     if limit and not limited:
         raise ValueError("its limit")
@@ -313,6 +329,7 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
         limit_note=bounded_text(text(limited[3])) or "" if limited else "",
         limit_differs=differs[0] if differs else 0,
         limit_age=(now_ms - int(limited[2])) / 1000 if limited else None,
+        rate=rate_state(now_ms, *rate),
     )
 
 

@@ -20,6 +20,7 @@ from celery_dislock.messages.headers import REPLACED
 from celery_dislock.messages.message import Message
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.rates import NO_RATE
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.view import parked_message
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
+    from celery_dislock.config.terms import Rate
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.servers.view import Holder, ReservationState
 
@@ -285,6 +287,48 @@ class Actions:
         if (limit or 0) > 1 and not server.keeps_lines:
             raise SettingsError(key_of(name), "limit", limit, ONLY_EXCLUSIVE)
         return self._process.lines.limit(name, limit, ttl=seconds or 0.0, note=one_line(note))
+
+    def rate(
+        self, name: str, rate: Rate | None, *, seconds: float | None = None, note: str = ""
+    ) -> Rate | None:
+        """
+        Let a lock be taken more or less often than the code says.
+
+        Args:
+            name: The lock's name in Redis.
+            rate: The rate.  None: what the code says holds again, and it is not held back.
+            seconds: How long this lasts, > 0; None: until it is taken back.
+            note: As for :meth:`limit`.
+
+        Returns:
+            The rate that was set until now; None if there was none.
+
+        Raises:
+            SettingsError: Several independent servers count no starts.
+            StoreError: The server did not answer.  The rate may have been set.
+        """
+        self._refuse_several(name, "rate", rate)
+        word, back = (NO_RATE, 0.0) if rate is None else (rate.word, None)
+        return self._process.store.rate(name, word, back, seconds or 0.0, one_line(note))
+
+    def hold_back(self, name: str, seconds: float, *, note: str = "") -> None:
+        """
+        Let nobody start for some time.
+
+        Args:
+            name: The lock's name in Redis.
+            seconds: For how long, >= 0; it replaces an earlier time.  0: they may start at once.
+            note: As for :meth:`limit`.
+
+        Raises:
+            SettingsError, StoreError: As for :meth:`rate`.
+        """
+        self._refuse_several(name, "hold_back", seconds)
+        self._process.store.rate(name, "", seconds, note=one_line(note))
+
+    def _refuse_several(self, name: str, what: str, value: object) -> None:
+        if not self._process.store.lock_server.keeps_lines:
+            raise SettingsError(key_of(name), what, value, ONLY_EXCLUSIVE)
 
 
 def publish(app: Celery, message: Message, notes: dict[str, Any]) -> None:

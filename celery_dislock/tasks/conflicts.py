@@ -84,7 +84,8 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     if lock_conflict.receivers:
         delivery.lock.channel.conflict(delivery.task, conflict, delivery.id)
     if is_a_copy(delivery, conflict):
-        _count(delivery, conflict, "copy")
+        if not conflict.early:  # else it is no copy: its own turn has come before it may start
+            _count(delivery, conflict, "copy")
         put_off_copy(delivery, conflict)
     chosen = delivery.options.lock_on_conflict
     if not isinstance(chosen, str):
@@ -162,8 +163,11 @@ def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
     delivery.notes.retry_until = until
     if delivery.is_eager or now >= until:
         fail(asking, conflict)
-    error = _error(delivery, conflict)
-    put_off(delivery, str(error), at_most=min(conflict.remaining, until - now), error=error)
+    error, left = _error(delivery, conflict), until - now
+    if conflict.early and conflict.remaining > left:
+        fail(asking, conflict)  # at once: the next start comes too late
+    at = conflict.remaining if conflict.early else None
+    put_off(delivery, str(error), at_most=min(conflict.remaining, left), at=at, error=error)
 
 
 def wait(asking: Acquisition, conflict: Conflict) -> Lease | None:
@@ -275,6 +279,8 @@ def _ask(decide: Callable[[Task, Conflict], str | None], task: Task, conflict: C
 
 def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     """Put off a copy of a task that runs; raises Ignore, which leaves the result untouched."""
+    if conflict.early:  # its turn has come before it may start
+        put_off(delivery, str(conflict.error()), at=conflict.remaining)
     reason = (
         f"another delivery of this task holds lock {conflict.key!r}: {in_words(conflict.holder)}"
         f"{so_far(conflict.held_for, conflict.renewed)}"

@@ -49,6 +49,7 @@ class LockOptions(TypedDict, total=False):
     lock_on_cap: Literal["expire", "raise", "terminate"]
     lock_mode: Literal["exclusive", "shared"]
     lock_limit: int | None
+    lock_rate: str | int | None
     lock_unique_until: Literal["start", "end", "expiry"] | None
     lock_unique_for: float | timedelta
     lock_on_duplicate: Literal["return", "raise", "replace"]

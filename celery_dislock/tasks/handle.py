@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from celery_dislock.config.options import seconds as _seconds
+from celery_dislock.exceptions import SettingsError
 from celery_dislock.servers.overview import PLACES, Overview, look_at_all
 from celery_dislock.servers.view import Holder
 from celery_dislock.tasks.actions import FREED, RUNS, TERMINATED, WAIT, Actions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from datetime import timedelta
 
     from celery import Celery
 
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.servers.view import LockState, ReservationState, Waiter
+
+HELD_BACK = _seconds(at_least=0)  # check of a time
 
 
 class LockHandle:
@@ -150,6 +155,30 @@ class LockHandle:
             if actions.end_reservation(lock.name, reserved):
                 ended.append(reserved)
         return ended
+
+    def hold_back(self, seconds: float | timedelta, *, note: str = "") -> None:
+        """
+        Let nobody in the whole fleet take the lock for some time, as after an answer 429.
+
+        Who has the lock keeps it.  Who comes meanwhile comes too early, as with a rate: see
+        ``lock_on_conflict``.
+
+        Args:
+            seconds: For how long, >= 0, from now; replaces what an earlier call said.  0: it may
+                be taken again.
+            note: Why: shown to people, and to tasks that come too early.
+
+        Raises:
+            SettingsError: *seconds* is negative or no number; or there are several lock servers.
+            StoreError: The lock server did not answer.  The lock may be held back.
+        """
+        try:
+            lasts = HELD_BACK(seconds)
+        except ValueError as exc:
+            raise SettingsError("hold_back()", "seconds", seconds, str(exc)) from exc
+        actions = Actions(self._app, self._runtime.process)
+        for name in self._names:
+            actions.hold_back(name, lasts, note=note)
 
     def __repr__(self) -> str:
         return f"<LockHandle {self.key!r}>"

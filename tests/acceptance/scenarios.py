@@ -116,6 +116,11 @@ def reported(key: str) -> Iterator[None]:
     report(key, "end", error=None)
 
 
+def be_brief(key: str) -> None:
+    """Tell that it has begun."""
+    report(key, "begin")
+
+
 def stay(key: str, gate: str | None = None) -> dict[str, Any]:
     """Last until the gate, mostly that of the key, is open; then tell what became of the lease."""
     with reported(key):
@@ -376,6 +381,11 @@ hold_or_queue = locked("hold_or_queue", **QUEUE)
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
+
+# So often at most.
+rated = locked("rated", be_brief, lock_rate="10/s", **QUEUE)
+rated_or_retry = locked("rated_or_retry", be_brief, lock_rate="10/s", lock_on_conflict="retry")
+rated_or_wait = locked("rated_or_wait", be_brief, lock_rate="10/s", **WAITING)
 
 # The second of a key is not sent.
 UNTIL_START = {"lock_unique_until": "start"}

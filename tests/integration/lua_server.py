@@ -189,6 +189,28 @@ function commands.RPUSH(name, ...)
   return #list
 end
 
+function commands.LPUSH(name, value)
+  table.insert(make(name, 'list'), 1, value)
+  return commands.LLEN(name)
+end
+
+function commands.LINDEX(name, nth)
+  local list = value_of(name, 'list')
+  nth = integer(nth)
+  return list[nth < 0 and #list + nth + 1 or nth + 1] or false
+end
+
+function commands.LTRIM(name, first, last)
+  local list = value_of(name, 'list')
+  last = integer(last) < 0 and #list + last or integer(last)
+  local kept = {unpack(list, integer(first) + 1, math.min(last + 1, #list))}
+  if find(name) then
+    keys[name].value = kept
+    tidy(name)
+  end
+  return {ok = 'OK'}
+end
+
 function commands.LLEN(name) return #value_of(name, 'list') end
 function commands.LRANGE(name) return value_of(name, 'list') end
 
@@ -392,7 +414,12 @@ class LuaServer:
     @property
     def now_ms(self) -> int:
         """Milliseconds of the clock."""
-        return int(self._lua[b"now"]()) // 1000
+        return self.now_us // 1000
+
+    @property
+    def now_us(self) -> int:
+        """Microseconds of the clock."""
+        return int(self._lua[b"now"]())
 
     def client(self, *, decode_responses: bool = False) -> LuaClient:
         """Return a client that speaks bytes, or text."""

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from lupa.lua51 import LuaError
 
 from celery_dislock import SingletonTask
-from celery_dislock.config.terms import Terms
+from celery_dislock.config.terms import Rate, Terms
 from celery_dislock.messages.headers import REPLACED, notes_of
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock
@@ -361,6 +361,80 @@ class TestLimit:
         assert (type(answer), answer.key) == (Conflict, "limits-api")
         assert isinstance(take([tenant], "c", LONG, "{}", terms=(Terms(limit=3),)), Granted)
         assert isinstance(take([tenant], "d", LONG, "{}", terms=(Terms(limit=3),)), Conflict)
+
+
+class TestRate:
+    """What people set; how a rate is kept is tested in test_rates.py."""
+
+    HOUR = 3600
+
+    def start(self, worker, *tasks, rate="1/30s"):
+        """Take the lock once, so that these tasks are too early."""
+        rated = {"limit": 9, "rate": Rate.of(rate)}
+        worker.take("a", terms=(Terms(**rated),))
+        worker.release("a")
+        for task in tasks:
+            worker.park(task, **rated)
+
+    def rate(self, worker):
+        return worker.overview.lock(LOCK).rate
+
+    def test_a_line_that_waits_for_the_time_is_never_stuck(self, worker, server):
+        """Nobody holds the lock, and nothing is wrong with it, from one start to the next."""
+        self.start(worker, *"pqr")
+        due, ran, seen = {}, [], set()
+        for second in range(1, 100):
+            server.advance(1)
+            if second % 10 == 0:
+                worker.sweep()
+            for turn in worker.published:
+                due[turn.ticket[0]] = second + turn.delay
+            worker.published.clear()
+            for task in [task for task, at in due.items() if at <= second]:
+                del due[task]
+                assert isinstance(worker.claim(task), Granted)
+                worker.end(task, 2)
+                ran.append(task)
+            state = worker.overview.lock(LOCK)
+            seen.add((bool(state.waiting), bool(state.holders), bool(state.rate.early)))
+            assert not state.is_stuck
+        assert ran == list("pqr")
+        assert (True, False, True) in seen  # that would be stuck but for the time
+
+    def test_those_in_line_may_start_at_once_at_a_rate_that_admits_them(self, worker):
+        """As soon as it is set, and again when the code's holds that does not."""
+        self.start(worker, *"pq")
+        assert worker.actions.rate(LOCK, Rate(2, 30.0), note="by ana") is None
+        assert worker.given() == ["p"]
+        assert self.rate(worker).note == "by ana"
+        assert str(worker.actions.rate(LOCK, None)) == "2 in 30 s"
+        assert not self.rate(worker).is_set
+
+    @pytest.mark.parametrize(("back", "left"), [(60, 7140), (9000, 8940)])
+    def test_a_rate_that_was_set_for_a_time_ends_although_it_was_held_back(
+        self, worker, server, back, left
+    ):
+        """A task holds the lock back: who set the rate, since when and until when is kept."""
+        worker.actions.rate(LOCK, Rate(5, 60.0), seconds=2 * self.HOUR, note="by ana")
+        since = self.rate(worker).since
+        worker.actions.hold_back(LOCK, back)
+        server.advance(60)
+        found = self.rate(worker)
+        assert (found.since, found.note) == (since, "by ana")
+        assert found.remaining == pytest.approx(left, abs=0.1)  # nobody starts before it ends
+        worker.actions.hold_back(LOCK, 0, note="429 is over")
+        assert (self.rate(worker).is_set, self.rate(worker).held_back) == (True, 0.0)
+        server.advance(left + 1)
+        assert self.rate(worker) is None
+
+    def test_a_hold_back_outlasts_a_rate_that_was_set_for_less(self, worker, server):
+        """Nobody may start before its end because of a rate."""
+        worker.actions.hold_back(LOCK, 60)
+        worker.actions.rate(LOCK, Rate(5, 60.0), seconds=30)
+        server.advance(31)
+        assert self.rate(worker).held_back == pytest.approx(29, abs=0.1)
+        server.advance(30)
+        assert self.rate(worker) is None
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.worker import state
+from freezegun import freeze_time
 
 import celery_dislock
 from celery_dislock import Dislock, LockLostError, SingletonTask, current_lease
@@ -21,6 +22,7 @@ from celery_dislock.operating import counting, telemetry
 from celery_dislock.operating.metrics import METRICS
 from celery_dislock.operating.web.metrics import make_wsgi_app
 from celery_dislock.parking.process import runtime_of
+from tests.driven import KEY, Shop
 from tests.holding import wait_for
 from tests.scraping import scrape
 
@@ -89,6 +91,10 @@ def test_all_that_happens_to_locks_is_counted(app, server, declare, scraped, mon
     with server.hold("k"):
         task.apply()
         assert not lock.acquire(blocking=False)
+    rated = dislock.lock("rated", rate="1/h")
+    with rated:
+        pass
+    assert not rated.acquire(blocking=False)
     for end in ("capped", "gone", "expired"):
         lock = dislock.lock(end, watchdog_timeout=3, max_renew_times=2)
         lock.acquire()
@@ -106,9 +112,10 @@ def test_all_that_happens_to_locks_is_counted(app, server, declare, scraped, mon
     told = scraped()
     expected = {
         ("acquisitions_total", "at_once", NAME): 1,
-        ("acquisitions_total", "at_once", ""): 1 + 3,
+        ("acquisitions_total", "at_once", ""): 1 + 1 + 3,
         ("conflicts_total", "skip", NAME): 1,
-        ("conflicts_total", "refused", ""): 1,
+        ("conflicts_total", "refused", ""): 1 + 1,
+        ("early_total", ""): 1,
         ("renewals_total", ""): 2 + 1 + 1,
         ("capped_total", ""): 1,
         ("lost_total", "expired", ""): 1,
@@ -117,7 +124,7 @@ def test_all_that_happens_to_locks_is_counted(app, server, declare, scraped, mon
         ("messages_total", "sent", "unique"): 1,
         ("messages_total", "duplicate", "unique"): 1,
         ("held_seconds_count", NAME): 1,
-        ("held_seconds_count", ""): 1 + 3,
+        ("held_seconds_count", ""): 1 + 1 + 3,
         ("wait_seconds_count", NAME): 1,
     }
     assert {sample: told.get(sample) for sample in expected} == expected
@@ -125,6 +132,27 @@ def test_all_that_happens_to_locks_is_counted(app, server, declare, scraped, mon
     assert named == {
         metric.name.removeprefix("celery_dislock_") for metric in METRICS if metric.kind != "gauge"
     }
+
+
+def test_a_turn_that_comes_too_early_is_no_conflict():
+    """Its task comes again when it may start: no other delivery of it has the lock."""
+    with freeze_time(), Shop(dislock_metrics=True) as shop:
+        task = shop.declare(name="t", lock_rate="1/10s")
+        for task_id in "ab":
+            shop.send(task, task_id)
+        shop.work(later=1)
+        shop.sweep()  # the turn's message is on its way
+        shop.dislock.hold_back(KEY, 14)
+        shop.work(later=10)
+        assert (shop.ran, len(shop.put_off)) == (["a"], 1)
+        for _ in range(10):
+            shop.work(later=1)
+        assert shop.ran == ["a", "b"]
+        shop.dislock.runtime.close()
+        counts = next(one for name, one in shop.server.contents().items() if ":of:" in name)
+    found = {field.decode(): int(number) for field, number in counts.items()}
+    early = {one: many for one, many in found.items() if one.startswith(("conflicts", "early"))}
+    assert early == {"conflicts queue t": 1, "early - t": 1}
 
 
 @pytest.mark.parametrize("app", [False], indirect=True)

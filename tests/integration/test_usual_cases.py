@@ -20,6 +20,8 @@ NOW = START * 1000  # milliseconds
 US = START * 1_000_000
 TOKEN = US - 9_000_000
 LIMIT = f"{LOCK}:limit"
+RATE, STARTS = f"{LOCK}:rate", f"{LOCK}:starts"
+HELD_BACK = {RATE: f"1 {NOW + 9000} 0 0 {NOW} by hand"}
 PAUSED, FOR_TWO = {LIMIT: f"1 0 {NOW} by hand"}, {LIMIT: f"1 2 {NOW} "}
 HEAD = "\nif #KEYS == 1 and "
 
@@ -103,6 +105,15 @@ OTHER_RELEASES = {
     "for two now": state(places=TWO, keys=FOR_TWO),
     "a limit of another format": state(places=TWO, keys={LIMIT: "2 0"}),
     "a limit of another type": state(places=TWO, keys={LIMIT: ["a"]}),
+    "held back, and one waits": state(places=ONE, keys=HELD_BACK),
+    "held back, and two wait": state(places=TWO, keys=HELD_BACK),
+    "held back, and nobody waits": state(keys=HELD_BACK),
+    "the first has a rate": state(places=[("a", place(limit="1:1/60000"))]),
+    "the first comes too early": state(
+        places=[("a", place(limit="1:1/60000")), *TWO], keys={STARTS: [f"{US - 9}", "1 1 60000"]}
+    ),
+    "a rate of another format": state(places=TWO, keys={RATE: "2 0"}),
+    "a rate of another type": state(places=ONE, keys={RATE: ["a"]}),
     "no line": state(),
     "no line, and a lease that has ended": state(lock={"me": lease(0)}),
     "a line of another type": state(keys={LINE: ["a"]}),

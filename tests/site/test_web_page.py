@@ -10,7 +10,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
+from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import StoreError
+from celery_dislock.servers.rates import RateState
 from tests.pages import serving, staged
 from tests.site.conftest import SIZES
 from tests.site.test_pages import RULES
@@ -281,6 +283,57 @@ def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
     tab.get_by_role("button", name="Take it back").click()
     expect(tab.get_by_role("status")).to_contain_text("Took back the limit")
     assert page.faults == []
+
+
+def test_rates_are_told_set_and_taken_back(opened):
+    """The code's and that of people, until when, and when the next may start; a form sets one."""
+    rate = RateState(Rate(100, 60.0), 12.0)
+    note = {"note": "by ana: 429", "age": 60.0}
+    page = opened(
+        lock("code", rate=rate, waiting=1),
+        lock("held", rate=RateState(None, 0.0, held_back=90.0, **note)),
+        lock("set", rate=rate._replace(is_set=True, remaining=600.0, **note)),
+    )
+    tab = page.tab
+    told = {
+        "code": ("next in 12 s", "Its rate is 100 a minute; the next may start in 12 s."),
+        "held": (
+            "held back 90 s",
+            "It is held back for 90 s more (by ana: 429): nobody gets it.",
+        ),
+        "set": (
+            "rate 100 a minute",
+            "Its rate is 100 a minute, for 10 min more (by ana: 429); the next may start in 12 s.",
+        ),
+    }
+    for key, (listed, shown) in told.items():
+        expect(tab.get_by_role("row", name=re.compile(f"^{key}"))).to_contain_text(listed)
+        page.show(key)
+        expect(tab.locator("#lock-text")).to_have_text(shown)
+        tab.get_by_role("link", name="All locks").click()
+    page.show("code")
+    unrate = tab.locator("#unrate")
+    expect(unrate).to_be_hidden()
+    tab.get_by_label("Rate, such as").fill("5")
+    tab.get_by_role("button", name="Set the rate").click()
+    tab.get_by_role("button", name="Set it").click()
+    expect(tab.get_by_role("status")).to_contain_text("give a rate as '100/m' or '5/10s'")
+    tab.get_by_label("Rate, such as").fill("5/10s")
+    tab.get_by_label("Why").fill("429")
+    tab.get_by_role("button", name="Set the rate").click()
+    expect(tab.get_by_role("dialog")).to_contain_text("It is taken 5/10s at most from now on")
+    tab.get_by_role("button", name="Set it").click()
+    expect(tab.get_by_role("status")).to_contain_text("Limited lock 'code' to 5 in 10 s")
+    expect(tab.locator("#lock-text")).to_contain_text("Its rate is 5 in 10 s, until that is taken")
+    assert page.state("code").rate.note == "by ann: 429"
+    unrate.click()
+    tab.get_by_role("button", name="Take it back").click()
+    expect(tab.get_by_role("status")).to_contain_text("Let lock 'code' be taken as often as the")
+    expect(unrate).to_be_hidden()
+    tab.get_by_role("link", name="All locks").click()
+    page.show("held")
+    expect(unrate).to_have_text("End the hold-back")
+    assert [one for one in page.faults if "400" not in one] == []
 
 
 def test_a_long_line_is_shown_in_parts(opened):

@@ -223,7 +223,7 @@ class Facts:
             seen.leases += len(lock.holders)
             seen.waiting += lock.waiting
             seen.of_tasks = seen.of_tasks or _is_of_task(lock)
-            if row.troubles or lock.waiting or lock.limit is not None:
+            if row.troubles or lock.waiting or lock.is_limited:
                 seen.suspects.append(lock)
         seen.suspects.sort(key=lambda lock: -lock.waiting)
         for at, lock in enumerate(seen.suspects[:LINES_MOST]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.checks.table import note, number, ok, serious, some, warning
-from celery_dislock.operating.checks.troubles import LIMITED, TROUBLES
+from celery_dislock.operating.checks.troubles import MENTIONED, TROUBLES
 from celery_dislock.scripts.names import index_of_lines
 from celery_dislock.servers.server import scan
 
@@ -42,9 +42,8 @@ def counted(facts: Facts) -> Iterator[Finding]:
 def suspects(facts: Facts) -> Iterator[Finding]:
     """Judge each lock that something may be wrong with."""
     locks = {lock.key: lock for lock in facts.locks.suspects}
-    for one in TROUBLES:
-        yield from one.row.finds(locks, facts.site)
-    yield from LIMITED.finds(locks, facts.site)
+    for row in (*(one.row for one in TROUBLES), *MENTIONED):
+        yield from row.finds(locks, facts.site)
 
 
 def other_lines(facts: Facts) -> Iterator[Finding]:

@@ -95,7 +95,7 @@ def _hung(lock: LockState) -> list[Holder]:
     """Return who holds a lock for which others wait, if the body may hang; a beat leads long."""
     return [
         one
-        for one in (lock.holders if lock.waiting else ())
+        for one in (lock.holders if lock.waiting and not lock.is_too_early else ())
         if one.timeout and one.held > HELD_LONG * one.timeout and not is_beat(one)
     ]
 
@@ -143,18 +143,36 @@ def _unmet(lock: LockState, site: Site) -> str:
     return ", ".join(filter(None, (f"for {for_people(found[0])}", found[1]))) if found else ""
 
 
+def _set_by(does: str, note: str, age: float | None, waiting: int) -> str:
+    """Say what somebody has set, why, for how long, and how many wait."""
+    so_far = f"for {for_people(age)} so far"
+    return "; ".join(filter(None, (does, note, so_far, f"{waiting} waiting" if waiting else "")))
+
+
+def _paused(lock: LockState) -> str | bool:
+    return lock.is_paused and _set_by("paused", lock.limit_note, lock.limit_age, lock.waiting)
+
+
 def _limited(lock: LockState) -> str:
-    known = (
-        f"to {lock.limit} at a time" if lock.limit else "paused",
-        lock.limit_note,
-        f"for {for_people(lock.limit_age)} so far",
-        f"{lock.waiting} waiting" if lock.waiting else "",
-    )
-    return "; ".join(filter(None, known))
+    told, rate = [], lock.rate
+    if lock.limit:
+        does = f"to {lock.limit} at a time"
+        told.append(_set_by(does, lock.limit_note, lock.limit_age, lock.waiting))
+    if rate is not None and rate.is_set:
+        told.append(_set_by(f"to {rate.rate}", rate.note, rate.age, lock.waiting))
+    return ", and ".join(told)
 
 
-def _limit_age(lock: LockState, _: Site) -> float | None:
-    return lock.limit_age
+def _held_back(lock: LockState) -> str:
+    if lock.rate is None or not lock.rate.held_back:
+        return ""
+    lasts = f"for {for_people(lock.rate.held_back)} more"
+    return _set_by(lasts, lock.rate.note, lock.rate.age, lock.waiting)
+
+
+def _limited_for(lock: LockState, _: Site) -> float | None:
+    ages = lock.limit_age, lock.rate and lock.rate.is_set and lock.rate.age
+    return max(filter(None, ages), default=None)
 
 
 TAKE_BACK = "To take it back: celery dislock resume KEY"
@@ -275,43 +293,52 @@ TROUBLES: Sequence[Trouble] = (
         Row(
             "limits",
             warning,
-            lambda lock, _: lock.is_paused and lock.waiting and _limited(lock),
+            lambda lock, _: lock.waiting and _paused(lock),
             "Paused by somebody while tasks wait",
             TAKE_BACK,
         ),
-        _limit_age,
+        lambda lock, _: lock.limit_age,
     ),
     Trouble(
         "limited",
         Row(
             "limits",
             warning,
-            lambda lock, _: lock.limit and lock.waiting and _limited(lock),
+            lambda lock, _: lock.waiting and _limited(lock),
             "Limited by somebody while tasks wait",
             TAKE_BACK,
         ),
-        _limit_age,
+        _limited_for,
     ),
     Trouble(
         "paused",
         Row(
             "limits",
             note,
-            lambda lock, _: lock.is_paused and not lock.waiting and _limited(lock),
+            lambda lock, _: not lock.waiting and _paused(lock),
             "Paused by somebody",
             TAKE_BACK,
         ),
-        _limit_age,
+        lambda lock, _: lock.limit_age,
     ),
 )
 
-# What somebody has set is no trouble while nobody waits: doctor mentions it.
-LIMITED = Row(
-    "limits",
-    note,
-    lambda lock, _: lock.limit and not lock.waiting and _limited(lock),
-    "Limited by somebody",
-    TAKE_BACK,
+# What somebody has set is no trouble while nobody waits, or ends soon: doctor mentions it.
+MENTIONED = (
+    Row(
+        "limits",
+        note,
+        lambda lock, _: not lock.waiting and _limited(lock),
+        "Limited by somebody",
+        TAKE_BACK,
+    ),
+    Row(
+        "limits",
+        note,
+        lambda lock, _: _held_back(lock),
+        "Held back by a task or by somebody, so that nobody starts",
+        TAKE_BACK,
+    ),
 )
 
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 OF_SERVER = "The lock server "  # how a worker's warnings about its server begin
 
-# Options for which a difference lets two tasks run at the same time.
-DECIDE = ("lock_key", "lock_mode", "lock_limit")
+# Options of which a difference is serious, and what two tasks may do because of it.
+DECIDE = dict.fromkeys(("lock_key", "lock_mode", "lock_limit"), "run twice at a time")
+DECIDE["lock_rate"] = "start more often than one of them allows"
 
 # Checks of each worker that answers.
 ROWS = (
@@ -177,12 +178,12 @@ def options(facts: Facts) -> Iterator[Finding]:
             values = _by_value(sides, lambda given, o=option: given.get(o, "the default"))
             among = _by_value(workers, lambda given, o=option: given.get(o, "the default"))
             if len(values) > 1:
-                twice = len(among) > 1 and option in DECIDE
-                found.setdefault((twice, option, _groups(values)), []).append(name)
-    for (twice, option, groups), names in found.items():
+                decides = len(among) > 1 and option in DECIDE
+                found.setdefault((decides, option, _groups(values)), []).append(name)
+    for (decides, option, groups), names in found.items():
         they = "it" if len(names) == 1 else "they"
-        so = f", so {they} may run twice at a time" if twice else ""
-        yield (serious if twice else warning)(
+        so = f", so {they} may {DECIDE[option]}" if decides else ""
+        yield (serious if decides else warning)(
             f"{option} of {some(names)} differs{so}: {groups}.",
             "Finish the deployment, or look for a setting that only some of them have.",
             names,

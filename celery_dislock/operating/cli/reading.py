@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.cli.session import WhichLock
     from celery_dislock.operating.locks import ListedLock
+    from celery_dislock.servers.rates import RateState
     from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 SHOWN = 60  # characters of a task's arguments
@@ -42,8 +43,24 @@ def _held_by(row: ListedLock) -> str | None:
     if row.holders:
         several = f"{len(row.holders)} leases: " if len(row.holders) > 1 else ""
         return several + max(row.holders, key=lambda one: one.held).who
-    reserved = row.state and row.state.reservation
-    return f"nobody; reserved for {reserved.id}, {reserved.state}" if reserved else None
+    told, reserved = [], row.state and row.state.reservation
+    if reserved:
+        told.append(f"reserved for {reserved.id}, {reserved.state}")
+    rate = row.state and row.state.rate
+    if rate and rate.early:
+        told.append(_next_start(rate) if rate.held_back else f"{_next_start(rate)} ({rate.rate})")
+    return "; ".join(["nobody", *told]) if told else None
+
+
+def _limits(row: ListedLock) -> str | None:
+    """Say what people have set."""
+    told: list[object] = []
+    if row.state and row.state.limit is not None:
+        told.append(row.state.limit)
+    if row.state and (rate := row.state.rate):
+        told += [rate.rate] if rate.is_set else []
+        told += ["held back"] if rate.held_back else []
+    return "; ".join(map(str, told)) or None
 
 
 # Columns of `ls`.
@@ -55,9 +72,7 @@ LISTED: Mapping[str, Callable[[ListedLock], object]] = {
     ),
     "HELD FOR": lambda row: row.holders and for_people(row.longest),
     "WAITING": lambda row: row.waiting,
-    "LIMIT": lambda row: (
-        str(row.state.limit) if row.state and row.state.limit is not None else None
-    ),
+    "LIMIT": _limits,
     "HOLDER": _held_by,
 }
 
@@ -86,8 +101,8 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
     """List the locks, those in trouble first.
 
     PATTERN chooses keys: "export:*". Also locks that nobody holds: those that somebody waits for,
-    and those that are reserved, paused or limited. A lock whose data cannot be read is listed with
-    the reason.
+    those that are reserved, paused, limited or held back, and those that cannot be taken yet,
+    because of their rate. A lock whose data cannot be read is listed with the reason.
     """
     with session(context) as opened:
         listed = list(judged(rows(opened.overview, pattern), opened.site))
@@ -108,7 +123,7 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
 @as_json
 @click.pass_context
 def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa: FBT001 -- click's flag
-    """Show who holds the lock of KEY, its line and its limit.
+    """Show who holds the lock of KEY, its line, its limit and its rate.
 
     Exit code 1 if nothing is known of the lock: nobody holds it, nobody waits, and the key is not
     reserved.
@@ -152,7 +167,7 @@ def line(
     with session(context) as opened:
         locks = [opened.overview.lock(name, first - 1, most) for name in which.names(opened)]
         if json_:
-            names = ("key", "waiting", "turns", "line")
+            names = ("key", "waiting", "turns", "line", "rate")
             known = map(as_data, locks)
             _write_json_of_each([{name: one[name] for name in names} for one in known])
         else:
@@ -248,6 +263,8 @@ def described(lock: LockState) -> Iterator[str]:
         yield f"  {differing(lock)}. {REPEAT}: celery dislock resume {lock.key}"
     if lock.limit is not None:
         yield _limit_line(lock)
+    if lock.rate is not None:
+        yield from _rate_lines(lock.rate)
     if lock.reservation is not None:
         yield reservation_line(lock.reservation)
     yield from _line_lines(lock)
@@ -259,12 +276,34 @@ def described(lock: LockState) -> Iterator[str]:
 
 def _limit_line(lock: LockState) -> str:
     does = "paused" if lock.limit == 0 else f"limited to {lock.limit} at a time"
-    lasts = "until it is resumed"
-    if lock.limit_remaining is not None:
-        lasts = f"for {for_people(lock.limit_remaining)} more"
-    note = f", {lock.limit_note}" if lock.limit_note else ""
-    since = "" if lock.limit_since is None else f", since {_as_date(lock.limit_since)}"
-    return f"  {does} {lasts}{note}{since}"
+    return f"  {does} {_lasting(lock.limit_remaining, lock.limit_note, lock.limit_since)}"
+
+
+def _rate_lines(rate: RateState) -> Iterator[str]:
+    """Yield how often a lock is taken, and what people have set, with why and since when."""
+    if rate.rate is not None:
+        lasts = ""
+        if rate.is_set:
+            lasts = f" {_lasting(rate.remaining, rate.note, rate.since)}"
+        soon = f"; {_next_start(rate)}" if rate.early and not rate.held_back else ""
+        yield f"  rate: {rate.rate}{lasts}{soon}"
+    if rate.held_back and rate.is_set:
+        yield f"  {_next_start(rate)}"
+    elif rate.held_back:
+        yield f"  held back {_lasting(rate.held_back, rate.note, rate.since)}"
+
+
+def _next_start(rate: RateState) -> str:
+    if rate.held_back:
+        return f"held back for {for_people(rate.held_back)} more"
+    return f"the next may start in {for_people(rate.early)}"
+
+
+def _lasting(remaining: float | None, note: str, since: float | None) -> str:
+    """Say for how long something holds that people have set, why, and since when."""
+    lasts = "until it is resumed" if remaining is None else f"for {for_people(remaining)} more"
+    dated = "" if since is None else f"since {_as_date(since)}"
+    return ", ".join(filter(None, (lasts, note, dated)))
 
 
 def _line_lines(lock: LockState) -> Iterator[str]:
@@ -303,6 +342,8 @@ def _write_line(lock: LockState, *, several: bool) -> None:
         tell(f"Nobody waits for lock {lock.key}.")
         return
     write_table(IN_LINE, [(waiter,) for waiter in (*lock.turns, *lock.line)])
+    for told in [] if lock.rate is None else _rate_lines(lock.rate):
+        tell(told.strip())
     last = lock.line[-1].place if lock.line else 0
     if last < lock.waiting:
         tell(f"{lock.waiting} in line; go on with --first {last + 1}")

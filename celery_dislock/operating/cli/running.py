@@ -54,6 +54,7 @@ def _or_zero(text: str) -> float:
 )
 @click.option("--mode", type=click.Choice(["exclusive", "shared"]), help="Of the lease.")
 @click.option("--limit", type=click.IntRange(min=1), help="Number of leases at a time.")
+@click.option("--rate", metavar="RATE", help="How often it is taken at most: 100/m, 5/10s.")
 @click.option(
     "--watchdog-timeout",
     type=duration,

@@ -46,7 +46,7 @@ SHOWN: Mapping[str, Callable[[ListedLock], object]] = {
     "all": lambda _row: True,
     "held": lambda row: row.holders,
     "line": lambda row: row.waiting,
-    "limited": lambda row: row.state and row.state.limit is not None,
+    "limited": lambda row: row.state and row.state.is_limited,
     "reserved": lambda row: row.state and row.state.reservation,
     "overdue": lambda row: "overdue" in row.troubles,
     "paused": lambda row: "paused" in row.troubles,
@@ -122,6 +122,8 @@ def as_json(
     oldest = sorted(state.holders, key=lambda one: -one.held)[:most]
     data: dict[str, Any] = as_data(state._replace(holders=oldest))
     data.update(exists=state.exists, held_by=len(state.holders))
+    if state.rate is not None and state.rate.rate is not None:
+        data["rate"]["words"] = str(state.rate.rate)
     for holder, known in zip(oldest, data["holders"], strict=True):
         known["token"] = str(holder.token)  # a number of JavaScript has 53 bits
         known["can_be_terminated"] = holder.can_be_terminated

@@ -17,7 +17,7 @@ from werkzeug.routing import Map, Rule
 from werkzeug.utils import redirect
 from werkzeug.wrappers import Request, Response
 
-from celery_dislock.config.options import LIMIT_MOST
+from celery_dislock.config.terms import LIMIT_MOST, Rate
 from celery_dislock.exceptions import (
     DamagedLockError,
     DislockError,
@@ -31,6 +31,7 @@ from celery_dislock.operating.locks import (
     dropped,
     freed,
     limited,
+    rated,
     signed,
     terminated,
     unreserved,
@@ -161,6 +162,7 @@ class Page:
             "/api/terminate": self._terminate,
             "/api/drop": self._drop,
             "/api/limit": self._limit,
+            "/api/rate": self._rate,
         }
         rules = [
             *(Rule(path, endpoint=path, methods=["GET"]) for path in FILES),
@@ -333,6 +335,15 @@ class Page:
         note = "" if limit is None else signed(user, form.get("why", ""))
         self._locks.actions.limit(name, limit, note=note)
         return limited(name, limit, note)
+
+    def _rate(self, form: Mapping[str, str], name: str, user: str) -> str | None:
+        try:
+            rate = Rate.of(form["rate"]) if form["rate"] else None
+        except ValueError as exc:
+            raise BadRequest(f"This is no rate: {exc}.") from exc
+        note = "" if rate is None else signed(user, form.get("why", ""))
+        self._locks.actions.rate(name, rate, note=note)
+        return rated(name, rate, note)
 
 
 def host_of(environ: WSGIEnvironment) -> str:

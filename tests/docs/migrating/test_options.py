@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
+from celery.utils.time import rate
 
+from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import DuplicateTaskError
 from tests.docs.migrating.libraries import (
     ALL,
@@ -92,6 +94,15 @@ class TestOptions:
         task = ours(lock_on_duplicate="return")
         first, second = task.delay(7), task.delay(7)
         assert (second.id, second.duplicate) == (first.id, True)
+
+    @pytest.mark.parametrize(
+        ("celerys", "ours"),
+        [("100/m", "100/m"), ("2/h", "2/h"), (10, 10), ("10", 10), ("0.5/s", "1/2s")],
+    )
+    def test_a_rate_is_written_as_celery_writes_it(self, celerys, ours):
+        """Starts a second, as Celery's own function reads them."""
+        read = Rate.of(ours)
+        assert read.most / read.window == pytest.approx(rate(celerys))
 
     @of(CELERY_SINGLETON)
     def test_clear_locks_leaves_ours(self, app, theirs, ours, redis_client, library):

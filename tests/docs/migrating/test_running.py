@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from datetime import datetime, timedelta, timezone
+from functools import partial
 
 import pytest
 from celery.beat import ScheduleEntry, Scheduler
@@ -11,6 +13,7 @@ from celery.exceptions import Ignore, Reject
 from celery.worker import state
 
 from tests.docs.migrating.libraries import (
+    CELERY_HEIMDALL,
     CELERY_ONCE,
     CELERY_SINGLETON,
     HOUR,
@@ -30,6 +33,11 @@ from tests.docs.migrating.libraries import (
 from tests.holding import wait_for
 
 pytestmark = LIBRARIES_WARN
+
+
+def states_of(results) -> Counter[str]:
+    """Count the results in each state."""
+    return Counter(result.state for result in results)
 
 
 class TestWhenRunning:
@@ -151,3 +159,55 @@ class TestBeat:
         assert expiry_of(redis_client, reservations(redis_client)) == about(1800)
         redis_client.delete(*reservations(redis_client))  # as its expiry does
         assert other.apply_async(entry, advance=False).duplicate is False
+
+
+class TestRates:
+    """The rows about rates: the same tasks with celery-heimdall or Celery alone, and with ours."""
+
+    @pytest.fixture
+    def ran(self):
+        """Names and arguments of the tasks that ran."""
+        return []
+
+    @pytest.fixture
+    def body(self, ran):
+        def body(self, corp_id):
+            ran.append((self.name, corp_id))
+
+        return body
+
+    @pytest.fixture
+    def rated(self, ours, body):
+        """Declare a task of ours that is not unique when it is sent."""
+        return partial(ours, body, bind=True, lock_unique_until=None, lock_on_conflict="retry")
+
+    @of(CELERY_HEIMDALL)
+    def test_a_rate_lets_the_same_number_start(self, app, theirs, rated, body, ran, library):
+        """Of three tasks two start, and the third comes again."""
+        limits = {"heimdall": {"times": 2, "per": 60, "key": "export"}}
+        both = theirs(library, limits, body, bind=True), rated(lock_key="export", lock_rate="2/m")
+        sent = [task.delay(nth) for nth in range(3) for task in both]
+        with worker(app):
+            wait_for(lambda: states_of(sent) == {"SUCCESS": 4, "RETRY": 2})
+        assert sorted(ran) == [("ours", 0), ("ours", 1), ("theirs", 0), ("theirs", 1)]
+
+    @of(CELERY_HEIMDALL)
+    def test_a_rate_without_a_key_is_one_of_equal_arguments(
+        self, app, theirs, rated, body, ran, library
+    ):
+        """Of two equal tasks the second comes again, and another one starts."""
+        limits = {"heimdall": {"times": 1, "per": 60}}
+        both = theirs(library, limits, body, bind=True), rated(lock_rate="1/m")
+        sent = [task.delay(corp_id) for corp_id in (7, 7, 8) for task in both]
+        with worker(app):
+            wait_for(lambda: states_of(sent) == {"SUCCESS": 4, "RETRY": 2})
+        assert sorted(ran) == [("ours", 7), ("ours", 8), ("theirs", 7), ("theirs", 8)]
+
+    def test_a_rate_of_celery_is_of_a_task_and_ours_of_a_key(self, app, rated, body, ran):
+        """Celery starts one task of two corporations, and ours is a rate for each of them."""
+        limited = app.task(name="celerys", shared=False, bind=True, rate_limit="1/h")(body)
+        both = limited, rated(lock_key="corp:<corp_id>", lock_rate="1/m")
+        sent = [task.delay(corp_id) for corp_id in (7, 8, 7) for task in both]
+        with worker(app):
+            wait_for(lambda: states_of(sent) == {"SUCCESS": 3, "RETRY": 1, "PENDING": 2})
+        assert sorted(ran) == [("celerys", 7), ("ours", 7), ("ours", 8)]

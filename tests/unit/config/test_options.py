@@ -8,6 +8,7 @@ import pytest
 
 from celery_dislock import Key, SettingsError
 from celery_dislock.config.settings import task_options
+from celery_dislock.config.terms import LIMIT_MOST
 
 
 def decide(task, conflict):
@@ -32,21 +33,29 @@ def test_a_task_may_be_parked_that_says_so_or_asks_a_callable(declared, parks):
 
 
 @pytest.mark.parametrize(
-    ("declared", "keys", "limits"),
+    ("declared", "keys", "terms"),
     [
-        ({}, (None,), None),
-        ({"lock_key": "k"}, ("k",), None),
-        ({"lock_key": ["a", "b"]}, ("a", "b"), None),
-        ({"lock_key": [Key("a", limit=3), "b"]}, ("a", "b"), (3, 1)),
-        ({"lock_key": ["a", Key("b", 1)], "lock_limit": 5}, ("a", "b"), (5, 1)),
-        ({"lock_key": Key("a", limit=3)}, ("a",), (3,)),
+        ({}, (None,), [(1, None)]),
+        ({"lock_key": "k"}, ("k",), [(1, None)]),
+        ({"lock_key": ["a", "b"]}, ("a", "b"), [(1, None)]),
+        ({"lock_key": [Key("a", limit=3), "b"]}, ("a", "b"), [(3, None), (1, None)]),
+        ({"lock_key": ["a", Key("b", 1)], "lock_limit": 5}, ("a", "b"), [(5, None), (1, None)]),
+        ({"lock_key": Key("a", limit=3)}, ("a",), [(3, None)]),
+        ({"lock_key": "k", "lock_rate": "5/2h"}, ("k",), [(LIMIT_MOST, (5, 7200))]),
+        ({"lock_key": "k", "lock_rate": 9, "lock_limit": 2}, ("k",), [(2, (9, 1))]),
+        (
+            {"lock_key": [Key("a", rate="1/d"), Key("b", 4), "c"], "lock_rate": "2 / m"},
+            ("a", "b", "c"),
+            [(LIMIT_MOST, (1, 86400)), (4, (2, 60)), (LIMIT_MOST, (2, 60))],
+        ),
+        ({"lock_key": [Key("a", 2, "3/10s"), "b"]}, ("a", "b"), [(2, (3, 10)), (1, None)]),
     ],
 )
-def test_a_key_may_have_a_limit_of_its_own(declared, keys, limits):
-    """The others have that of the task."""
+def test_a_key_may_have_terms_of_its_own(declared, keys, terms):
+    """The others have those of the task; a key with a rate and without a limit has no limit."""
     options = task_options("t", declared, {})
-    assert (options.keys, options.limits) == (keys, limits)
-    assert options.admits_several is (max(limits or (1,)) > 1)
+    assert (options.keys, [one[1:] for one in options.terms]) == (keys, terms)
+    assert options.admits_several is (max(limit for limit, _ in terms) > 1)
 
 
 @pytest.mark.parametrize(

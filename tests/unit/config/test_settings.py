@@ -186,7 +186,7 @@ def test_a_default_that_is_overruled_is_checked_all_the_same():
         ({"simulate": True}, "celery-singleton", "leave it out, or set dislock_enabled=False"),
         ({"once": {"keys": ["corp_id"]}}, "celery-once", "lock_key, lock_unique_until, lock_on_d"),
         ({"once": {"timeout": 60}}, "celery-once", "lock_unique_for"),
-        ({"heimdall": {"unique": True}}, "celery-heimdall", "there is no limit of tasks per time"),
+        ({"heimdall": {"unique": True}}, "celery-heimdall", "for times and per, lock_rate"),
     ],
     ids=str,
 )
@@ -336,7 +336,7 @@ def test_the_settings_of_others_are_nobodys_business(settings):
 
 def test_a_setting_of_a_later_version_is_a_warning(caplog):
     """After a rollback of the package alone the workers start; each name is told once."""
-    later = {"CELERY_DISLOCK_ON_CANCEL": "redis://:s3cret@a", "CELERY_DISLOCK_RATE": "100/m"}
+    later = {"CELERY_DISLOCK_ON_CANCEL": "redis://:s3cret@a", "CELERY_DISLOCK_CRASH_LIMIT": "3"}
     for _ in range(2):
         assert task_options("t", {}, configured("CELERY", **later)).lock_mode == "exclusive"
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2

@@ -26,6 +26,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 TIMEOUT = {**EXPORT, "lock_watchdog_timeout": 60.0}
 LIMITED = {**EXPORT, "lock_limit": 3}
+RATED = {**EXPORT, "lock_rate": "9 a minute"}
 NOWHERE = {"no_server": "no such URL", "server": None, "prefix": None}
 OTHER = {"server": "redis://other/0"}
 
@@ -43,6 +44,11 @@ OTHER = {"server": "redis://other/0"}
             "lock_key of export differs, so it may run twice at a time: export:<corp> (w2)",
         ),
         ({"tasks": {"export": LIMITED}}, "options", "serious", "the default (this command, w1)"),
+        (
+            {"tasks": {"export": RATED}},
+            *("options", "serious"),
+            "lock_rate of export differs, so it may start more often than one of them allows: 9",
+        ),
         ({"tasks": {"export": TIMEOUT}}, "options", "warning", "lock_watchdog_timeout of export"),
         ({"warnings": ["It does X: a.b. Raise it."]}, "tasks", "warning", "w2 started: It does X"),
         ({"errors": 1}, "renewals", "warning", "unexpected errors: w2"),

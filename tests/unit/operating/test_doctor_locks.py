@@ -10,12 +10,14 @@ import pytest
 from celery import Celery
 
 from celery_dislock import SingletonTask
+from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import facts
 from celery_dislock.operating.site import Site
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines
 from celery_dislock.scripts.names import sweep_lock
+from celery_dislock.servers.rates import RateState
 from tests.staged import RESERVED, holder, lock, place
 from tests.unit.operating.examining import EXPORT, MASTER, ONLINE, member
 
@@ -153,6 +155,9 @@ def test_the_prefix_of_celerys_names(doctor, url, level, text):
 RENEWED = {"renewed": 3.0, "remaining": 27.0}
 OLD = RESERVED._replace(since=4000.0, remaining=10.0)
 NOTE = {"limit_note": "by ana: reindex", "limit_age": 7200.0}
+MINUTE = Rate(100, 60.0)
+RATED = RateState(MINUTE, 0.0, is_set=True, note="by ana: 429", age=7200.0)
+LATER = {"waiting": 1, "line": [place(waiting=900.0)]}  # for longer than STUCK_LONG
 BUSY = {"waiting": 1, "line": [place(parked=False, ticket="")]}
 
 
@@ -203,6 +208,27 @@ BUSY = {"waiting": 1, "line": [place(parked=False, ticket="")]}
             ("limits", "warning", "k (to 3 at a time; by ana: reindex; for 2 h 00 min so far; 4"),
         ),
         ({"limit": 3, **NOTE}, ("limits", "note", "k (to 3 at a time; by ana: reindex; for 2 h 0")),
+        # Only the time is in the way.
+        ({"rate": RateState(MINUTE, 12.0), **LATER}, None),
+        ({"rate": RateState(MINUTE, 12.0), **LATER, "holders": [holder(held=601.0)]}, None),
+        ({"rate": RateState(MINUTE, 0.0), **LATER}, ("lines", "warning", "the first waits for 15")),
+        (
+            {"rate": RateState(None, 0.0, held_back=90.0, note="429", age=9.0), **LATER},
+            ("limits", "note", "k (for 90 s more; 429; for 9.0 s so far; 1 waiting)."),
+        ),
+        (
+            {"rate": RateState(None, 0.0, held_back=90.0, age=9.0)},
+            ("limits", "note", "k (for 90 s more; for 9.0 s so far)."),
+        ),
+        (
+            {"rate": RATED._replace(early=12.0), **LATER},
+            ("limits", "warning", "k (to 100 a minute; by ana: 429; for 2 h 00 min so far; 1 wai"),
+        ),
+        ({"rate": RATED}, ("limits", "note", "k (to 100 a minute; by ana: 429; for 2 h 00 min s")),
+        (
+            {"rate": RATED, "limit": 3, "limit_age": 9.0},
+            ("limits", "note", "k (to 3 at a time; for 9.0 s so far, and to 100 a minute; by ana"),
+        ),
         (
             {"waiting": 1, "holders": [holder()], "line": [place(broker="b")]},
             ("sweep", "warning", "k."),
@@ -219,8 +245,8 @@ def test_what_may_be_wrong_with_a_lock(doctor, server, dislock, given, finding):
     assert [one[:2] for one in found] == ([finding[:2]] if finding else [])
     assert all(finding[2] in what for *_, what in found)
     [listed, *_] = dislock.json("ls")
-    is_limit = given.get("limit") == 3 and not given.get("waiting")
-    assert len(listed["troubles"]) == (finding is not None and not is_limit)
+    is_note = finding is not None and finding[1] == "note" and given.get("limit") != 0
+    assert len(listed["troubles"]) == (finding is not None and not is_note)
 
 
 def test_locks_that_cannot_be_read(doctor, server):

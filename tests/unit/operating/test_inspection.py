@@ -9,7 +9,7 @@ import pytest
 from celery.worker import state
 from celery.worker.control import Panel
 
-from celery_dislock import SingletonTask, StoreError
+from celery_dislock import Key, SingletonTask, StoreError
 from celery_dislock.operating.inspection import SHORT, inspect_locks
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
@@ -115,3 +115,22 @@ def test_it_has_what_can_be_compared(worker, server):
     told = {"lock_key": ["a", "b"], "lock_watchdog_timeout": 60.0}
     # JSON has no functions, whose repr has an address.
     assert answer["tasks"]["own"] == {**told, "lock_on_conflict": f"{__name__}.decide"}
+
+
+def test_terms_of_keys_and_rates_are_told(worker):
+    """As people say them, so that two ways to write a rate are none that differ."""
+
+    def key(): ...
+
+    keys = [Key("a", rate="100/m"), Key(key, limit=2, rate="6/60s"), "c"]
+
+    @worker.app.task(base=SingletonTask, name="api", shared=False, lock_key=keys, lock_rate=9)
+    def api(): ...
+
+    told = worker.ask()["tasks"]["api"]
+    assert told["lock_rate"] == "9 a second"
+    assert told["lock_key"] == [
+        {"key": "a", "rate": "100 a minute"},
+        {"key": f"{__name__}.{key.__qualname__}", "limit": 2, "rate": "6 a minute"},
+        "c",
+    ]

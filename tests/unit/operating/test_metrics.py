@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating import counting
 from celery_dislock.operating.counting import OTHER, TASKS_MOST, Counters, instruments
@@ -20,6 +21,7 @@ from celery_dislock.operating.metrics import BUCKETS, COUNTED, METRICS, PARTS
 from celery_dislock.operating.web import cache, metrics
 from celery_dislock.operating.web.metrics import make_wsgi_app
 from celery_dislock.scripts import COUNT
+from celery_dislock.servers.rates import RateState
 from tests.programs import NOT_HERE
 from tests.scraping import scrape
 from tests.staged import RESERVED, holder, lock, place
@@ -358,6 +360,9 @@ def test_a_reading_that_takes_long_is_read_once_for_all(server, app, monkeypatch
     assert len(scans) == 3
 
 
+RATED = RateState(Rate(9, 60.0), 0.0, is_set=True)
+
+
 def waiting(*tasks, **given):
     """Make a lock with these in line; None is no parked task."""
     line = [place(nth, parked=bool(task), task=task) for nth, task in enumerate(tasks)]
@@ -403,6 +408,19 @@ def reserved(state, since):
                 "limits": {("paused",): 2, ("limited",): 1},
                 "limits_oldest_seconds": {("paused",): 40.0, ("limited",): 5.0},
                 "limits_waiting": {("paused",): 4, ("limited",): 0},
+            },
+        ),
+        (
+            [
+                {"rate": RATED._replace(age=40.0), "waiting": 2},
+                {"rate": RATED._replace(age=5.0, held_back=9.0), "limit": 0, "limit_age": 50.0},
+                {"rate": RateState(None, 0.0, held_back=9.0, age=7.0), "waiting": 3},
+                {"rate": RATED._replace(is_set=False, early=9.0), "waiting": 1},  # of the code
+            ],
+            {
+                "limits": {("rated",): 2, ("held back",): 2, ("paused",): 1},
+                "limits_oldest_seconds": {("rated",): 40.0, ("held back",): 7.0, ("paused",): 50.0},
+                "limits_waiting": {("rated",): 2, ("held back",): 3, ("paused",): 0},
             },
         ),
         (

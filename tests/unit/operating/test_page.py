@@ -11,10 +11,12 @@ import pytest
 from celery import Celery
 from werkzeug.test import create_environ, run_wsgi_app
 
+from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.operating import web
 from celery_dislock.operating.web import Page, listing
 from celery_dislock.operating.web.page import BODY_MOST
+from celery_dislock.servers.rates import RateState
 from tests.pages import ORIGIN, Visitor, ann, staged
 from tests.staged import RESERVED, holder, lock, place
 
@@ -27,6 +29,7 @@ CHANGES = {
     "/api/unreserve": {"name": NAME, "id": "id-9", "mark": "5eed", "number": "7"},
     "/api/drop": {"name": NAME, "ticket": "parked-1:0:0"},
     "/api/limit": {"name": NAME, "limit": "0"},
+    "/api/rate": {"name": NAME, "rate": "5/10s"},
 }
 READS = ("/api/locks", f"/api/lock?name={NAME}", "/metrics")
 FILES = {
@@ -358,6 +361,42 @@ def test_parked_tasks_are_dropped_and_locks_paused_and_limited(site, caplog):
         assert (found.limit, found.limit_note) == (int(limit) if limit else None, note)
     assert "'ann' paused lock 'export:1', with the note 'by ann: deploy'" in caplog.text
     assert "'ann' took back the limit of lock 'export:1'" in caplog.text
+
+
+def test_a_rate_is_set_and_taken_back(site, caplog):
+    """It is logged with the name of who did it; what it is taken back to is the code's."""
+    site.act("/api/rate", **CHANGES["/api/rate"], why="429")
+    rate = site.state().rate
+    assert (str(rate.rate), rate.is_set, rate.note) == ("5 in 10 s", True, "by ann: 429")
+    assert "'ann' limited lock 'export:1' to 5 in 10 s, with the note 'by ann: 429'" in caplog.text
+    told = site.lock()["rate"]
+    assert (told["words"], told["is_set"], told["note"]) == ("5 in 10 s", True, "by ann: 429")
+    site.page._locks.actions.hold_back(NAME, 60.0)
+    site.act("/api/rate", name=NAME, rate="")
+    assert site.state().rate is None
+    assert "'ann' let lock 'export:1' be taken as often as the code says" in caplog.text
+
+
+def test_what_is_no_rate_is_refused(site):
+    """The answer says how one is written; nothing is set."""
+    for rate in ("5", "0/m", "5/9", "1/90d", "x" * 1000):
+        answer = site.act("/api/rate", name=NAME, rate=rate)
+        assert answer.status_code == 400
+        assert answer.json["error"].startswith("This is no rate: give ")
+    assert site.is_unchanged
+
+
+def test_a_limit_set_by_people_is_listed_as_such(site):
+    """A limit, a rate, or that it is held back; not what the code says."""
+    rate = RateState(Rate(9, 60.0), 5.0)
+    site.put(
+        lock("a", rate=rate, waiting=1),
+        lock("b", rate=rate._replace(is_set=True)),
+        lock("c", rate=RateState(None, 0.0, held_back=9.0)),
+        lock("d", limit=3),
+    )
+    assert site.keys(show="limited") == "bcd"
+    assert [site.lock(key)["rate"].get("words") for key in "abc"] == ["9 a minute"] * 2 + [None]
 
 
 def test_the_locks_are_read_again_after_an_action(site):

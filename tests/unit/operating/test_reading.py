@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from celery_dislock import SingletonTask
+from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating.cli import dislock as group
 from celery_dislock.operating.cli.table import width_of
+from celery_dislock.servers.rates import RateState
 from tests.commands import AWAY, FOUND
 from tests.staged import RESERVED, holder, lock, place
 
@@ -154,7 +157,91 @@ def test_a_line_is_read_in_pages(dislock, server):
     assert rows(answer) == ["3", "4"]
     assert answer.stderr == "9 in line; go on with --first 5\n"
     assert dislock("line", "other").exit_code == FOUND
-    assert dislock.json("line", "other") == {"key": "other", "waiting": 0, "turns": [], "line": []}
+    nobody = {"key": "other", "waiting": 0, "turns": [], "line": [], "rate": None}
+    assert dislock.json("line", "other") == nobody
+
+
+MINUTE = Rate(100, 60.0)
+OF_CODE = RateState(MINUTE, 0.0)
+EARLY = RateState(MINUTE, 12.0)
+BY_ANA = {"note": "by ana: 429", "age": 7200.0}
+AGO = "since 2023-11-14 20:13:20+00:00"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown", "limits", "holder"),
+    [
+        ({"rate": OF_CODE}, ["rate: 100 a minute"], "-", "-"),
+        (
+            {"rate": EARLY},
+            ["rate: 100 a minute; the next may start in 12 s"],
+            "-",
+            "nobody; the next may start in 12 s (100 a minute)",
+        ),
+        (
+            {"rate": OF_CODE._replace(is_set=True, **BY_ANA), "limit": 2},
+            [f"rate: 100 a minute until it is resumed, by ana: 429, {AGO}"],
+            "2; 100 a minute",
+            "-",
+        ),
+        (
+            {"rate": EARLY._replace(is_set=True, remaining=90.0, **BY_ANA)},
+            [f"rate: 100 a minute for 90 s more, by ana: 429, {AGO}; the next may start in 12 s"],
+            "100 a minute",
+            "nobody; the next may start in 12 s (100 a minute)",
+        ),
+        (
+            {"rate": RateState(None, 0.0, held_back=90.0, **BY_ANA)},
+            [f"held back for 90 s more, by ana: 429, {AGO}"],
+            "held back",
+            "nobody; held back for 90 s more",
+        ),
+        (
+            {"rate": RateState(MINUTE, 0.0, is_set=True, held_back=90.0, **BY_ANA)},
+            [
+                f"rate: 100 a minute until it is resumed, by ana: 429, {AGO}",
+                "held back for 90 s more",
+            ],
+            "100 a minute; held back",
+            "nobody; held back for 90 s more",
+        ),
+    ],
+    ids=str,
+)
+def test_how_often_a_lock_is_taken_is_told(dislock, server, given, shown, limits, holder):
+    """What people have set as what the code says; beside the line, too; `ls` says why it waits."""
+    server.put(lock(**given, waiting=1, line=[place(parked=False, ticket="", waiting=3.0)]))
+    lines = dislock("show", "k").stdout.splitlines()
+    assert [one.strip() for one in lines if one.startswith(("  rate", "  held back"))] == shown
+    assert dislock("line", "k").stderr.splitlines() == shown
+    row = dislock("ls", env={"COLUMNS": "200"}).stdout.splitlines()[1]
+    _, trouble, *_, limits_, holder_ = re.split("  +", row)
+    assert (limits_, holder_) == (limits, holder)
+    assert trouble == ("limited 2 h 00 min" if given["rate"].is_set else "-")
+    for known in (*dislock.json("ls"), dislock.json("show", "k"), dislock.json("line", "k")):
+        rate = known["rate"]
+        is_known = given["rate"].rate is not None
+        assert rate["rate"] == ({"most": 100, "window": 60.0} if is_known else None)
+        assert round(rate["held_back"]) == given["rate"].held_back
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({}, []),
+        ({"early": 12.0}, ["k"]),
+        ({"is_set": True}, ["k"]),
+        ({"held_back": 5.0}, ["k"]),
+    ],
+)
+def test_a_lock_that_may_be_taken_now_is_not_listed_for_its_rate(dislock, server, given, keys):
+    """There may be thousands that were taken within a day; `show` tells the rate nevertheless."""
+    server.put(lock(rate=OF_CODE._replace(**given)))
+    assert rows(dislock("ls")) == keys
+    assert dislock("show", "k").exit_code == 0
+    for more in ({"holders": [holder()]}, {"aside": 1}, {"limit": 3}):
+        server.put(lock(rate=OF_CODE._replace(**given), **more))
+        assert rows(dislock("ls")) == ["k"]
 
 
 HOSTILE = "[red]x[/red]\x1b[31m\n"
@@ -241,4 +328,4 @@ def test_the_help_of_no_command_is_cut(dislock, width):
         short = command.get_short_help_str()
         assert short.endswith("."), name
         assert f"{name} {' '.join(short.split())}" in words
-        assert len(short) <= 80 - len("  put-back  "), name
+        assert len(short) <= 80 - len("  hold-back  "), name

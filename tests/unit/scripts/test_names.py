@@ -26,6 +26,8 @@ ENDINGS = {
     ":mark:": "string",
     ":unique": "string",
     ":limit": "string",
+    ":rate": "string",
+    ":starts": "list",
     ":beat": "hash",
 }
 TYPES = {"zset": "sorted set"}  # as the documentation calls them

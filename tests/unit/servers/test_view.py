@@ -28,6 +28,7 @@ NOTHING = {
     "aside": 0,
     "unique": b"",
     "ticked": -1,
+    "rate": [b"", -2, b"", 0],
     "limit": b"",
     "limit_ms": -2,
 }

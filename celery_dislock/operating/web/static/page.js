@@ -275,10 +275,21 @@ function fillRow(row, lock) {
   badges(state, [
     ...Object.entries(lock.troubles).filter(([one]) => one !== "limited").map(([one, since]) => [{ paused: `paused${ago(since)}`, "set aside": `${lock.aside} set aside` }[one] || one, true]),
     ...(lock.limit ? [[`limit ${lock.limit}`, true]] : []),
+    ...(lock.rate ? rateBadges(lock.rate) : []),
     ...(first && first.expiring ? [["left to expire", false]] : []),
     ...(first && first.mode === "shared" ? [["shared", false]] : []),
     ...(lock.reservation ? [[`reserved${ago(lock.reservation.since)}`, false]] : []),
   ]);
+}
+
+// What the code says is worth a badge only while it keeps somebody from starting.
+function rateBadges(rate) {
+  const isSooner = rate.early > 0 && !rate.held_back;
+  return [
+    ...(rate.is_set ? [[`rate ${rate.words}`, true]] : []),
+    ...(rate.held_back ? [[`held back ${duration(rate.held_back)}`, true]] : []),
+    ...(isSooner ? [[`next in ${duration(rate.early)}`, false]] : []),
+  ];
 }
 
 const ago = (seconds) => (seconds === null ? "" : ` ${duration(Math.max(1, Math.round(seconds)))} ago`);
@@ -300,15 +311,18 @@ function showLock(lock) {
   const told = [];
   if (!lock.exists) told.push("The lock server knows nothing of it: nobody holds it, and nobody waits.");
   if (lock.limit !== null) {
-    const until = lock.limit_remaining === null ? "until that is taken back" : `for ${duration(lock.limit_remaining)} more`;
-    const why = lock.limit_note ? ` (${plain(lock.limit_note)})` : "";
+    const until = lasting(lock.limit_remaining);
+    const why = inBrackets(lock.limit_note);
     told.push(lock.limit === 0 ? `It is paused, ${until}${why}: nobody gets it.` : `It admits ${countOf(lock.limit, "lease", "leases")} at a time, ${until}${why}.`);
   }
+  if (lock.rate) told.push(...rateTold(lock.rate));
   told.push(...lock.told.map(plain));
   setText(byId("lock-text"), told.join(" "));
   byId("limits").hidden = !lock.may_act;
   byId("pause").hidden = lock.limit === 0;
   byId("resume").hidden = lock.limit === null;
+  byId("unrate").hidden = !lock.rate || lock.rate.since === null;
+  setText(byId("unrate"), lock.rate && lock.rate.is_set ? "Take back the rate" : "End the hold-back");
   setText(byId("resume"), lock.limit === 0 ? "Resume" : "Take back the limit");
   byId("no-holders").hidden = lock.holders.length > 0;
   sync(byId("holders"), lock.holders, (one) => `${one.token} ${one.owner || one.who}`, makeHolder, fillHolder);
@@ -325,6 +339,20 @@ function showLock(lock) {
   byId("line-pages").hidden = lock.waiting <= lock.places && !lock.first;
   byId("line-previous").disabled = !lock.first;
   byId("line-next").disabled = lock.first + lock.line.length >= lock.waiting;
+}
+
+const lasting = (remaining) => (remaining === null ? "until that is taken back" : `for ${duration(remaining)} more`);
+const inBrackets = (note) => (note ? ` (${plain(note)})` : "");
+
+function rateTold(rate) {
+  const told = [];
+  if (rate.words) {
+    const until = rate.is_set ? `, ${lasting(rate.remaining)}${inBrackets(rate.note)}` : "";
+    const next = rate.early > 0 && !rate.held_back ? `; the next may start in ${duration(rate.early)}` : "";
+    told.push(`Its rate is ${rate.words}${until}${next}.`);
+  }
+  if (rate.held_back) told.push(`It is held back for ${duration(rate.held_back)} more${rate.is_set ? "" : inBrackets(rate.note)}: nobody gets it.`);
+  return told;
 }
 
 function reservedFor(reserved) {
@@ -462,10 +490,10 @@ async function drop(place, button) {
   refocus(button);
 }
 
-async function limit(value, title, text, button) {
+async function limit(what, title, text, button) {
   const lock = lastLock;
   if (await confirmed(title, text, button)) {
-    await act("api/limit", { name: lock.name, limit: value, why: byId("why").value });
+    await act("rate" in what ? "api/rate" : "api/limit", { name: lock.name, ...what, why: byId("why").value });
   }
 }
 
@@ -477,12 +505,18 @@ function refocus(button) {
 byId("cancel").addEventListener("click", () => byId("confirm").close());
 byId("confirmed").addEventListener("click", () => byId("confirm").close("yes"));
 byId("unreserve").addEventListener("click", unreserve);
-byId("pause").addEventListener("click", () => limit("0", `Pause lock ${plain(lastLock.key)}?`, "Nobody gets it from now on. Those who hold it keep it, and those in line stay there.", "Pause it"));
-byId("resume").addEventListener("click", () => limit("", `Take back the limit of lock ${plain(lastLock.key)}?`, "The limit that the code gives holds again.", "Take it back"));
+byId("pause").addEventListener("click", () => limit({ limit: "0" }, `Pause lock ${plain(lastLock.key)}?`, "Nobody gets it from now on. Those who hold it keep it, and those in line stay there.", "Pause it"));
+byId("resume").addEventListener("click", () => limit({ limit: "" }, `Take back the limit of lock ${plain(lastLock.key)}?`, "The limit that the code gives holds again.", "Take it back"));
 byId("limit").addEventListener("submit", (event) => {
   event.preventDefault();
   const leases = byId("leases").value;
-  limit(leases, `Limit lock ${plain(lastLock.key)}?`, `At most ${leases} at a time get it from now on, whatever the code says, until that is taken back.`, "Limit it");
+  limit({ limit: leases }, `Limit lock ${plain(lastLock.key)}?`, `At most ${leases} at a time get it from now on, whatever the code says, until that is taken back.`, "Limit it");
+});
+byId("unrate").addEventListener("click", () => limit({ rate: "" }, `Take back the rate of lock ${plain(lastLock.key)}?`, "The rate that the code gives holds again, and it is not held back any more.", "Take it back"));
+byId("rate").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const rate = byId("starts").value;
+  limit({ rate }, `Set the rate of lock ${plain(lastLock.key)}?`, `It is taken ${plain(rate)} at most from now on, whatever the code says, until that is taken back.`, "Set it");
 });
 
 // Where one is.

@@ -1,0 +1,202 @@
+"""The commands that say who may have a lock, and when: `pause`, `limit`, `hold-back`, `resume`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from celery_dislock.config.terms import LIMIT_MOST, Rate
+from celery_dislock.keys.templates import key_of
+from celery_dislock.operating.cli.session import (
+    WhichLock,
+    as_json,
+    audit,
+    by_key,
+    duration,
+    session,
+    tell,
+    user,
+    write_json,
+)
+from celery_dislock.operating.locks import as_data, held_back, limited, rated, signed
+from celery_dislock.words import for_people, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from celery_dislock.operating.locks import AppLocks
+
+for_ = click.option(
+    "--for",
+    "seconds",
+    type=duration,
+    metavar="TIME",
+    help="Take it back after this time: 90, 10m, 2h. Default: it lasts until `resume`.",
+)
+note = click.option("--note", default="", help="Why: shown to people and to tasks it refuses.")
+
+WILDCARDS = frozenset("*?[")  # of the patterns of `ls`
+
+
+def a_rate(text: str) -> Rate:
+    """Read a rate from the command line: ``100/m``, ``5/10s``."""
+    try:
+        return Rate.of(text)
+    except ValueError as exc:
+        raise click.BadParameter(f"{text!r} cannot be used: {exc}") from exc
+
+
+@click.command()
+@by_key
+@for_
+@note
+@as_json
+@click.pass_context
+def pause(context: click.Context, /, which: WhichLock, **given: Any) -> None:
+    """Let nobody take the lock of KEY.
+
+    Who has the lock keeps it. Tasks that wait or are parked stay in line.
+    """
+    _set(context, which, 0, **given)
+
+
+@click.command()
+@click.argument("key")
+@click.argument("number", type=click.IntRange(0, LIMIT_MOST), required=False)
+@click.option("--rate", type=a_rate, metavar="RATE", help="Starts in any window: 100/m, 5/10s.")
+@for_
+@note
+@as_json
+@click.pass_context
+def limit(context: click.Context, /, key: str, number: int | None, **given: Any) -> None:
+    """Admit NUMBER leases of KEY at a time, or another rate of starts.
+
+    Give NUMBER, --rate, or both: they hold whatever the code says, until `resume`. 0 is the same as
+    `pause`. Shared leases count for a rate, and not for NUMBER.
+    """
+    if number is None and given["rate"] is None:
+        raise click.UsageError("Give NUMBER, or --rate, or both.")
+    _set(context, WhichLock(key, None, (), {}), number, **given)
+
+
+@click.command("hold-back")
+@click.argument("key")
+@click.argument("seconds", metavar="TIME", type=duration)
+@note
+@as_json
+@click.pass_context
+def hold_back(
+    context: click.Context, /, key: str, seconds: float, *, note: str, json_: bool
+) -> None:
+    """Let nobody take the lock of KEY for TIME: 90, 10m, 2h.
+
+    As after an answer 429 of an API; a task does it by `hold_back()`. Who comes meanwhile comes too
+    early, as with a rate. Who has the lock keeps it. `resume` ends it.
+    """
+    by = signed(user(), note)
+    with session(context) as opened:
+        (name,) = _names(opened, WhichLock(key, None, (), {}))
+        opened.actions.hold_back(name, seconds, note=by)
+        audit(held_back(name, seconds, by))
+    if json_:
+        write_json([{"key": key, "held_back": seconds}])
+        return
+    unless = f"Sooner: celery dislock resume {key}"
+    click.echo(plain(f"Nobody takes lock {key} for {for_people(seconds)}. {unless}"))
+
+
+@click.command()
+@by_key
+@as_json
+@click.pass_context
+def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
+    """Take back the pause, the limit, the rate or the hold-back of KEY.
+
+    The limit and the rate of the code hold again.
+    """
+    done: list[dict[str, Any]] = []
+    with session(context) as opened:
+        for name in _names(opened, which, sets=False):
+            seen = opened.overview.lock(name, most=0).rate
+            about: dict[str, Any] = {"key": key_of(name), "limit": None}
+            about["before"] = opened.actions.limit(name, None)
+            audit(limited(name, None, ""))
+            if seen is not None and seen.since is not None:
+                about |= {"rate": None, "rate_before": opened.actions.rate(name, None)}
+                about["held_back_before"] = seen.held_back
+                audit(rated(name, None, ""))
+            done.append({**about, "seconds": None})
+    if json_:
+        _write(done)
+        return
+    for one in done:
+        told = [*_before(one), *(["It was held back."] if one.get("held_back_before") else [])]
+        past = " ".join(told) or "Nobody had set another."
+        click.echo(plain(f"Lock {one['key']} has the limit and rate of the code again. {past}"))
+
+
+def _set(
+    context: click.Context,
+    which: WhichLock,
+    number: int | None,
+    *,
+    json_: bool,
+    rate: Rate | None = None,
+    seconds: float | None = None,
+    note: str = "",
+) -> None:
+    by = signed(user(), note)
+    done: list[dict[str, Any]] = []
+    with session(context) as opened:
+        for name in _names(opened, which):
+            about: dict[str, Any] = {"key": key_of(name)}
+            if rate is not None:
+                before = opened.actions.rate(name, rate, seconds=seconds, note=by)
+                about |= {"rate": rate, "rate_before": before}
+                audit(rated(name, rate, by, seconds))
+            if number is not None:
+                about["limit"] = number
+                about["before"] = opened.actions.limit(name, number, seconds=seconds, note=by)
+                audit(limited(name, number, by, seconds))
+            done.append({**about, "seconds": seconds})
+    if json_:
+        _write(done)
+        return
+    for one in done:
+        lasts = f"until: celery dislock resume {one['key']}"
+        if seconds:
+            lasts = f"for {for_people(seconds)}"
+        admits = [f"{number} at a time"] if number else []
+        admits += [str(rate)] if rate else []
+        now = [f"is paused {lasts}. Who has the lock keeps it."] if number == 0 else []
+        now += [f"admits {' and '.join(admits)}, {lasts}."] if admits else []
+        click.echo(plain(" ".join([f"Lock {one['key']} {' It '.join(now)}", *_before(one)])))
+
+
+def _write(done: list[dict[str, Any]]) -> None:
+    write_json([{name: as_data(value) for name, value in one.items()} for one in done])
+
+
+def _before(done: dict[str, Any]) -> list[str]:
+    """Say what somebody had set until then."""
+    limit, rate = done.get("before"), done.get("rate_before")
+    told = [] if limit is None else [f"It admitted {limit}." if limit else "It was paused."]
+    return [*told, *([] if rate is None else [f"Its rate was {rate}."])]
+
+
+def _names(opened: AppLocks, which: WhichLock, *, sets: bool = True) -> Sequence[str]:
+    """Return the names of the locks; warn if nothing is known of a key, refuse a pattern."""
+    names = which.names(opened)
+    if which.is_known(opened):
+        return names
+    key = str(which.key)
+    if set(key) & WILDCARDS:
+        raise click.UsageError(
+            f"{plain(key)} looks like a pattern, and no lock has it as its key. "
+            "Give one key; `celery dislock ls PATTERN` lists them."
+        )
+    if sets:
+        nobody = f"Warning: nobody holds, awaits or reserves lock {key} now."
+        tell(f"{nobody} If its key is another: celery dislock ls")
+    return names

@@ -1,0 +1,74 @@
+-- _rate.lua: how often a lock is taken.
+--
+-- A start is an acquisition that begins a body.  At most so many are counted in any window of a rate.  The
+-- first turn of a parked task keeps a gate until it is claimed: room for one start, which nobody else takes.
+--   <lock>:starts   see _starts.lua
+--   <lock>:rate     "1 until_ms most window_ms since_ms note", as people or a body have set it
+--     until_ms      Redis TIME until which nobody starts
+--     most          starts in any window of this length, whatever the code says; 0: the code's rate holds
+
+-- include: _lease
+-- include: _starts
+
+local AHEAD_US = 1000000   -- turns are given for starts within this time
+local SOON_US = 15000000   -- and one turn for a start within this
+
+local function rate_set(lock)
+  if lock.rate == nil then
+    local found = unless_hidden(pcall(redis.call, 'GET', lock.name .. RATE))
+    local until_ms, most, window, since, note = string.match(found or '', '^%d+ (%d+) (%d+) (%d+) (%d+) (.*)$')
+    if found and (not note or #until_ms > TIME_DIGITS or #most > NUMBER_DIGITS or #window > NUMBER_DIGITS) then
+      error('dislock: a rate in it cannot be read', 0)
+    end
+    lock.rate = found and {
+      until_ms = tonumber(until_ms), most = tonumber(most), window = tonumber(window), since = tonumber(since),
+      note = note,
+    }
+  end
+  return lock.rate
+end
+
+-- The rate of an owner with these terms: starts and length of the window in ms; nothing if it has none.
+local function rate_of(lock, terms)
+  local set = rate_set(lock)
+  if set and set.most > 0 then return set.most, set.window end
+  return terms.most, terms.window
+end
+
+-- If the clock was set back, starts that are later than now become as old as now.
+local function set_back(lock)
+  if lock.seen then return end
+  lock.seen = true
+  local starts, later = lock.name .. STARTS, 0
+  while newest(lock.name, later) > now_us do later = later + 1 end
+  if later > 0 then redis.call('LTRIM', starts, later, -1) end
+  for _ = 1, later do redis.call('LPUSH', starts, now_as_token) end
+end
+
+-- Microseconds until one more start is within the rate of an owner with these terms, after *others* that
+-- have not started yet; 0: now.
+local function starts_in(lock, terms, others)
+  local set = rate_set(lock)
+  local held_back = set and math.max(0, set.until_ms - now) * 1000 or 0
+  local most, window = rate_of(lock, terms)
+  if not most then return held_back end
+  set_back(lock)
+  return math.max(held_back, due_in(lock.name, most, window, others))
+end
+
+-- What stands in place of a holder if only the time is in the way.
+local function as_early(lock, terms)
+  local most, window = rate_of(lock, terms)
+  local set = rate_set(lock)
+  local held_back = set and set.until_ms > now
+  return {early = true, most = most, window_ms = window, held_back = held_back or nil, note = held_back and set.note or nil}
+end
+
+-- Count a start of an owner with these terms, which begins a body now.  It is kept for both rates, of the code and
+-- of people.
+local function count_start(lock, terms)
+  local most, window = rate_of(lock, terms)
+  if most then
+    add_start(lock.name, math.max(most, terms.most or 0), math.max(window, terms.window or 0))
+  end
+end

@@ -1,0 +1,51 @@
+"""Tasks with a rate in real workers: by the lock server's clock, and beside others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.acceptance import scenarios
+from tests.acceptance.fleet import LIMIT, fleets
+
+pytestmark = [
+    pytest.mark.acceptance,
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
+]
+
+MANY, BESIDE = 60, 20
+MOST, WINDOW = 10, 1_000_000  # starts, and microseconds
+
+
+def starts_of(scene):
+    """When the bodies began, in microseconds: a lease's token is the time of its acquisition."""
+    return sorted(event["token"] for event in scene.reported("begin"))
+
+
+@fleets("prefork", "rabbitmq", "threads", "gevent", "solo")
+def test_a_burst_keeps_its_rate_and_others_are_not_delayed(fleet, scene):
+    """Of sixty tasks at ten a second no window has more, and twenty others run before the last."""
+    rated = [fleet.send(scenarios.rated, scene.key) for _ in range(MANY)]
+    others = [fleet.send(scenarios.step, f"{scene.key}-{n}") for n in range(BESIDE)]
+    for result in others:
+        assert result.get(timeout=LIMIT) == {"held": True}
+    assert len(starts_of(scene)) < MANY
+    for result in rated:
+        result.get(timeout=LIMIT)
+    starts = starts_of(scene)
+    assert len(starts) == MANY
+    assert all(
+        later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
+    )
+
+
+@fleets("prefork")
+@pytest.mark.parametrize("task", [scenarios.rated_or_retry, scenarios.rated_or_wait])
+def test_other_strategies_keep_it_too(fleet, scene, task):
+    """Tasks that come back or wait in their slots run all, within their rate."""
+    for result in [fleet.send(task, scene.key) for _ in range(25)]:
+        result.get(timeout=LIMIT)
+    starts = starts_of(scene)
+    assert len(starts) == 25
+    assert all(
+        later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
+    )

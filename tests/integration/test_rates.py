@@ -1,0 +1,438 @@
+"""How often a lock is taken: real scripts in this process, and a driven clock."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+from celery import states
+from freezegun import freeze_time
+from greenlet import greenlet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from celery_dislock import Dislock, Key
+from celery_dislock.config.terms import Rate, Terms
+from celery_dislock.exceptions import LockHeldError, SettingsError
+from celery_dislock.servers.replies import Granted
+from tests.driven import KEY, LockServer, Shop, new_app
+from tests.integration.lua_server import LuaServer
+from tests.integration.parked import LOCK, Line
+
+NAME = f"dislock:{{{KEY}}}"
+STEP = 0.05  # seconds between two looks at the messages
+SWEPT = 10.0  # seconds between two sweeps
+
+
+@pytest.fixture
+def shop():
+    with freeze_time(), Shop() as shop:  # only the driven clock moves
+        yield shop
+
+
+def take(shop, key=KEY, **options):
+    """Take a lock for a moment; return the lease, or the conflict."""
+    lock = shop.dislock.lock(key, **options)
+    answer = lock.try_acquire()
+    if answer:
+        lock.release()
+    return answer
+
+
+def ask(shop, owner, rate="2/m", **how):
+    """Ask the lock server as somebody else; return the answer."""
+    store = shop.dislock.runtime.process.store
+    terms = (Terms(limit=9, rate=Rate.of(rate)),)
+    return store.acquire([NAME], owner, 30.0, "{}", terms=terms, **how)
+
+
+class Starts:
+    """Tasks that tell when their bodies began, in seconds since the test did."""
+
+    def __init__(self, shop, **options):
+        self.shop, self.began = shop, shop.clock()
+        self.times: list[float] = []
+        self.task = shop.declare(self._body, **options)
+
+    def _body(self, *_args):
+        self.times.append(self.shop.clock() - self.began)
+
+    def send(self, many, first=0):
+        for nth in range(first, first + many):
+            self.shop.send(self.task, f"t{nth}")
+
+    def run(self, seconds, step=STEP):
+        """Let time pass, with a sweep now and then."""
+        swept = 0.0
+        for _ in range(round(seconds / step)):
+            self.shop.work(later=step)
+            swept += step
+            if swept >= SWEPT:
+                self.shop.sweep()
+                swept = 0.0
+
+
+def most_in_a_window(times, window):
+    """The most starts in any window: before its end, and not at its beginning."""
+    times = sorted(times)
+    return max(sum(end - window < one <= end for one in times) for end in times)
+
+
+def lateness(times, most, window):
+    """For how long each start could have been before it was, given those before it."""
+    times = sorted(times)
+    earliest = [0.0] * most + [one + window for one in times]
+    return [at - could for at, could in zip(times, earliest, strict=False)]
+
+
+@pytest.mark.parametrize("strategy", ["queue", "retry"])
+@pytest.mark.parametrize(("rate", "most", "window"), [("3/2s", 3, 2.0), ("8/s", 8, 1.0)])
+def test_no_window_has_more_starts_than_its_rate(shop, strategy, rate, most, window):
+    """All tasks of a burst run, no window has more of them than the rate, and none comes late."""
+    starts = Starts(shop, lock_rate=rate, lock_on_conflict=strategy)
+    starts.send(3 * most)
+    starts.run(3.5 * window)
+    assert len(starts.times) == 3 * most
+    assert most_in_a_window(starts.times, window) == most
+    if strategy == "queue":
+        assert max(lateness(starts.times, most, window)) < 0.3
+
+
+def test_no_more_turns_are_out_than_may_start(shop):
+    """However many wait, so many messages are on their way as can start in a window, no more."""
+    starts = Starts(shop, lock_rate="3/2s")
+    starts.send(20)
+    for _ in range(80):
+        shop.work(later=STEP)
+        (state,) = shop.dislock.lock_of(KEY).state()
+        assert len(state.turns) <= 3
+    assert len(starts.times) >= 6
+
+
+def test_a_slow_rate_is_kept_by_the_sweep(shop):
+    """A rate of hours has no message out for long, and its tasks come in their turn."""
+    starts = Starts(shop, lock_rate="2/100s")
+    starts.send(5)
+
+    def now():
+        return time.time() + shop.messages._moved()
+
+    for step in range(2500):
+        shop.work(later=0.1)
+        assert all(one.due <= now() + 15.1 for one in shop.put_off)
+        if step % 100 == 0:
+            shop.sweep()
+    assert most_in_a_window(starts.times, 100.0) == 2
+    assert len(starts.times) == 5
+    assert max(lateness(starts.times, 2, 100.0)) < 0.5
+
+
+def test_a_rate_alone_limits_nobody_who_runs(shop):
+    """Of a rate without a limit any number run at a time."""
+    holders = [greenlet(shop.dislock.lock(KEY, rate="5/m").try_acquire) for _ in range(6)]
+    assert [bool(one.switch()) for one in holders] == [True] * 5 + [False]
+
+
+def test_a_limit_beside_a_rate_holds(shop):
+    """Of a limit and a rate of one key both hold."""
+    lock = shop.dislock.lock(KEY, rate="2/m", limit=1)
+    assert lock.try_acquire()
+    refused = greenlet(shop.dislock.lock(KEY, rate="2/m", limit=1).try_acquire).switch()
+    assert not refused.early
+    lock.release()
+    assert take(shop, rate="2/m", limit=1)
+    refused = take(shop, rate="2/m", limit=1)
+    assert refused.early
+    assert refused.remaining == pytest.approx(60, abs=1)
+    assert str(refused.error()) == (
+        f"lock '{KEY}' cannot be taken yet, too early: 2 a minute, the next may start in "
+        f"{refused.remaining:.1f} s"
+    )
+
+
+def test_a_refusal_counts_nothing(shop):
+    """A lock that was refused often is taken as soon as its rate admits that."""
+    assert take(shop, rate="1/10s")
+    for _ in range(9):
+        shop.server.advance(1)
+        assert not take(shop, rate="1/10s")
+    shop.server.advance(1.001)
+    assert take(shop, rate="1/10s")
+
+
+@pytest.mark.parametrize("place", [0.0, 60.0])
+def test_a_command_that_is_sent_twice_counts_once(shop, place):
+    """An acquisition whose reply was lost, and which is sent again, is one start."""
+    assert isinstance(ask(shop, "a", place=place), Granted)
+    assert isinstance(ask(shop, "a", place=place), Granted)
+    assert isinstance(ask(shop, "b", place=place), Granted)
+    assert not isinstance(ask(shop, "c", place=place), Granted)
+
+
+def test_a_lock_that_is_taken_again_by_its_holder_counts_once(shop):
+    """What a holder takes again within its block is no start."""
+    lock = shop.dislock.lock(KEY, rate="2/m")
+    with lock, lock:
+        pass
+    assert take(shop, rate="2/m")
+    assert not take(shop, rate="2/m")
+
+
+def test_a_retry_is_a_start_of_its_own(shop):
+    """Each execution of a task that retries is counted."""
+    starts = Starts(shop, lock_rate="2/10s")
+
+    def body(self, *_):
+        starts.times.append(shop.clock() - starts.began)
+        raise self.retry(countdown=0.1, max_retries=5)
+
+    starts.task = shop.declare(body, lock_rate="2/10s")
+    starts.send(1)
+    starts.run(25)
+    assert most_in_a_window(starts.times, 10.0) == 2
+    assert len(starts.times) == 6
+
+
+@pytest.mark.parametrize("timeout", [3, 10])
+def test_who_waits_in_a_slot_comes_in_time(monkeypatch, timeout):
+    """A waiter takes the lock when the rate admits it, although nobody releases it."""
+    server = LockServer()
+    server.drive(monkeypatch)
+    lock = Dislock(new_app()).lock(KEY, rate="1/4s", timeout=timeout)
+    assert lock.acquire()
+    lock.release()
+    began, refused = server.clock(), timeout < 4
+    told = pytest.raises(LockHeldError, match="early: 1 in 4 s") if refused else nullcontext()
+    with told, lock:
+        pass
+    assert server.clock() - began == pytest.approx(min(4, timeout), abs=0.01)
+
+
+def test_several_keys_count_together_or_not_at_all(shop):
+    """If one of several keys refuses, none of them has counted a start."""
+    keys = Key("narrow", rate="1/m"), Key("wide", rate="1/m")
+    starts = Starts(shop, lock_key=list(keys), lock_on_conflict="skip")
+    assert take(shop, "wide", rate="1/m")
+    starts.send(1)
+    starts.run(1)
+    assert starts.times == []
+    assert take(shop, "narrow", rate="1/m")  # nobody has counted it
+
+
+def test_two_rates_of_one_key_are_each_kept(shop):
+    """Tasks with a slow and a fast rate of one key share its starts, each within its own rate."""
+    slow = [bool(take(shop, rate="2/10s")) for _ in range(3)]
+    fast = [bool(take(shop, rate="5/s")) for _ in range(4)]
+    assert (slow, fast) == ([True, True, False], [True, True, True, False])
+    shop.server.advance(1.001)
+    assert take(shop, rate="5/s")
+    assert not take(shop, rate="2/10s")
+
+
+def test_a_queue_without_a_worker_keeps_no_rate_from_others():
+    """A turn that nobody claims bars others of the rate for that turn only."""
+    server = LuaServer()
+    line = Line(server)
+    terms = {"limit": 9, "rate": Rate(1, 2.0)}
+    assert line.ask("first", **terms) == "granted"
+    for task in ("dead", "t1", "t2"):
+        assert line.park(task, ttl=60, **terms) == "parked"
+    assert line.given() == ["dead"]  # ahead of its time
+    server.advance(63)
+    line.sweep()
+    assert line.given() == ["dead", "t1"]  # the first one again
+    assert line.claim("t1", **terms) == "granted"
+    server.advance(2)
+    line.sweep()
+    assert line.given() == ["t2"]
+
+
+def test_a_hand_off_to_a_waiter_is_a_start():
+    """Who waits in a slot and is handed the lock counts, as one who takes it."""
+    server = LuaServer()
+    line = Line(server)
+    terms = {"limit": 1, "rate": Rate(2, 60.0)}
+    assert line.wait("a", **terms)
+    assert not line.wait("b", **terms)
+    line.store.release([LOCK], "a")
+    assert line.owners() == ["b"]
+    line.store.release([LOCK], "b")
+    assert not line.wait("c", **terms)
+
+
+def test_a_clock_that_is_set_back_bars_nobody_for_longer_than_a_window(shop):
+    """After the server's clock was set back an hour, starts are counted from now."""
+    assert take(shop, rate="3/10s")
+    assert take(shop, rate="3/10s")
+    shop.server.stall(-3600)
+    assert take(shop, rate="3/10s")
+    assert take(shop, rate="3/10s").remaining <= 10
+    shop.server.stall(10.001)
+    assert take(shop, rate="3/10s")
+
+
+def test_a_lock_is_held_back(shop):
+    """While a lock is held back nobody starts, with a rate or without; then all go on."""
+    starts = Starts(shop)
+    shop.dislock.hold_back(KEY, 30, note="429")
+    starts.send(2)
+    starts.run(29)
+    assert starts.times == []
+    (state,) = shop.dislock.lock_of(KEY).state()
+    assert (state.rate.note, state.is_stuck, state.waiting + len(state.turns)) == ("429", False, 2)
+    starts.run(25)
+    assert len(starts.times) == 2
+    shop.dislock.hold_back(KEY, 30)
+    assert "held back" in str(take(shop).error())
+    shop.dislock.hold_back(KEY, 0)
+    assert take(shop)
+
+
+def test_a_rate_that_people_set_counts_in_place_of_the_codes(shop):
+    """What an operator sets holds at once, and until it is taken back."""
+    store = shop.dislock.runtime.process.store
+    assert store.rate(NAME, "1/60000", None) is None
+    assert [bool(take(shop, rate="9/s")) for _ in range(2)] == [True, False]
+    assert str(store.rate(NAME, "0/0", None)) == "1 a minute"
+    assert take(shop, rate="9/s")
+
+
+def test_a_rate_that_people_set_forgets_no_starts_of_the_codes(shop):
+    """After it was taken back, the rate of the code counts what began meanwhile."""
+    store = shop.dislock.runtime.process.store
+    store.rate(NAME, "1/30000", None)
+    assert take(shop, rate="2/25s")
+    store.rate(NAME, "0/0", None)
+    shop.server.stall(5)
+    assert take(shop, rate="1/4s")
+    assert not take(shop, rate="2/25s")
+
+
+def test_tasks_that_come_too_early_end_as_their_strategy_says(shop):
+    """Of a task that comes too early the result says which rate it is, and when it may start."""
+    shop.declare(lock_rate="1/m", lock_on_conflict="skip")
+    task = shop.app.tasks["shop.export"]
+    assert shop.run(task, "1").state == states.SUCCESS
+    skipped = shop.run(task, "2")
+    assert skipped.state == states.REVOKED
+    assert "too early: 1 a minute, the next may start in" in str(skipped.result)
+    task = shop.declare(lock_rate="1/m", lock_on_conflict="raise")
+    with pytest.raises(LockHeldError, match="too early"):
+        shop.run(task, "3").get()
+
+
+def test_a_callable_knows_that_only_the_time_is_in_the_way(shop):
+    """A callable that chooses a strategy is told whether a task only comes too early."""
+    told = []
+    task = shop.declare(
+        lock_rate="1/m", lock_on_conflict=lambda _, conflict: told.append(conflict) or "skip"
+    )
+    shop.run(task, "1")
+    shop.run(task, "2")
+    assert [conflict.early for conflict in told] == [True]
+
+
+def test_a_unique_task_has_a_rate(shop):
+    """A task that is sent once has a rate, too, and its key is free when it has begun."""
+    starts = Starts(shop, lock_rate="1/5s", lock_unique_until="start")
+    starts.send(1)
+    starts.run(1)
+    starts.send(1, first=1)
+    starts.send(1, first=2)  # a duplicate
+    starts.run(8)
+    assert len(starts.times) == 2
+
+
+def test_a_pause_and_a_rate_are_both_kept(shop):
+    """Nobody starts at a pause; after it, no window has more than the rate."""
+    starts = Starts(shop, lock_rate="2/2s")
+    lines = shop.dislock.runtime.process.lines
+    lines.limit(NAME, 0)
+    starts.send(5)
+    starts.run(3)
+    assert starts.times == []
+    lines.limit(NAME, None)
+    starts.run(8)
+    assert len(starts.times) == 5
+    assert most_in_a_window(starts.times, 2.0) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lock_rate": "fast"}, "give a rate as '100/m' or '5/10s'"),
+        ({"lock_rate": "0/m"}, "give 1 to"),
+        ({"lock_rate": "1/99d"}, "30 days"),
+        ({"lock_rate": True}, "give a rate"),
+        ({"lock_rate": "1/m", "lock_limit": None, "lock_unique_until": "end"}, "no effect"),
+        ({"lock_rate": "1/m", "lock_hold_on_retry": True}, "not counted"),
+        ({"lock_key": [Key("a", rate="x"), "b"]}, "the rate of"),
+        ({"lock_key": [Key("a", rate="1/m"), "b"], "lock_on_conflict": "wait"}, "cannot be waited"),
+    ],
+)
+def test_a_rate_that_cannot_be_is_refused_when_a_task_is_bound(shop, options, says):
+    """An option that makes no sense with a rate is refused with what to give instead."""
+    with pytest.raises(SettingsError, match=says):
+        shop.declare(**{"lock_on_conflict": "skip", **options})
+
+
+def test_no_lock_server_counts_no_start(shop):
+    """While the lock server is away no start is counted, and the task is put off."""
+    starts = Starts(shop, lock_rate="1/m")
+    shop.server.away = True
+    starts.send(1)
+    starts.run(0.1)
+    shop.server.away = False
+    starts.run(10)
+    assert len(starts.times) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.lists(st.floats(0, 3), min_size=1, max_size=40),
+)
+def test_starts_are_those_of_a_log_of_all(most, window, pauses):
+    """Whatever the pauses, a lock is refused exactly if its last window is full."""
+    with Shop() as shop:
+        times: list[int] = []
+        for pause in pauses:
+            shop.server.advance(round(pause, 3))
+            now = round(shop.server.clock() * 1e6)
+            full = sum(now - window * 10**6 < one for one in times) >= most
+            got = take(shop, rate=f"{most}/{window}s")
+            assert bool(got) != full
+            if got:
+                times.append(round(shop.server.clock() * 1e6))
+        assert all(later - sooner >= window * 10**6 for sooner, later in pairwise(times[::most]))
+
+
+def test_several_keys_of_a_program_have_no_rate(shop):
+    """A lock of several keys, which can be waited for, is refused with a rate."""
+    with pytest.raises(SettingsError, match="give one key, or no rate"):
+        shop.dislock.lock(["a", "b"], rate="1/m")
+
+
+@pytest.mark.parametrize("ending", [":starts", ":rate"])
+def test_a_damaged_rate_stops_nobody_in_the_middle(shop, ending):
+    """Of a key of another type an acquisition is told before anything is changed."""
+    name = f"{NAME}{ending}"
+    shop.server.send("HSET", name, "a", "b")
+    before = shop.server.contents()
+    with pytest.raises(Exception, match="WRONGTYPE"):
+        ask(shop, "a", place=9.0)
+    assert shop.server.contents() == before
+
+
+def test_a_program_without_an_app_holds_back(monkeypatch):
+    """A lock of a program that has no Celery app can be held back as well."""
+    server = LockServer()
+    server.drive(monkeypatch)
+    dislock = Dislock.from_url(LockServer.name)
+    dislock.hold_back(KEY, 30, note="429")
+    refused = dislock.lock(KEY).try_acquire()
+    assert refused.early
+    assert "held back (429)" in str(refused.error())

@@ -1,0 +1,224 @@
+"""``pause``, ``limit``, ``hold-back``, ``resume``: what is set, told and logged."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock import SingletonTask
+from celery_dislock.config.terms import Rate
+from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.cli import session
+from celery_dislock.servers.rates import RateState
+from tests.commands import AWAY, USAGE
+from tests.staged import lock
+
+
+@pytest.fixture(autouse=True)
+def _me(monkeypatch):
+    monkeypatch.setattr(session.getpass, "getuser", lambda: "me")
+    monkeypatch.setattr(session, "gethostname", lambda: "here")
+
+
+RATE = RateState(Rate(20, 60.0), 0.0, is_set=True, note="by ana")
+UNTIL = "until: celery dislock resume k."
+KEEPS = "Who has the lock keeps it."
+BEFORE = "It admitted 5. Its rate was 20 a minute."
+AS_CODE = "Lock k has the limit and rate of the code again."
+BACK = "let lock 'k' be taken as often as the code says"
+
+
+def told(state):
+    """What people have set: limit, rate, for how long, and why."""
+    rate = state.rate
+    known = [state.limit, rate and rate.is_set and str(rate.rate)]
+    return [*known, state.limit_remaining, state.limit_note, rate and rate.note]
+
+
+@pytest.mark.parametrize(
+    ("args", "kept", "said", "logged"),
+    [
+        (
+            ["pause", "k"],
+            [0, "20 a minute", None, "by me", "by ana"],
+            f"Lock k is paused {UNTIL} {KEEPS} It admitted 5.",
+            ["paused lock 'k', with the note 'by me'"],
+        ),
+        (
+            ["pause", "k", "--for", "10m", "--note", "stop\x1b"],
+            [0, "20 a minute", 600.0, "by me: stop\x1b", "by ana"],
+            f"Lock k is paused for 10 min. {KEEPS} It admitted 5.",
+            [r"paused lock 'k' for 10 min, with the note 'by me: stop\x1b'"],
+        ),
+        (
+            ["limit", "k", "3"],
+            [3, "20 a minute", None, "by me", "by ana"],
+            f"Lock k admits 3 at a time, {UNTIL} It admitted 5.",
+            ["limited lock 'k' to 3 leases, with the note 'by me'"],
+        ),
+        (
+            ["limit", "k", "--rate", "5/10s", "--note", "slow"],
+            [5, "5 in 10 s", None, "", "by me: slow"],
+            f"Lock k admits 5 in 10 s, {UNTIL} Its rate was 20 a minute.",
+            ["limited lock 'k' to 5 in 10 s, with the note 'by me: slow'"],
+        ),
+        (
+            ["limit", "k", "3", "--rate", "1000/h", "--for", "2h"],
+            [3, "1,000 an hour", 7200.0, "by me", "by me"],
+            f"Lock k admits 3 at a time and 1,000 an hour, for 2 h 00 min. {BEFORE}",
+            [
+                "limited lock 'k' to 1,000 an hour for 2 h 00 min, with the note 'by me'",
+                "limited lock 'k' to 3 leases for 2 h 00 min, with the note 'by me'",
+            ],
+        ),
+        (
+            ["limit", "k", "0", "--rate", "9/s"],
+            [0, "9 a second", None, "by me", "by me"],
+            f"Lock k is paused {UNTIL} {KEEPS} It admits 9 a second, {UNTIL} {BEFORE}",
+            [
+                "limited lock 'k' to 9 a second, with the note 'by me'",
+                "paused lock 'k', with the note 'by me'",
+            ],
+        ),
+        (
+            ["resume", "k"],
+            [None, None, None, "", None],
+            f"{AS_CODE} {BEFORE}",
+            ["took back the limit of lock 'k'", BACK],
+        ),
+    ],
+)
+def test_what_is_set_is_said(dislock, server, caplog, args, kept, said, logged):
+    """With who did it, how to take it back and what was set before; in the log, too."""
+    server.put(lock(limit=5, rate=RATE))
+    answer = dislock(*args)
+    assert (answer.exit_code, answer.stderr) == (0, "")
+    assert told(server.overview.lock("dislock:{k}")) == kept
+    assert answer.stdout == f"{said}\n"
+    assert caplog.messages == [f"Command: 'me' on here {one}." for one in logged]
+
+
+def test_a_rate_lasts_as_long_as_it_is_set_for(dislock, server):
+    """As a limit does; then what the code says holds again."""
+    server.put(lock(waiting=1))
+    dislock("limit", "k", "--rate", "5/m", "--for", "10m")
+    assert server.overview.lock("dislock:{k}").rate.remaining == 600.0
+    server.advance(601)
+    assert server.overview.lock("dislock:{k}").rate is None
+
+
+def test_programs_are_told_what_was_set(dislock, server):
+    """By field, with what somebody had set before."""
+    server.put(lock(limit=0, waiting=1))
+    assert "paused" in dislock("limit", "k", "2").stdout
+    rate = {"most": 5, "window": 60.0}
+    first = {"key": "k", "rate": rate, "rate_before": None, "seconds": 60.0}
+    assert dislock.json("limit", "k", "--rate", "5/m", "--for", "60") == [first]
+    assert dislock.json("hold-back", "k", "9") == [{"key": "k", "held_back": 9.0}]
+    (told,) = dislock.json("resume", "k")
+    assert told.pop("held_back_before") == pytest.approx(9.0, abs=0.1)
+    before = {"limit": None, "before": 2, "rate": None, "rate_before": rate}
+    assert told == {"key": "k", **before, "seconds": None}
+    (told,) = dislock.json("resume", "k")
+    assert told == {"key": "k", "limit": None, "before": None, "seconds": None}
+    assert dislock("resume", "k").stdout == f"{AS_CODE} Nobody had set another.\n"
+
+
+def test_a_lock_is_held_back(dislock, server, caplog):
+    """For a time, as a task does it after an answer 429; `resume` ends it before that."""
+    server.put(lock(waiting=1))
+    answer = dislock("hold-back", "k", "90", "--note", "429")
+    assert answer.stdout == "Nobody takes lock k for 90 s. Sooner: celery dislock resume k\n"
+    found = server.overview.lock("dislock:{k}").rate
+    assert (round(found.held_back), found.note) == (90, "by me: 429")
+    done = "held back lock 'k' for 90 s, with the note 'by me: 429'"
+    assert caplog.messages == [f"Command: 'me' on here {done}."]
+    assert dislock("resume", "k").stdout == f"{AS_CODE} It was held back.\n"
+    assert caplog.messages[-1] == f"Command: 'me' on here {BACK}."
+    assert server.overview.lock("dislock:{k}").rate is None
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        ("limit k", "Give NUMBER, or --rate, or both."),
+        ("limit k 2 --rate 10", "'10' cannot be used: give a rate as '100/m' or '5/10s'"),
+        ("limit k --rate 0/m", "'0/m' cannot be used: give 1 to 1,000,000 starts in a window"),
+        ("limit k --rate 1/90d", "give a window of 1 second to 30 days"),
+        ("hold-back k 0", "'0' is no time above 0; give 90 (seconds), 10m, 2h or 1d"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_remedy(dislock, server, command, remedy):
+    """Nothing is set by halves."""
+    answer = dislock(*command.split())
+    assert answer.exit_code == USAGE
+    assert remedy in " ".join(answer.stderr.split())
+    assert server.contents() == {}
+
+
+@pytest.mark.parametrize("command", ["limit k 1 --rate 9/m", "limit k --rate 9/m", "hold-back k 9"])
+def test_several_servers_count_no_starts(dislock, server, command):
+    """That is said, and nothing is set by halves; what they can have is taken back."""
+    server.keeps_lines, server.kind = False, "quorum"
+    answer = dislock(*command.split())
+    assert answer.exit_code == USAGE
+    assert "several lock servers" in answer.stderr
+    assert server.contents() == {}
+    server.put(lock(limit=0))
+    assert dislock("resume", "k").exit_code == 0
+    assert server.contents() == {}
+
+
+def test_a_user_without_a_name(dislock, server, monkeypatch):
+    """As in some containers."""
+
+    def nobody():
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(session.getpass, "getuser", nobody)
+    dislock("pause", "k")
+    assert server.overview.lock("dislock:{k}").limit_note == "by an operator"
+
+
+def test_what_was_set_before_an_error_is_logged(dislock, server, caplog, monkeypatch):
+    """Of several keys the first is paused, and the lock server goes away."""
+
+    @dislock.app.task(base=SingletonTask, name="shop.move", lock_key=["a", "b"], shared=False)
+    def move(): ...
+
+    run = server.run
+
+    def fail_later(script, keys, *arguments):
+        if server.names() and keys == ["dislock:{b}"]:
+            raise StoreError("redis://fake", "away")
+        return run(script, keys, *arguments)
+
+    monkeypatch.setattr(server, "run", fail_later)
+    assert dislock("pause", "--task", "shop.move").exit_code == AWAY
+    assert ["paused lock 'a'" in one for one in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("pause export:*", "resume export:*", "limit export:* 2", "limit export:* --rate 9/m"),
+        *("hold-back export:* 9", "limit k 1000000001"),
+    ],
+)
+def test_what_would_be_another_lock_or_a_damaged_one_is_refused(dislock, server, command):
+    """A pattern is no key; a limit that no script could read would make the lock unusable."""
+    answer = dislock(*command.split())
+    assert answer.exit_code == USAGE
+    assert "1000000001" in command or "looks like a pattern" in answer.stderr
+    assert server.contents() == {}
+
+
+def test_a_key_that_nobody_knows_is_a_warning(dislock, server):
+    """It may be misspelt; it is paused all the same, as one that only looks like a pattern is."""
+    answer = dislock("pause", "exprot:7")
+    assert answer.exit_code == 0
+    assert answer.stderr.startswith("Warning: nobody holds, awaits or reserves lock exprot:7 now.")
+    for key in ("export:7", "export:*"):
+        server.put(lock(key, waiting=1))
+        answer = dislock("pause", key)
+        assert (answer.exit_code, answer.stderr) == (0, "")
+        assert server.overview.lock(f"dislock:{{{key}}}").limit == 0
