@@ -300,7 +300,7 @@ def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[...,
         if request is None or request.called_directly or Delivery.of(request) is not None:
             return (own_call or Task.__call__)(self, *args, **kwargs)
         body = own_call.__get__(self) if own_call else self.run
-        if guard.runtime.enabled is False:
+        if guard.runtime.off:
             tell(self.app, "begin_unlocked", request)
             return guard.run_unlocked(request, body, args, kwargs)
         if guard.is_async:

@@ -87,12 +87,13 @@ class Runtime(Generic[P]):
 
     @property
     def enabled(self) -> bool | None:
-        """
-        The current ``dislock_enabled``, which a worker's command line may have changed.
-
-        False: tasks take no locks at all.
-        """
+        """The current ``dislock_enabled``, which a worker's command line may have changed."""
         return self._conf().get("dislock_enabled")
+
+    @property
+    def off(self) -> bool:
+        """Whether tasks take no locks at all; the test kit sets it."""
+        return self._conf().get("dislock_enabled") is False
 
     @cached_property
     def settings(self) -> AppSettings:

@@ -90,7 +90,7 @@ def about(runtime: Runtime[Any], tasks: Mapping[str, TaskOptions]) -> dict[str, 
     description: dict[str, Any] = {
         "version": _version(),
         "enabled": runtime.enabled,
-        "locks": runtime.enabled is not False,
+        "locks": not runtime.off,
         "server": None,
         "prefix": None,
         "no_server": None,

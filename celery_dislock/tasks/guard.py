@@ -350,7 +350,7 @@ class Guard:
     @property
     def has_lock(self) -> bool:
         """Whether this task takes a lock."""
-        return self._locks and self.runtime.enabled is not False
+        return self._locks and not self.runtime.off
 
     def keys(self, args: Any, kwargs: Any, serializer: str = "") -> Sequence[str]:
         """
@@ -391,7 +391,7 @@ class Guard:
 
         None if it brings none, or if this process cannot park tasks.
         """
-        if self.runtime.enabled is False or not self.runtime.process.can_park:
+        if self.runtime.off or not self.runtime.process.can_park:
             return None
         return own_turn(request, self.runtime.settings.dislock_prefix)
 

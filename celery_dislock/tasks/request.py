@@ -60,7 +60,7 @@ class Recovering:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.task.dislock_guard.runtime.enabled is not False:
+        if not self.task.dislock_guard.runtime.off:
             keep_message(self)
         self._was_parked = TICKET in notes_in(self.message.headers)
 
@@ -135,7 +135,7 @@ def _release_dead(guard: Guard, request: Any, owner_start: str) -> int:
     Raises:
         StoreError: The lock server did not answer.  The lease ends with its expiry.
     """
-    if guard.runtime.enabled is False:
+    if guard.runtime.off:
         return 0
     names, options = guard.runtime.lock_names(guard.keys_of(request)), guard.options
     at_least = options.lock_at_least_for if options.release_on_failure else None

@@ -147,7 +147,7 @@ class Sending(NamedTuple):
         # The last step of a chain comes with an empty one.  The chain's result is that step's.
         is_a_step = options.get("chain") is not None
         belongs_to_more = is_a_step or any(map(options.get, BELONGS_TO_MORE))
-        if belongs_to_more or self.guard.runtime.enabled is False or (self.eager and again):
+        if belongs_to_more or self.guard.runtime.off or (self.eager and again):
             return self.send_now(options, "" if again else "unreserved")
         return sender_of(self.app).send(self, options, again=again)
 

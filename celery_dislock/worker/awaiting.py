@@ -37,7 +37,7 @@ def check_bodies(app: Celery, pool: type) -> None:
     if runtime.unawaited_by is None:
         follow_contexts()
     must_be_awaited = [guard for guard in guards_of(app).values() if guard.is_async]
-    for guard in () if runtime.enabled is False else must_be_awaited:
+    for guard in () if runtime.off else must_be_awaited:
         if runtime.unawaited_by is not None:
             raise guard.unawaited()
         try:

@@ -50,7 +50,7 @@ class ReservationStep(TimedStep):
             if guard.options.lock_unique_until in {"start", "end"}
         ]
         self._every = max(min(times, default=0.0) / RENEWALS, EVERY_LEAST)
-        return bool(times) and runtime_of(worker.app).enabled is not False
+        return bool(times) and not runtime_of(worker.app).off
 
     def begin(self, worker: WorkController) -> float:
         """Renew with connections of its own."""

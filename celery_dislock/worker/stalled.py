@@ -59,7 +59,7 @@ class StalledStep(TimedStep):
         self._every = min(intervals, default=0.0) / STEPS
         return (
             bool(intervals)
-            and runtime.enabled is not False
+            and not runtime.off
             and runtime.settings.dislock_renew_for_stalled
             and getattr(worker.pool_cls, "uses_semaphore", False)  # prefork alone does
         )

@@ -106,7 +106,7 @@ class SweepStep(TimedStep):
         every = interval(options)
         self._every = every or 0.0
         self._parks = any(one.parks for one in options)
-        return every is not None and runtime.enabled is not False and runtime.process.can_park
+        return every is not None and not runtime.off and runtime.process.can_park
 
     def begin(self, worker: WorkController) -> float:
         """Sweep one page at a time."""
