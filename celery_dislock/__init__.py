@@ -15,10 +15,10 @@ from celery_dislock.exceptions import DuplicateTaskError as DuplicateTaskError
 from celery_dislock.exceptions import EventLoopError as EventLoopError
 from celery_dislock.exceptions import NoResultError as NoResultError
 from celery_dislock.locks.asynchronous import AsyncLock
-from celery_dislock.locks.lease import Conflict as Conflict
 from celery_dislock.locks.lease import Lease, current_lease
 from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.plugin import Dislock
+from celery_dislock.servers.records import Conflict as Conflict
 from celery_dislock.tasks.task import SingletonTask
 from celery_dislock.tasks.task import ensure_held as ensure_held
 

@@ -96,7 +96,9 @@ def _sending_uniquely() -> None:
         options.update(zip(positional, more, strict=False))
         publish = partial(original, self, name, args, kwargs)
         task = options.get("task_type") or _task_named(self, name)
-        guard = None if task is None else guard_for_sending(task, self)
+        guard: Guard | None = getattr(task, "dislock_guard", None)
+        if guard is None and task is not None:
+            guard = guard_before_sending(task, self)
         if guard is None:
             return publish(**options)
         return Sending(self, task, guard, args, kwargs, publish).send(options)
@@ -363,9 +365,9 @@ def _guard_if_keyed(task: Task, app: Celery) -> None:
         install(type(task), app)
 
 
-def guard_for_sending(task: Task, app: Celery) -> Guard | None:
+def guard_before_sending(task: Task, app: Celery) -> Guard | None:
     """
-    Return the guard of a task that is about to be sent; None if it is not guarded.
+    Guard a task that is about to be sent; return None if it is not to be guarded.
 
     Celery registers a task before it binds it.  If another thread is about to do that, this call
     waits for it.
@@ -373,14 +375,12 @@ def guard_for_sending(task: Task, app: Celery) -> Guard | None:
     Raises:
         SettingsError: One of its options cannot be used.
     """
-    guard: Guard | None = getattr(task, "dislock_guard", None)
-    if guard is None and (isinstance(task, SingletonTask) or runtime_of(app).enabled):
+    if isinstance(task, SingletonTask) or runtime_of(app).enabled:
         until = monotonic() + BOUND_WITHIN
         while task.request_stack is None and monotonic() < until:
             time.sleep(BOUND_WITHIN / 1000)
         _guard_if_keyed(task, app)
-        guard = getattr(task, "dislock_guard", None)
-    return guard
+    return getattr(task, "dislock_guard", None)
 
 
 def guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:

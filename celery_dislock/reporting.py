@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TypeVar
 
 from celery_dislock.words import plain
 
@@ -30,30 +29,8 @@ def _shown_plainly(record: logging.LogRecord) -> bool:
 
 logger.addFilter(_shown_plainly)
 
-E = TypeVar("E", bound=BaseException)
-
-
-def logged(error: E, name: str, task_id: str, what: str, *, level: int = logging.INFO) -> E:
-    """
-    Log how a delivery ends, in place of Celery's own line about *error*.
-
-    Args:
-        error: The exception that ends the delivery; the caller raises it.
-        name: The task's name.
-        task_id: The task's id.
-        what: What happens to the task, and why.
-        level: Level of the log line.
-
-    Returns:
-        The error.
-    """
-    if logger.isEnabledFor(level):
-        error.dislock_logged = True  # type: ignore[attr-defined]
-        logger.log(level, "Task %s[%s] %s", name, task_id, what)
-    return error
-
 
 def is_news(_record: logging.LogRecord) -> bool:
-    """Refuse a record about an exception that :func:`logged` has logged; a filter."""
+    """Refuse a record about an exception that ends a delivery, and was logged as such; a filter."""
     # Celery logs while it handles the exception, so sys.exc_info() returns that exception.
     return not getattr(sys.exc_info()[1], "dislock_logged", False)

@@ -44,11 +44,6 @@ def so_far(held_for: float | None, renewed: float | None = None) -> str:
     return words
 
 
-def shortened(text: str) -> str:
-    """Return a text that comes from outside, of limited length."""
-    return text if len(text) <= TEXT_MOST else f"{text[:TEXT_MOST]}..."
-
-
 def plain(text: object) -> str:
     r"""
     Return text as a terminal, a log or a page can show it; all that is shown to people passes here.

@@ -525,7 +525,8 @@ class History:
         lost_at = self.lost_at
         release_after_death(made)
         if not self.actors[name].has_failed and lost_at == self.lost_at:
-            names = made.task.dislock_guard.lock_names(made.args, made.kwargs)
+            guard = made.task.dislock_guard
+            names = guard.runtime.lock_names(guard.keys(made.args, made.kwargs))
             self.durations.died(names, execution_start(made.id, made.hostname, made.worker_pid))
 
     # What must be so.

@@ -154,7 +154,7 @@ class Worker:
         vars(parking).update(pid=process.number, owner_name=process.owner_name)
         self.app.__dict__["_dislock_sender"] = sending.Sender(
             self.app,
-            lambda: process.store.reservations,
+            self.runtime,
             clock=process.net.clock,
             pause=sleep_in(process.net),
         )

@@ -56,11 +56,11 @@ from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.urls import MEMORY, shown
 from celery_dislock.exceptions import DislockError, LockKeyError, SettingsError, StoreError
 from celery_dislock.keys.templates import check_written
-from celery_dislock.locks.lease import WAITED, Attempt, Conflict
+from celery_dislock.locks.lease import WAITED, Attempt
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.scripts import TICK, TICKS
 from celery_dislock.scripts.names import beat_of
-from celery_dislock.servers.records import LEADER, describe, in_words, text
+from celery_dislock.servers.records import LEADER, Conflict, describe, in_words, text
 
 if TYPE_CHECKING:
     from celery import Celery

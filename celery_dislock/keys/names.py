@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from celery_dislock.keys.templates import CONTROL, DIGEST_CHARS, percent_encoded
@@ -47,9 +47,10 @@ def execution_start(task_id: object, hostname: str, pid: int) -> str:
     return f"{task_name(task_id)}@{hostname}:{pid}/"
 
 
-def ticket_name(task_id: object, retries: object, nesting: object) -> str:
-    """Return the name of a ticket: task, number of retries, and number of replacements."""
-    return f"{task_name(task_id)}:{_number(retries)}:{_number(nesting)}"
+def ticket_of(request: Any) -> str:
+    """Return the ticket of the work that a request of Celery's, or what is like one, is about."""
+    numbers = f"{_number(request.retries)}:{_number(request.replaced_task_nesting)}"
+    return f"{task_name(request.id)}:{numbers}"
 
 
 def task_id_of(ticket: str) -> str:

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from types import TracebackType
 
-    from celery_dislock.locks.lease import Conflict, Lease
+    from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.reentrant import ReentrantLock
     from celery_dislock.locks.runtime import Runtime
+    from celery_dislock.servers.records import Conflict
     from celery_dislock.servers.view import Holder
 
 P = ParamSpec("P")

@@ -25,7 +25,8 @@ from celery_dislock.servers.records import in_words
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from celery_dislock.locks.lease import Attempt, Conflict, Lease
+    from celery_dislock.locks.lease import Attempt, Lease
+    from celery_dislock.servers.records import Conflict
 
 TRACING = "opentelemetry.trace"  # is imported in a process that has spans
 

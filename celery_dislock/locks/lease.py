@@ -1,4 +1,4 @@
-"""An attempt to take a lock, and what comes of it: a lease, or a conflict.
+"""An attempt to take a lock, and the lease that comes of it.
 
 A lease is trusted until ``sent_at + timeout - margin``.  ``sent_at`` is the monotonic time just
 before the acquisition or the last successful renewal was *sent*.  A slow reply therefore shortens
@@ -14,16 +14,15 @@ from __future__ import annotations
 import os
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
-from celery_dislock.exceptions import LockHeldError, LockLostError, StoreError
-from celery_dislock.servers.records import in_words, written
+from celery_dislock.exceptions import LockLostError, StoreError
+from celery_dislock.servers.records import written
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
@@ -368,48 +367,10 @@ class Attempt:
         self.owner, self.holder, self.sender = owner, holder, sender
         self.holder_json = holder_json or written(holder)
 
-    def end(self, ending: Ending = RELEASED) -> None:
-        """End the lease, if there is one; a second call does nothing."""
+    def end(self) -> None:
+        """Release the lease, if there is one; a second call does nothing."""
         if self.lease is not None:
-            self.lease.release(ending)
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """
-    An acquisition that was refused because the lock is held; falsy, unlike a lease.
-
-    Attributes:
-        key: The key of the lock; of several, of the one that is held.
-        holder: Who holds it: ``task``, ``id``, ``worker`` and ``pid``; in plain Python ``thread``
-            in place of ``task`` and ``id``.
-        remaining: Seconds until the holder's lease ends, unless it is renewed.
-        place: Place in line, from 1, that the task would get if it were parked; else 0.
-        held_for: Seconds since the holder took the lock, by the lock server's clock; None if that
-            is not known.
-        renewed: Seconds since the holder's lease was renewed, or taken if it was not renewed since;
-            None if that is not known, or the lease has a fixed expiry.
-    """
-
-    key: str
-    holder: Mapping[str, Any]
-    remaining: float
-    place: int = 0
-    held_for: float | None = None
-    renewed: float | None = None
-
-    def __bool__(self) -> Literal[False]:
-        return False
-
-    @property
-    def early(self) -> bool:
-        """Whether only the time is in the way.  *remaining* is until the next start then."""
-        return "early" in self.holder
-
-    def error(self, hint: str = "") -> LockHeldError:
-        """Make the LockHeldError for this conflict; *hint*: why the caller may wait for itself."""
-        holder = in_words(self.holder)
-        return LockHeldError(self.key, holder, self.remaining, self.held_for, self.renewed, hint)
+            self.lease.release()
 
 
 current: ContextVar[Attempt | None] = ContextVar("dislock_attempt", default=None)

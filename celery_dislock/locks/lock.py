@@ -14,14 +14,13 @@ from celery_dislock.locks.lease import (
     GONE_WHEN_RENEWED,
     WAITED,
     Attempt,
-    Conflict,
     End,
     Lease,
     trust_in,
 )
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.records import in_words, is_turn
-from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Granted, Refused, Replaced
+from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Granted, Replaced
 from celery_dislock.servers.requests import RELEASED, LateRelease
 from celery_dislock.signals import lock_acquired, lock_released
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.watchdog import Watchdog
+    from celery_dislock.servers.records import Conflict
     from celery_dislock.servers.replies import Handed
     from celery_dislock.servers.requests import Ending
     from celery_dislock.servers.store import Store
@@ -161,15 +161,15 @@ class Lock:
                     attempt.has_begun = True
                     return self.keep(attempt, answer.tokens, asked_at, self.timeout)
                 if not place:
-                    return self.conflict(answer)
+                    return answer
                 passed_on = ()
                 attempt.how = WAITED
                 if gives_way and is_turn(answer.holder):
-                    return self.conflict(answer)
+                    return answer
                 left = until - self.clock()
                 if left <= 0:
                     self.abandon(attempt)
-                    return self.conflict(answer)
+                    return answer
                 try:
                     handed = self._wait(attempt, answer, left)
                     unheard = 0
@@ -187,19 +187,20 @@ class Lock:
             self.interrupted(attempt, refused=refused)
             raise
 
-    def _wait(self, attempt: Attempt, refused: Refused, left: float) -> Handed | None:
+    def _wait(self, attempt: Attempt, conflict: Conflict, left: float) -> Handed | None:
         """Wait in line; return a grant that can be used at once, or None: ask again."""
-        pause = min(left, refused.remaining + LATE, ASK_AGAIN)
-        if refused.nth:
+        pause = min(left, conflict.remaining + LATE, ASK_AGAIN)
+        nth = self.keys.index(conflict.key)
+        if nth:
             pause = min(pause, self.timeout / RENEWALS_PER_TIMEOUT)  # to keep the locks before it
         until = self.clock() + pause
-        handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)
+        handed = self.store.wait(self.names[nth], attempt.owner, pause)
         while isinstance(handed, FirstInLine):
             # Another was handed the lock.  If it is dead, its lease ends when this time is over.
             pause = min(until - self.clock(), min(self.timeout, TAKE_UP) + LATE)
             if pause <= 0:
                 return None
-            handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)
+            handed = self.store.wait(self.names[nth], attempt.owner, pause)
         return handed
 
     def _granted(
@@ -229,17 +230,6 @@ class Lock:
         # If some of several locks are taken already, ask again in time to keep them.
         most = min(most, self.timeout / RENEWALS_PER_TIMEOUT)
         return min(first * 2.0 ** min(times - 1, 10), most, left)
-
-    def conflict(self, refused: Refused) -> Conflict:
-        """Make the conflict of a refusal, with the key that was refused."""
-        return Conflict(
-            self.keys[refused.nth],
-            refused.holder,
-            refused.remaining,
-            refused.place,
-            refused.held_for,
-            refused.renewed,
-        )
 
     def keep(self, attempt: Attempt, tokens: Sequence[int], since: float, ttl: float) -> Lease:
         """

@@ -32,8 +32,9 @@ from celery_dislock.locks.callers import (
     described,
 )
 from celery_dislock.locks.interruption import Running, refusal
-from celery_dislock.locks.lease import Attempt, Conflict, End
+from celery_dislock.locks.lease import Attempt, End
 from celery_dislock.locks.lock import Lock
+from celery_dislock.servers.records import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,9 +61,8 @@ class ReentrantLock:
             ...
             lease.ensure_held()
 
-    If the lock was lost, the block ends with
-    :class:`~celery_dislock.exceptions.LockLostError`.  If the block itself raised another
-    exception, that exception propagates, with a note about the loss.
+    If the lock was lost, the block ends with :class:`~celery_dislock.exceptions.LockLostError`.  If
+    the block itself raised another exception, that propagates, with a note about the loss.
 
     Args:
         runtime: What the app's locks share.

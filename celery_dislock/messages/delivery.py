@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from contextvars import ContextVar
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import ref
 
 from celery.exceptions import Ignore, Reject
@@ -20,7 +20,6 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import HELD, with_notes
 from celery_dislock.messages.message import AS_IT_CAME, Message
-from celery_dislock.reporting import logged
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lock import Lock
     from celery_dislock.messages.headers import Notes
     from celery_dislock.servers.reservations import Reservation, Reservations
+
+E = TypeVar("E", bound=BaseException)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -173,13 +174,27 @@ class Delivery:
         if reservation is not None:
             end_reservation(self.lock.store.reservations, reservation, str(self))
 
-    def logged(self, error: Any, what: str, **kwargs: Any) -> Any:
-        """Log how the delivery ends, in place of Celery's line about *error*; return the error."""
-        return logged(error, self.task.name, self.id, what, **kwargs)
+    def logged(self, error: E, what: str, *, level: int = logging.INFO) -> E:
+        """
+        Log how the delivery ends, in place of Celery's own line about *error*.
+
+        Args:
+            error: The exception that ends the delivery; the caller raises it.
+            what: What happens to the task, and why.
+            level: Level of the log line.
+
+        Returns:
+            The error.
+        """
+        if logger.isEnabledFor(level):
+            error.dislock_logged = True  # type: ignore[attr-defined]
+            logger.log(level, "Task %s[%s] %s", self.task.name, self.id, what)
+        return error
 
     def settle(self) -> None:
         """End the lease, if there is one; a second call does nothing."""
-        self.attempt.end(self.ending)
+        if self.attempt.lease is not None:
+            self.attempt.lease.release(self.ending)
 
     def __str__(self) -> str:
         return f"{self.task.name}[{self.id}]"
@@ -194,25 +209,19 @@ class Outbox:
 
     Attributes:
         held_by: Owner whose lease the retries take over; None if the lease is released.
+        retries: What sends each retry, and its options.
+        replacements: What sends each message that replaces the task.
     """
 
     def __init__(self) -> None:
         self.held_by: str | None = None
-        self._retries: list[tuple[Callable[..., Any], dict[str, Any]]] = []
-        self._replacements: list[Callable[[], Any]] = []
-
-    def add_retry(self, apply_async: Callable[..., Any], options: dict[str, Any]) -> None:
-        """Hold back a retry of this task."""
-        self._retries.append((apply_async, options))
-
-    def add_replacement(self, send: Callable[[], Any]) -> None:
-        """Hold back the message that replaces this task."""
-        self._replacements.append(send)
+        self.retries: list[tuple[Callable[..., Any], dict[str, Any]]] = []
+        self.replacements: list[Callable[[], Any]] = []
 
     @property
     def retry_in(self) -> float | None:
         """Seconds until the last of the retries is due; None if there are no retries."""
-        return max((delay_of(options) for _, options in self._retries), default=None)
+        return max((delay_of(options) for _, options in self.retries), default=None)
 
     def send(self) -> None:
         """
@@ -222,12 +231,12 @@ class Outbox:
             Reject: Not all messages could be published; ``Task.retry()`` raises the same.
         """
         try:
-            for apply_async, options in self._retries:
+            for apply_async, options in self.retries:
                 if self.held_by is not None:
                     headers = with_notes(options.get("headers"), {HELD: self.held_by})
                     options = {**options, "headers": headers}  # noqa: PLW2901 -- a changed copy
                 apply_async(**options)
-            for replace in self._replacements:
+            for replace in self.replacements:
                 replace()
         except Ignore:  # raised by Celery's on_replace()
             pass

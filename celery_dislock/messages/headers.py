@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import UNIQUE_UNTIL
-from celery_dislock.keys.names import owners_start, reserved_name, task_name, ticket_name
+from celery_dislock.keys.names import owners_start, reserved_name, task_name, ticket_of
 from celery_dislock.servers.reservations import Reservation
 
 if TYPE_CHECKING:
@@ -50,6 +50,15 @@ SINCE = "since"  # when it first asked for its lock in vain: UNIX time, for metr
 LATER = "later"  # since when it waits for a worker of a later release: UNIX time
 
 FROZEN = (PUT_OFF, HELD, TICKET, REPLACED, SINCE, LATER)  # in each version, with "v"
+
+# Headers that RabbitMQ adds to a message which it dead-letters, or delivers again.
+OF_THE_BROKER = (
+    "x-death",
+    "x-first-death-",
+    "x-last-death-",
+    "x-delivery-count",
+    "x-acquired-count",
+)
 
 PUT_OFF_MOST_TIMES = 10**6  # the count stops here
 UNTIL_MOST = 10.0**11  # UNIX time, about the year 5138
@@ -118,7 +127,7 @@ class Notes:
                 ignored.append(f"{name}={reprlib.repr(note)}")
             else:
                 setattr(notes, attribute, value)
-        if notes.parked and notes.parked[1] != own_ticket(request):
+        if notes.parked and notes.parked[1] != ticket_of(request):
             notes.parked = None
         if ignored:
             logger.warning(
@@ -173,39 +182,37 @@ def notes_in(headers: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def with_notes(headers: Mapping[str, Any] | None, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message's headers with more notes; of a later version, those that it must know."""
+    """
+    Return a message's headers with more notes; of a later version, those that it must know.
+
+    Ours come first, as scripts read them: the version, then SENT.
+    """
     own = dict(headers or {})
-    given = own.get(HEADER)
-    if notes and isinstance(given, dict) and _version(given) > VERSION:
-        own[HEADER] = {**given, **{name: notes[name] for name in FROZEN if name in notes}}
-    elif notes:
-        own[HEADER] = {"v": VERSION, **_members(given), **notes}
-    return own
+    if not notes:
+        return own
+    members = {"v": VERSION, **notes}
+    if HEADER in own:
+        given: Any = own.pop(HEADER)
+        if _version(given) > VERSION:
+            notes = {name: notes[name] for name in FROZEN if name in notes}
+        members = {"v": VERSION, **(given if _version(given) else {}), **notes}
+    if SENT in members:
+        members = {"v": members["v"], SENT: members[SENT], **members}
+    return {HEADER: members, **own}
 
 
-def without_notes(headers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a message's headers without the notes of one delivery."""
-    own = dict(headers or {})
-    given = own.pop(HEADER, None)
-    if _version(given) > VERSION:
-        own[HEADER] = given
-    elif kept := {n: one for n, one in _members(given).items() if n not in READERS and n != "v"}:
+def as_sent(headers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a message's headers without the notes of one delivery, and without the broker's."""
+    given = headers or {}
+    own = {name: one for name, one in given.items() if not str(name).startswith(OF_THE_BROKER)}
+    if HEADER not in own:
+        return own
+    notes = own.pop(HEADER)
+    if _version(notes) > VERSION:
+        own[HEADER] = notes
+    elif kept := {n: one for n, one in _members(notes).items() if n not in READERS and n != "v"}:
         own[HEADER] = {"v": VERSION, **kept}
     return own
-
-
-def ours_first(headers: Mapping[str, Any], notes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """
-    Return a message's headers with these notes, ours first, as scripts read it: version, then SENT.
-
-    A message that has no header of ours is given one, since a script may have to add a note.
-    """
-    own = with_notes(headers, notes)
-    given: Any = own.pop(HEADER, {"v": VERSION})
-    if not _version(given):
-        return headers
-    first = {name: given[name] for name in ("v", SENT) if name in given}
-    return {HEADER: {**first, **given}, **own}
 
 
 def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
@@ -221,13 +228,8 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     """
     given = notes_of(request).get(TICKET)
     turn = None if given is None else _ticket(given, str(request.id))
-    is_own = turn is not None and turn[1] == own_ticket(request) and is_under(prefix, turn[0])
+    is_own = turn is not None and turn[1] == ticket_of(request) and is_under(prefix, turn[0])
     return turn if is_own else None
-
-
-def own_ticket(request: Context) -> str:
-    """Return the ticket of a delivery's work."""
-    return ticket_name(request.id, request.retries, request.replaced_task_nesting)
 
 
 def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservation | None:
@@ -263,7 +265,7 @@ def forget_notes(request: Context) -> None:
     about = vars(request)
     for headers in (about, about.get("headers")):
         if isinstance(headers, dict) and HEADER in headers:
-            kept = without_notes({HEADER: headers.pop(HEADER)})
+            kept = as_sent({HEADER: headers.pop(HEADER)})
             headers.update(kept)
 
 

@@ -2,7 +2,7 @@
 
 Brokers add to a message that they deliver.  RabbitMQ notes where it was dead-lettered and how often
 it was delivered, and drops a message that seems to go round in circles by these notes.  Its delayed
-delivery puts the delay before the routing key.  All of that is taken off here.
+delivery puts the delay before the routing key.  All of that is taken off.
 
 The stored format is one line of JSON about the message, followed by the message's body, byte for
 byte.  The body is never deserialized here.
@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
-from celery_dislock.exceptions import EARLY
-from celery_dislock.messages.headers import HEADER, ours_first, with_notes, without_notes
-from celery_dislock.words import so_far
+from celery_dislock.messages.headers import HEADER, VERSION, as_sent, with_notes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,14 +33,6 @@ FORMAT = b"1 "
 AS_IT_CAME = "dislock_message"  # key in delivery_info, from the worker to its pool process
 # Message properties that are still valid when the message is published a second time.
 PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id")
-# Headers that RabbitMQ adds to a message which it dead-letters, or delivers again.
-OF_THE_BROKER = (
-    "x-death",
-    "x-first-death-",
-    "x-last-death-",
-    "x-delivery-count",
-    "x-acquired-count",
-)
 # The exchanges of delayed delivery: a message comes from the one that it was delayed by last.
 DELAYED_BY = re.compile(r"celery_delayed_[0-9]+$")
 DELAYED_DELIVERY = "celery_delayed_delivery"  # ends the name of the one that leads to all queues
@@ -67,27 +57,13 @@ class TaskParked(Ignore):  # type: ignore[misc]
     """Ends a delivery whose task was parked.
 
     Attributes:
-        key: The key of the lock.
-        place: Place in line, counted from 1.
-        holder: Description of the lock's holder.
-        held_for: Seconds since the holder took the lock; None if that is not known.
+        about: The fields of its event: the key of the lock, the place in line, counted from 1, a
+            description of the lock's holder, and since when that has it, if it is known.
         replaced: Why tasks end whose place in line it took, by their ids.
     """
 
-    def __init__(self, key: str, place: int, holder: str, held_for: float | None = None) -> None:
-        super().__init__(key, place, holder, held_for)
-        self.key = key
-        self.place = place
-        self.holder = holder
-        self.held_for = held_for
-        self.replaced: Mapping[str, str] = {}
-
-    def __str__(self) -> str:
-        return (
-            f"parked: place {self.place} in line for lock {self.key!r}, "
-            f"{'' if self.holder.startswith(EARLY) else 'held by '}{self.holder}"
-            f"{so_far(self.held_for)}"
-        )
+    about: Mapping[str, Any] = {}
+    replaced: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -128,7 +104,7 @@ class Message:
         return cls(
             exchange=exchange,
             routing_key=routing_key,
-            headers=without_notes(without_brokers(headers)),
+            headers=as_sent(headers),
             content_type=content_type,
             content_encoding=content_encoding,
             properties={
@@ -144,12 +120,13 @@ class Message:
         """
         Serialize the message, with these notes.
 
-        Scripts read our header, and add to it.  So it is the first one, if the message has it.
+        Scripts read our header, and add to it.  So the message is given one if it has none.
         """
-        about = {name: value for name, value in vars(self).items() if name != "body"}
-        about["headers"] = ours_first(self.headers, notes or {})
+        about = dict(vars(self))
+        body = about.pop("body")
+        about["headers"] = with_notes(self.headers, {"v": VERSION, **(notes or {})})
         header: str = dumps(about, default_kwargs={"separators": (",", ":")})
-        return b"".join((FORMAT, header.encode(), b"\n", self.body))
+        return b"".join((FORMAT, header.encode(), b"\n", body))
 
     @classmethod
     def from_bytes(cls, written: bytes) -> Message:
@@ -225,12 +202,6 @@ class Message:
 
 
 FIELDS = {one.name for one in fields(Message)} - {"body"}  # of the stored message's first line
-
-
-def without_brokers(headers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a message's headers without those that the broker has added."""
-    given = headers or {}
-    return {name: one for name, one in given.items() if not str(name).startswith(OF_THE_BROKER)}
 
 
 def undelayed(exchange: str | None, routing_key: str | None) -> tuple[str, str]:

@@ -15,8 +15,8 @@ from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.transport.native_delayed_delivery import MAX_LEVEL, calculate_routing_key, level_name
 
 from celery_dislock.messages.delivery import delay_of
-from celery_dislock.messages.headers import HEADER, notes_of, with_notes, without_notes
-from celery_dislock.messages.message import DELAYED_DELIVERY, undelayed, without_brokers
+from celery_dislock.messages.headers import HEADER, as_sent, notes_of, with_notes
+from celery_dislock.messages.message import DELAYED_DELIVERY, undelayed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,9 +115,8 @@ def retried(app: Celery, options: dict[str, Any], request: Context) -> dict[str,
         options: Options of Celery's ``send_task``.
         request: The request of the delivery.
     """
-    headers = without_brokers(options.get("headers"))
-    kept = without_notes({HEADER: dict(notes_of(request))}).get(HEADER, {})
-    options = {**options, "headers": with_notes(without_notes(headers), kept)}
+    kept = as_sent({HEADER: dict(notes_of(request))}).get(HEADER, {})
+    options = {**options, "headers": with_notes(as_sent(options.get("headers")), kept)}
     exchange, key = options.get("exchange"), options.get("routing_key")
     if isinstance(exchange, str) and isinstance(key, str) and not options.get("queue"):
         exchange, key = options["exchange"], options["routing_key"] = undelayed(exchange, key)

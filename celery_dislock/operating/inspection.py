@@ -152,7 +152,8 @@ def _locks_of_running_tasks() -> Iterator[tuple[Request, str]]:
         if guard is not None and guard.options.lock_limit is not None:
             with suppress(Exception):  # of a user's callable, for a key; then the body does not run
                 turn = guard.turn_of(Context(request.request_dict))
-                names = [turn[0]] if turn else guard.lock_names(request.args, request.kwargs)
+                keys = () if turn else guard.keys(request.args, request.kwargs)
+                names = [turn[0]] if turn else guard.runtime.lock_names(keys)
                 yield from ((request, name) for name in names)
 
 

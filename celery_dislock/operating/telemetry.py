@@ -30,8 +30,9 @@ from celery_dislock.servers.records import in_words
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.locks.lease import Attempt, Conflict, Lease
+    from celery_dislock.locks.lease import Attempt, Lease
     from celery_dislock.locks.runtime import Process
+    from celery_dislock.servers.records import Conflict
 
 WITHIN = 0.5  # seconds to wait for a reply of the lock server, in the watchdog's loop
 LAST_WITHIN = 1.0  # the same at the end of the process, on a new connection

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+
+from celery_dislock.servers.records import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from celery_dislock.servers.replies import Refused
+
+@dataclass(frozen=True)
+class Parked(Conflict):
+    """
+    The task is in line: its *place* is 0 if it already has its turn.
+
+    Attributes:
+        replaced: Tasks that lost their places, whom the caller ends: their messages, by ticket.
+    """
+
+    replaced: Mapping[str, bytes] = field(default_factory=dict)
 
 
-class Parked(NamedTuple):
-    """The task is in line.  The caller ends the tasks that were replaced."""
+@dataclass(frozen=True)
+class Full(Conflict):
+    """
+    The line is full.
 
-    place: int  # counted from 1; 0: the task already has its turn
-    conflict: Refused
-    replaced: Mapping[str, bytes] = {}  # ticket -> message: tasks that lost their place
+    Attributes:
+        waiting: Tasks in line.
+    """
 
-
-class Full(NamedTuple):
-    """The line is full."""
-
-    waiting: int  # tasks in line
-    conflict: Refused
+    waiting: int = 0
 
 
 class Done(NamedTuple):

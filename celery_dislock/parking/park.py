@@ -16,21 +16,18 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from celery_dislock.exceptions import LaterReleaseError, StoreError
-from celery_dislock.keys.names import owners_start
+from celery_dislock.keys.names import ticket_of
 from celery_dislock.locks.lease import PARKED as PARKED_BEFORE
-from celery_dislock.locks.lease import Conflict
-from celery_dislock.messages.headers import (
-    SINCE,
-    own_ticket,
-)
+from celery_dislock.messages.headers import SINCE
 from celery_dislock.messages.message import TaskParked, result_is_ignored
 from celery_dislock.messages.unrun import acknowledge, put_off
-from celery_dislock.parking.answers import Done, Full, Later, Parked
+from celery_dislock.parking.answers import Done, Later, Parked
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.records import in_words
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.records import Conflict, in_words
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
+from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
@@ -55,68 +52,22 @@ class Parking:
 
     def __init__(self, delivery: Delivery, process: ParkingProcess) -> None:
         self._delivery, self._process = delivery, process
-        self._ticket = own_ticket(delivery.request)
+        self._ticket = ticket_of(delivery.request)
         # A task that is acknowledged late may be redelivered until its result is stored.
         settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
         delivery.if_done = Ending(ticket=self._ticket, settles=settles)
 
-    def ask(self) -> Lease | Conflict:
+    def ask(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict:
         """
-        Take the lock, or claim this task's turn; does not park the task.
+        Take the lock, or claim this task's turn; otherwise park the task if there is a *message*.
 
         Raises:
-            Ignore: The task is in line already, or this is a copy of work that is done.
+            TaskParked, Ignore: The task is in line, or this is a copy of work that is done.
             StoreError: The lock server did not answer.
         """
-        answer = self._answer()
-        assert not isinstance(answer, Full)  # noqa: S101 -- only parking is answered Full
-        return answer
-
-    def park(self, conflict: Conflict, bounds: Bounds) -> Lease | Conflict | Full:
-        """
-        Park the task, or take the lock if it has become free.
-
-        Stores the state PARKED first.  Once the task is in line, another worker may run it and
-        store its result at any moment, and PARKED must not overwrite that result.
-
-        Args:
-            conflict: The conflict because of which the task is parked.
-            bounds: Limits of the line.
-
-        Returns:
-            The lease, if the lock was free; Full, if the line has no room; or the conflict, if
-            another delivery of this task runs or is storing its result.
-
-        Raises:
-            TaskParked: The task is in line.
-            StoreError: The lock server did not answer.  The task may be in line.
-        """
-        message, since = self._delivery.message, self._delivery.notes.since
-        place = min(conflict.place, bounds.most or conflict.place)
-        self._store_state(conflict, place)
-        return self._answer(message.to_bytes({} if since is None else {SINCE: since}), bounds)
-
-    def _result_stored(self, _state: str) -> None:
-        """
-        Set a parked task's done-mark, after its result is stored and its callbacks are sent.
-
-        For a task that is acknowledged early, the release has set the mark already.
-        """
-        delivery, ending = self._delivery, self._delivery.ending
-        if not (ending.ticket and ending.settles):
-            return
-        try:
-            self._process.store.release(
-                delivery.lock.names, delivery.attempt.owner, Ending(ticket=ending.ticket)
-            )
-        except StoreError as exc:
-            logger.warning("Task %s has ended, but a copy of it may run again: %s", delivery, exc)
-
-    def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         delivery, lock, attempt = self._delivery, self._delivery.lock, self._delivery.attempt
         ticket = Ticket(
             self._ticket,
-            owners_start(delivery.id),
             marked=delivery.notes.parked is not None,
             message=message,
             task=delivery.sent_to,
@@ -131,8 +82,13 @@ class Parking:
             lock.names[0], attempt.owner, lock.timeout, attempt.holder_json, ticket
         )
         if isinstance(answer, Parked):
-            holder = in_words(answer.conflict.holder)
-            parked = TaskParked(lock.key, answer.place, holder, answer.conflict.held_for)
+            holder, held_for = in_words(answer.holder), answer.held_for
+            parked = TaskParked(
+                f"parked: place {answer.place} in line for lock {lock.key!r}, "
+                f"{'' if answer.early else 'held by '}{holder}{so_far(held_for)}"
+            )
+            since = {} if held_for is None else {"held_for": held_for}
+            parked.about = {"key": lock.key, "place": answer.place, "holder": holder, **since}
             delivery.logged(parked, f"{parked}.")
             if answer.replaced:
                 parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
@@ -149,12 +105,35 @@ class Parking:
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         if isinstance(answer, Later):
             put_off_later(delivery, self._process.lines)
-        return lock.conflict(answer) if isinstance(answer, Refused) else answer
+        return answer
+
+    def park(self, conflict: Conflict, bounds: Bounds) -> Lease | Conflict:
+        """
+        Park the task, or take the lock if it has become free.
+
+        Stores the state PARKED first.  Once the task is in line, another worker may run it and
+        store its result at any moment, and PARKED must not overwrite that result.
+
+        Args:
+            conflict: The conflict because of which the task is parked.
+            bounds: Limits of the line.
+
+        Returns:
+            The lease, if the lock was free; the conflict, if another delivery of this task runs or
+            is storing its result; or Full, if the line has no room.
+
+        Raises:
+            TaskParked: The task is in line.
+            StoreError: The lock server did not answer.  The task may be in line.
+        """
+        delivery = self._delivery
+        message = delivery.message.to_bytes({SINCE: delivery.notes.since})
+        if not result_is_ignored(delivery.task, delivery.request):
+            self._store_state(conflict, min(conflict.place, bounds.most or conflict.place))
+        return self.ask(message, bounds)
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
         delivery = self._delivery
-        if result_is_ignored(delivery.task, delivery.request):
-            return
         meta = {"key": conflict.key, "place": place, "holder": in_words(conflict.holder)}
         try:
             delivery.task.backend.store_result(delivery.id, meta, PARKED, request=delivery.request)
@@ -162,6 +141,22 @@ class Parking:
             logger.warning(
                 "Task %s is parked, and its result does not say so: %s", delivery, reason_of(exc)
             )
+
+    def _result_stored(self, _state: str) -> None:
+        """
+        Set a parked task's done-mark, after its result is stored and its callbacks are sent.
+
+        For a task that is acknowledged early, the release has set the mark already.
+        """
+        delivery, ending = self._delivery, self._delivery.ending
+        if not (ending.ticket and ending.settles):
+            return
+        try:
+            self._process.store.release(
+                delivery.lock.names, delivery.attempt.owner, Ending(ticket=ending.ticket)
+            )
+        except StoreError as exc:
+            logger.warning("Task %s has ended, but a copy of it may run again: %s", delivery, exc)
 
 
 def put_off_later(delivery: Delivery, lines: Lines) -> NoReturn:

@@ -23,14 +23,14 @@ from celery_dislock.parking.answers import Done, Dropped, Full, Later, Parked, S
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
-from celery_dislock.servers.records import text
-from celery_dislock.servers.replies import Granted, Replaced, refused, turns
+from celery_dislock.servers.records import Conflict, text
+from celery_dislock.servers.replies import Granted, Replaced, turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.config.terms import Terms
-    from celery_dislock.servers.replies import Refused, Turn
+    from celery_dislock.servers.replies import Turn
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.server import Server
 
@@ -63,7 +63,6 @@ class Ticket(NamedTuple):
     """What a task presents to be parked, or to claim its turn."""
 
     name: str  # the ticket's name
-    owners: str  # prefix of the owners of all deliveries of the task
     marked: bool  # the message says that it was parked
     message: bytes = b""  # stored if the task is parked; empty: do not park
     task: str = ""  # the task's name; empty: not known
@@ -105,21 +104,21 @@ class Lines:
 
     def park(
         self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket
-    ) -> Granted | Refused | Parked | Full | Done | Later:
+    ) -> Granted | Conflict | Done | Later:
         """
         Take a lock for a task or claim its turn; otherwise park the task if it has a message.
 
         Args:
             lock: Name of the lock in Redis.
-            owner: Name of this acquisition; no two acquisitions share it.
+            owner: Name of this acquisition, after that of its task; no two acquisitions share it.
             ttl: Expiry of the lease in seconds, > 0.
             holder: JSON object that describes the holder to others.
             ticket: The task's ticket, the message to park, and the terms of lock and line.
 
         Returns:
-            Granted if the task may run; Refused if the lock is held and nothing was parked; Parked
-            if the task is in line; Full if the line has no room; Done if the task is a copy of
-            work that is done; Later if its ticket was written by a later release.
+            Granted if the task may run; a Conflict if the lock is held: Parked if the task is in
+            line, Full if the line has no room, else nothing was parked; Done if the task is a copy
+            of work that is done; Later if its ticket was written by a later release.
 
         Raises:
             Replaced: The task must not run, because of the reservation.
@@ -138,7 +137,7 @@ class Lines:
             "terms": written((ticket.terms,)),
             "its_home": self._home,
             "ticket": ticket.name,
-            "same_task": ticket.owners,
+            "same_task": owner.partition("@")[0] + "@",  # see task_name()
             "marked": int(ticket.marked),
             "message": ticket.message,
             **ticket.bounds._asdict(),
@@ -153,7 +152,7 @@ class Lines:
             if self._is_apart and reply[0] in {scripts.UNLISTED, scripts.PARKED}:
                 self.enlist(lock)  # also afterwards: a failover of the index may have lost it
             if reply[0] != scripts.UNLISTED:
-                return _answer(reply)
+                return _answer(lock, reply)
             asked["listed"] = reply[2]
 
     def leave(
@@ -370,17 +369,18 @@ def _written(task: str) -> str:
     return f'"task":{dumps(task)}' if task else ""
 
 
-def _answer(reply: Sequence[Any]) -> Granted | Refused | Parked | Full | Done | Later:
+def _answer(lock: str, reply: Sequence[Any]) -> Granted | Conflict | Done | Later:
     """Parse a reply of park.lua."""
     match reply:
         case [scripts.GRANTED, _, token, claimed]:
             return Granted((int(token),), bool(claimed))
         case [scripts.REFUSED, _, place, *lease]:
-            return refused(*lease, place=place)
+            return Conflict.of(lock, *lease, place=place)
         case [scripts.PARKED, _, place, replaced, *lease]:
-            return Parked(place, refused(*lease), _messages(replaced))
+            its = _messages(replaced) if replaced else {}
+            return Parked.of(lock, *lease, place=place, replaced=its)
         case [scripts.FULL, _, waiting, *lease]:
-            return Full(waiting, refused(*lease))
+            return Full.of(lock, *lease, waiting=waiting)
         case [scripts.REPLACED_BY, _, by]:
             raise Replaced(text(by))
     return Later() if reply[0] == scripts.LATER else Done()

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from celery_dislock import scripts
 from celery_dislock.scripts.names import (
     KINDS,
+    UNIQUE,
     beat_of,
     done_of,
     index_of_counts,
     index_of_lines,
     mark_of,
     sweep_lock,
-    unique_of,
     wake_list,
 )
 
@@ -106,7 +106,7 @@ class Life:
         yield from ((scripts.ACQUIRE, lock, (one, TTL_MS, "{}", RATED, 0, 1)) for one in "efgh")
         yield scripts.TAKE_OVER, lock, ("b", "c", "{}")
         # A task with a reservation.
-        unique, message = [unique_of(self._lock)], ("i", "mark", 0)
+        unique, message = [self._lock + UNIQUE], ("i", "mark", 0)
         begins = *message, "end", TTL_MS
         yield scripts.RESERVE, unique, ("i", TTL_MS, 0, "nonce", 1)
         yield scripts.CONFIRM, unique, (*message, TTL_MS, 0)

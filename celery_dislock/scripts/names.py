@@ -14,6 +14,7 @@ _ENDING = re.compile(r"^local ([A-Z]+) = '(:.*?)' +-- (\w+)", re.MULTILINE)
 
 _FOUND = _ENDING.findall(read_lua("_names"))
 _ENDS = {name: end for name, end, _ in _FOUND}
+UNIQUE = _ENDS["UNIQUE"]  # ends the name of a lock's reservation
 
 # Redis type of each key that exists at most once per lock, by the ending after the lock's name.
 KINDS = {"": "hash"} | {end: kind for _, end, kind in _FOUND if end[-1].isalpha()}
@@ -32,11 +33,6 @@ def mark_of(lock: str, task_id: str) -> str:
 def done_of(lock: str, name: str) -> str:
     """Name the mark of a parked task's ticket, or of a delivery, that is done."""
     return f"{lock}{_ENDS['DONE']}{name}"
-
-
-def unique_of(lock: str) -> str:
-    """Name the record of a lock's reservation."""
-    return f"{lock}{_ENDS['UNIQUE']}"
 
 
 def beat_of(lock: str) -> str:

@@ -39,7 +39,7 @@ REDIS_KINDS: Any = (redis.Connection, redis.SSLConnection, redis.UnixDomainSocke
 
 
 class _Packer:
-    """Pack what redis-py sends by itself, as :func:`packed` does; it may have several words."""
+    """Pack what redis-py sends by itself, as :func:`send` does; it may have several words."""
 
     def __init__(self, packer: Any) -> None:
         self._pack = packer.pack

@@ -86,20 +86,18 @@ def by_text(script: Script, keys: Sequence[str], *arguments: str | bytes | float
     return (b"EVAL", script.text, len(keys), *keys, *arguments)
 
 
-def packed(command: Command) -> bytes:
-    """
-    Return a command as it is sent, its numbers as text.
-
-    hiredis 3.5 can crash the process if a signal handler raises while hiredis packs an int.
-    """
-    parts: Any = [str(part) if part.__class__ in NUMBERS else part for part in command]
-    sent: bytes = hiredis.pack_command(tuple(parts))
-    return sent
-
-
 def send(connection: redis.Connection, *commands: Command) -> None:
-    """Send commands on a connection, which connects first if it is not connected."""
-    connection.send_packed_command((b"".join(map(packed, commands)),), check_health=False)
+    """
+    Send commands on a connection, which connects first if it is not connected.
+
+    Numbers are sent as text: hiredis 3.5 can crash the process if a signal handler raises while
+    hiredis packs an int.
+    """
+    packed: list[bytes] = []
+    for command in commands:
+        parts: Any = [str(part) if part.__class__ in NUMBERS else part for part in command]
+        packed.append(hiredis.pack_command(tuple(parts)))
+    connection.send_packed_command((b"".join(packed),), check_health=False)
 
 
 def read_response(

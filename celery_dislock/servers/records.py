@@ -1,5 +1,7 @@
 """Read what is stored on a lock server, with limits: anybody who can publish has a part in it.
 
+A lease that is in the way of an acquisition is read as a :class:`Conflict`.
+
 A holder describes itself in the record of its lease, for messages and tools, as a JSON object:
 
 - ``task`` and ``id``, the task; or ``thread``, the name of the thread that holds the lock;
@@ -18,19 +20,83 @@ from __future__ import annotations
 
 import json
 import reprlib
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from celery_dislock.config.terms import Rate
-from celery_dislock.exceptions import EARLY, PAUSED
-from celery_dislock.words import TEXT_MOST, plain, shortened
+from celery_dislock.exceptions import EARLY, PAUSED, LockHeldError
+from celery_dislock.keys.templates import key_of
+from celery_dislock.words import TEXT_MOST, plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from typing_extensions import Self
 
 HOLDER_MOST = 16384  # bytes of a holder's description
 NUMBER_MOST = 10.0**15
 
 LEADER = "beat"  # the thread that leads several beats
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """
+    An acquisition that was refused because the lock is held; falsy, unlike a lease.
+
+    Attributes:
+        key: The key of the lock; of several, of the one that is held.
+        holder: Who holds it: ``task``, ``id``, ``worker`` and ``pid``; in plain Python ``thread``
+            in place of ``task`` and ``id``.
+        remaining: Seconds until the holder's lease ends, unless it is renewed.  Of several leases,
+            this is the one that ends first.
+        place: Place in line, from 1, that the task would get if it were parked; else 0.
+        held_for: Seconds since the holder took the lock, by the lock server's clock; None if that
+            is not known.
+        renewed: Seconds since the holder's lease was renewed, or taken if it was not renewed since;
+            None if that is not known, or the lease has a fixed expiry.
+        owner: The string that identifies the holder's acquisition.
+    """
+
+    key: str
+    holder: Mapping[str, Any]
+    remaining: float
+    place: int = 0
+    # For messages: conflicts that differ in nothing else are equal.
+    held_for: float | None = field(default=None, compare=False)
+    renewed: float | None = field(default=None, compare=False)
+    owner: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        lock: str,
+        remaining_ms: int,
+        owner: bytes,
+        holder: bytes,
+        held_ms: int = -1,
+        **more: Any,
+    ) -> Self:
+        """Parse the lease in the way, as a script tells it of this lock; with *more* attributes."""
+        remaining, who = remaining_ms / 1000, holder_of(holder)
+        if held_ms >= 0:  # less: not known, or the server's clock was set back
+            more["held_for"] = held_for = held_ms / 1000
+            if not owner.startswith(b"~"):
+                more["renewed"] = renewed_ago(who, remaining, held_for)
+        return cls(key_of(lock), who, remaining, owner=text(owner).removeprefix("~"), **more)
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    @property
+    def early(self) -> bool:
+        """Whether only the time is in the way.  *remaining* is until the next start then."""
+        return "early" in self.holder
+
+    def error(self, hint: str = "") -> LockHeldError:
+        """Make the LockHeldError for this conflict; *hint*: why the caller may wait for itself."""
+        holder = in_words(self.holder)
+        return LockHeldError(self.key, holder, self.remaining, self.held_for, self.renewed, hint)
 
 
 #: Write a holder's description as it is stored.
@@ -57,7 +123,8 @@ def describe(
 
 def in_words(holder: Mapping[str, Any]) -> str:
     """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
-    task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
+    task_id = holder.get("id", "?")
+    on = f"on {holder.get('worker', '?')} (pid {holder.get('pid', '?')})"
     if "unreadable" in holder:
         told = f"a holder whose record cannot be read: {holder['unreadable']}"
     elif "paused" in holder:
@@ -67,10 +134,11 @@ def in_words(holder: Mapping[str, Any]) -> str:
     elif "parked" in holder:
         told = f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
     elif holder.get("thread") == LEADER:
-        told = f"{LEADER} on {worker} (pid {pid})"
+        told = f"{LEADER} {on}"
+    elif "thread" in holder:
+        told = f"thread {holder['thread']} {on}"
     else:
-        who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
-        told = f"{who} on {worker} (pid {pid})"
+        told = f"{holder.get('task', '?')}[{task_id}] {on}"
     return plain(told)
 
 
@@ -131,7 +199,7 @@ def parsed(written: bytes) -> dict[str, Any]:
 def bounded(value: object) -> Any:
     """Return a text, shortened, a number in range or a boolean as it is; any other is None."""
     if isinstance(value, str):
-        return shortened(value)
+        return value if len(value) <= TEXT_MOST else f"{value[:TEXT_MOST]}..."
     if isinstance(value, (int, float)) and -NUMBER_MOST <= value <= NUMBER_MOST:  # NaN is not
         return value
     return None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import REPLACED_BY, TAKE_UP_MS
-from celery_dislock.servers.records import holder_of, renewed_ago, text
+from celery_dislock.servers.records import Conflict, text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 TAKE_UP = TAKE_UP_MS / 1000  # seconds for a waiter to take up a lease that it was handed
 
@@ -20,32 +19,6 @@ class Granted(NamedTuple):
 
     tokens: tuple[int, ...]  # fencing token of each lock
     claimed: bool = False  # the task was parked, and this is its claim
-
-
-@dataclass(frozen=True)
-class Refused:
-    """
-    A lock was refused.  Of several leases in the way, this is the one that ends first.
-
-    Attributes:
-        owner: Owner of that lease.
-        remaining: Seconds until it ends, unless it is renewed.
-        holder: How its holder describes itself.
-        nth: Index of the lock that refused, among the locks asked for.
-        place: Place in line, from 1, that the task would get if it were parked; 0: none.
-        held_for: Seconds since the acquisition; None: not known.
-        renewed: Seconds since the last renewal, or the acquisition if there was none since; None:
-            not known, or the lease has a fixed expiry.
-    """
-
-    owner: str
-    remaining: float
-    holder: Mapping[str, Any]
-    nth: int = 0
-    place: int = 0
-    # For messages: refusals that differ in nothing else are equal.
-    held_for: float | None = field(default=None, compare=False)
-    renewed: float | None = field(default=None, compare=False)
 
 
 class Replaced(Exception):  # noqa: N818 -- an answer, which ends what asked for the lock
@@ -95,32 +68,13 @@ class Looked(NamedTuple):
     overdue_in: float
 
 
-def refused(
-    remaining_ms: int,
-    owner: bytes,
-    holder: bytes,
-    held_ms: int = -1,
-    *,
-    nth: int = 0,
-    place: int = 0,
-) -> Refused:
-    """Parse a refusal of a script: the lease that is in the way."""
-    remaining, who = remaining_ms / 1000, holder_of(holder)
-    held_for = renewed = None
-    if held_ms >= 0:  # less: not known, or the server's clock was set back
-        held_for = held_ms / 1000
-        if not owner.startswith(b"~"):
-            renewed = renewed_ago(who, remaining, held_for)
-    return Refused(text(owner).removeprefix("~"), remaining, who, nth, place, held_for, renewed)
-
-
-def refusal(reply: Sequence[Any], before: int = 0) -> Refused:
+def refusal(reply: Sequence[Any], locks: Sequence[str]) -> Conflict:
     """
     Parse a reply of acquire.lua that grants nothing: the lease that is in the way.
 
     Args:
         reply: The reply.
-        before: How many of the locks that were asked for come before these.
+        locks: Names in Redis of the locks that were asked for.
 
     Raises:
         Replaced: The task must not run.
@@ -129,7 +83,7 @@ def refusal(reply: Sequence[Any], before: int = 0) -> Refused:
     if state == REPLACED_BY:
         raise Replaced(text(answer[-1]))
     nth, *lease = answer
-    return refused(*lease, nth=before + nth)
+    return Conflict.of(locks[nth], *lease)
 
 
 def turns(reply: Sequence[Any]) -> list[Turn]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock.keys.names import reserved_name
 from celery_dislock.scripts import BEGIN, CONFIRM, RESERVE, UNRESERVE, milliseconds
-from celery_dislock.scripts.names import unique_of
+from celery_dislock.scripts.names import UNIQUE
 from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.view import look
@@ -135,7 +135,7 @@ class Reservations:
         """
         (done, *answer), _ = self._server.exchange(
             RESERVE,
-            [unique_of(wanted.lock)],
+            [wanted.lock + UNIQUE],
             *(wanted.id, milliseconds(wanted.ttl), int(replaces), nonce, int(has_result)),
             *((wanted.mark, wanted.number) if again else ()),
         )
@@ -160,7 +160,7 @@ class Reservations:
             StoreError: The server did not answer.
         """
         call = (*reservation.identity, milliseconds(reservation.ttl), 0)
-        return bool(self._server.exchange(CONFIRM, [unique_of(reservation.lock)], *call)[0])
+        return bool(self._server.exchange(CONFIRM, [reservation.lock + UNIQUE], *call)[0])
 
     def keep(self, reservations: Sequence[Reservation], *, runs: bool, within: float) -> None:
         """
@@ -175,7 +175,7 @@ class Reservations:
             StoreError: The server did not answer.
         """
         calls = [
-            (unique_of(one.lock), *one.identity, milliseconds(one.ttl), int(runs))
+            (one.lock + UNIQUE, *one.identity, milliseconds(one.ttl), int(runs))
             for one in reservations
         ]
         self._server.run_many(CONFIRM, calls, within=within)
@@ -195,7 +195,7 @@ class Reservations:
             Replaced: The task must not run.
             StoreError: The server did not answer.
         """
-        key = unique_of(reservation.lock)
+        key = reservation.lock + UNIQUE
         by = self._server.run(BEGIN, [key], *reservation.begins, int(elsewhere))
         if by is not None:
             raise Replaced(text(by))
@@ -227,7 +227,7 @@ class Reservations:
         return self._end(reservation, *reservation.ends, 1)
 
     def _end(self, reservation: Reservation, *how: str | int) -> bool:
-        return bool(self._server.run(UNRESERVE, [unique_of(reservation.lock)], *how))
+        return bool(self._server.run(UNRESERVE, [reservation.lock + UNIQUE], *how))
 
     def look(self, lock: str) -> LockState:
         """

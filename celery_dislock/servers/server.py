@@ -174,16 +174,21 @@ def is_lost(reply: Any) -> bool:
 
 
 class Outage:
-    """The outage of a server, if there is one: notices when it begins and ends, to log it once."""
+    """
+    The outage of a server, if there is one: notices when it begins and ends, to log it once.
+
+    Attributes:
+        lasts: Whether there is one.
+    """
 
     def __init__(self) -> None:
-        self._lasts = False
+        self.lasts = False
         self._refuses = False  # while it lasts: the server answers, with an error
 
     def begins(self, error: Exception | None = None) -> bool:
         """Take note of a failure, and of its error; return whether it is the first in a row."""
         self._refuses = isinstance(error, StoreError) and is_answer(error)
-        first, self._lasts = not self._lasts, True
+        first, self.lasts = not self.lasts, True
         return first
 
     def ends(self, *, took: bool = True) -> bool:
@@ -194,6 +199,6 @@ class Outage:
             took: Whether something free was taken.  If not, a server that refused it may still do
                 so: one without memory answers what it reads, and goes on with what it has.
         """
-        ends = self._lasts and (took or not self._refuses)
-        self._lasts = self._lasts and not ends
+        ends = self.lasts and (took or not self._refuses)
+        self.lasts = self.lasts and not ends
         return ends

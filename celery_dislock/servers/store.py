@@ -20,7 +20,6 @@ from celery_dislock.servers.replies import (
     FirstInLine,
     Granted,
     Handed,
-    Refused,
     looked,
     refusal,
     renewed,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from celery_dislock.config.terms import Rate, Terms
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connecting import Driver
+    from celery_dislock.servers.records import Conflict
     from celery_dislock.servers.replies import Looked, Turn
     from celery_dislock.servers.requests import Ending, Execution, LateRelease
     from celery_dislock.servers.reservations import Reservation
@@ -96,7 +96,7 @@ class Store:
         fair: bool = True,
         place: float = 0.0,
         reservation: Reservation | None = None,
-    ) -> Granted | Refused:
+    ) -> Granted | Conflict:
         """
         Take the locks, or renew the leases if the owner already has them.
 
@@ -139,7 +139,7 @@ class Store:
                 if reply[0] != scripts.GRANTED:
                     if not place:
                         self._give_back(locks[:before], owner)
-                    return refusal(reply, before)
+                    return refusal(reply, group)
                 tokens += tuple(map(int, reply[1:]))
         except StoreError:
             self._give_back(locks[: len(tokens)], owner)

@@ -20,10 +20,10 @@ from celery_dislock.servers.replies import Replaced
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from celery_dislock.locks.lease import Conflict
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.servers.records import Conflict
 
 DAMAGED_TRIES = 5  # times put off, about 30 s in all, before a task fails for a damaged lock
 

@@ -248,12 +248,12 @@ class Actions:
             if one in seen:  # pages may overlap
                 continue
             seen.add(one)
-            home = parked_message(kept)[1]
+            written, home = parked_message(kept)
             if home is not None and home != self._process.store.home:
                 yield one, "its message belongs to another broker"
                 continue
             try:
-                message = message_in(kept)
+                message = Message.from_bytes(written)
             except ValueError as exc:
                 yield one, f"its message is lost: {exc}"
                 continue
@@ -329,16 +329,6 @@ class Actions:
     def _refuse_several(self, name: str, what: str, value: object) -> None:
         if not self._process.store.lock_server.keeps_lines:
             raise SettingsError(key_of(name), what, value, ONLY_EXCLUSIVE)
-
-
-def message_in(kept: bytes) -> Message:
-    """
-    Return the message that was set aside, alone or with the record of its ticket.
-
-    Raises:
-        ValueError: It cannot be read.
-    """
-    return Message.from_bytes(parked_message(kept)[0])
 
 
 def publish(app: Celery, message: Message, notes: dict[str, Any]) -> None:

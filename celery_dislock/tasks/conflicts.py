@@ -22,7 +22,6 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import shown_id, task_id_of_reserved, task_name
-from celery_dislock.locks.lease import Conflict
 from celery_dislock.messages.message import TaskParked, store_end
 from celery_dislock.messages.unrun import (
     PUT_OFF_FIRST,
@@ -32,9 +31,9 @@ from celery_dislock.messages.unrun import (
 )
 from celery_dislock.parking.answers import Full
 from celery_dislock.parking.store import Bounds
-from celery_dislock.servers.records import in_words, is_turn
+from celery_dislock.servers.records import Conflict, bounded, in_words, is_turn
 from celery_dislock.signals import lock_conflict
-from celery_dislock.words import plain, shortened, so_far
+from celery_dislock.words import plain, so_far
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,9 +59,9 @@ logger = logging.getLogger("celery_dislock")
 
 def is_a_copy(delivery: Delivery, conflict: Conflict) -> bool:
     """Tell whether the lock is held by, or reserved for, another delivery of the same task."""
-    mine = shown_id(delivery.id)
+    mine = delivery.attempt.holder["id"]
     if "parked" in conflict.holder:
-        mine = shortened(task_name(delivery.id))
+        mine = bounded(task_name(delivery.id))
     return conflict.holder.get("id") == mine and not delivery.is_eager
 
 
@@ -113,7 +112,7 @@ def _error(delivery: Delivery, conflict: Conflict) -> LockHeldError:
 def _hint(delivery: Delivery, conflict: Conflict) -> str:
     """Say if the lock is held by a task that has sent this one, and may wait for it."""
     request, holder = delivery.request, conflict.holder.get("id")
-    if holder is None or holder == shown_id(delivery.id):
+    if holder is None or holder == delivery.attempt.holder["id"]:
         return ""
     has_sent = holder in map(shown_id, (request.parent_id, request.root_id))
     return SENT_BY_HOLDER if has_sent else ""

@@ -23,12 +23,12 @@ from celery_dislock.locks.lease import current
 from celery_dislock.parking.park import PARKED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Generic, TypeVar
 
     from celery.result import AsyncResult
 
-    from celery_dislock.servers.reservations import Reservation, Reservations
+    from celery_dislock.servers.reservations import Reservation
     from celery_dislock.tasks.guard import Guard
 
     R_co = TypeVar("R_co", covariant=True)
@@ -64,14 +64,12 @@ class First:
         locks: Names of the task's locks in Redis.
         reserved: Its reservation, without the parts that its sender has chosen.
         has_result: Whether its result is stored.
-        reservations: Returns the reservations of this process.
     """
 
     guard: Guard
     locks: Sequence[str]
     reserved: Reservation
     has_result: bool
-    reservations: Callable[[], Reservations]
 
     @property
     def id(self) -> str:
@@ -94,10 +92,11 @@ class First:
         Raises:
             StoreError: The lock server did not answer.
         """
-        state = self.reservations().look(self.reserved.lock)
+        reservations = self.guard.runtime.process.quick_store.reservations
+        state = reservations.look(self.reserved.lock)
         record, holders = state.reservation, state.holders
         if self.reserved.lock != self.locks[0]:
-            holders = self.reservations().look(self.locks[0]).holders
+            holders = reservations.look(self.locks[0]).holders
         if self.id in {holder.id for holder in holders}:
             return 0.0
         if record is None or record.id != self.id:

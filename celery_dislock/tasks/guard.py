@@ -21,7 +21,7 @@ from celery_dislock.keys.templates import in_order, key_of
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.channel import TRACING
 from celery_dislock.locks.interruption import THROWN, Running, StopTask
-from celery_dislock.locks.lease import PUT_OFF, Attempt, Conflict, current
+from celery_dislock.locks.lease import PUT_OFF, Attempt, current
 from celery_dislock.locks.lock import Lock
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import (
@@ -32,7 +32,7 @@ from celery_dislock.messages.headers import (
     reservation_of,
 )
 from celery_dislock.servers.bridge import wait_for
-from celery_dislock.servers.records import describe
+from celery_dislock.servers.records import Conflict, describe
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts, redelivery
@@ -109,6 +109,7 @@ class Guard:
         self.timeout = options.timeout
         self.interval = None if options.lock_limit is None else options.renewal_interval
         self._keys = TaskKeys(name, task, options)
+        self._only_key = self._keys.only
         self._looks_for_copies = (
             options.lock_mode == "shared"
             or options.admits_several
@@ -117,7 +118,7 @@ class Guard:
         self._locks = options.lock_limit is not None
         self._terms = options.terms
         # The watchdog renews it with the one lease; else the main process alone does.
-        by_watchdog = self.interval is not None and len(self._keys) == 1
+        by_watchdog = self.interval is not None and len(options.keys) == 1
         self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else options.lock_unique_for
         self._interrupts = options.lock_on_lost != "warn" or options.lock_on_cap != "expire"
 
@@ -267,18 +268,16 @@ class Guard:
         return asking.answer(partial(redelivery.look_for_others, delivery, lease, store))
 
     def _keys_and_terms(
-        self, task: Task, request: Context, notes: Notes, args: Any, kwargs: Any
+        self, turn: tuple[str, str] | None, args: Any, kwargs: Any, serializer: str
     ) -> tuple[Sequence[str], tuple[Terms, ...] | None]:
         """
-        Return the keys of a delivery, and their terms; None: those of the options.
+        Return the keys of a delivery, perhaps of a *turn*, and their terms; None: of the options.
 
         A task that was parked has the lock that it waited for, whatever its code says by now.  If
         nothing is known of it there, its message is all that says so, and anybody can write that.
         """
-        turn = notes.parked
         try:
-            # An eager task's arguments have taken no way through a serializer.
-            built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
+            built = self._keys.of(args, kwargs, serializer)
         except Exception as exc:
             if turn is None or isinstance(exc, THROWN) or not self._knows(turn):
                 raise
@@ -310,7 +309,13 @@ class Guard:
             request.is_eager or not self._locks or not process.can_park
         ):
             notes.parked = None
-        keys, terms = self._keys_and_terms(task, request, notes, args, kwargs)
+        keys: Sequence[str]
+        terms: tuple[Terms, ...] | None
+        if self._only_key is not None and notes.parked is None and not request.is_eager:
+            keys, terms = [self._only_key(args, kwargs)], None
+        else:  # an eager task's arguments have taken no way through a serializer
+            serializer = task.serializer if request.is_eager else ""
+            keys, terms = self._keys_and_terms(notes.parked, args, kwargs, serializer)
         renewed = None if self.interval is None else self.timeout
         here = _described(process.host, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
@@ -360,16 +365,9 @@ class Guard:
         Raises:
             Exception: They cannot be built: LockKeyError, or what a user's callable raises.
         """
+        if self._only_key is not None and not serializer:
+            return [self._only_key(args, kwargs)]
         return in_order(self._keys.of(args, kwargs, serializer))
-
-    def lock_names(self, args: Any, kwargs: Any, serializer: str = "") -> Sequence[str]:
-        """
-        Return the names in Redis of the locks that the task takes for these arguments.
-
-        Raises:
-            Exception: As for :meth:`keys`, whose arguments it takes.
-        """
-        return self.runtime.lock_names(self.keys(args, kwargs, serializer))
 
     def keys_of(self, request: Request) -> Sequence[str]:
         """

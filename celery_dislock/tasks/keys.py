@@ -35,6 +35,10 @@ class TaskKeys:
 
     Raises:
         SettingsError: ``lock_key`` cannot be used.
+
+    Attributes:
+        only: Returns the only key for the arguments as a message has them; None: there are several
+            keys, or the body gets other arguments.
     """
 
     def __init__(self, name: str, task: type[Task], options: TaskOptions) -> None:
@@ -49,9 +53,8 @@ class TaskKeys:
         self._is_digest = options.keys == (None,)
         self._validate = getattr(task.run, "dislock_validate", None)
         self._before = () if _is_static(task) else (None,)  # for `self`
-
-    def __len__(self) -> int:
-        return len(self._builders)
+        is_plain = len(self._builders) == 1 and self._validate is None
+        self.only = self._builders[0].key if is_plain else None
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str = "") -> list[str]:
         """

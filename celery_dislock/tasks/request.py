@@ -73,10 +73,7 @@ class Recovering:
         elif isinstance(exc, TaskSkipped):
             self.send_event("task-revoked", **revoked(exc.why))
         elif isinstance(exc, TaskParked):
-            about = {"key": exc.key, "place": exc.place, "holder": exc.holder}
-            if exc.held_for is not None:
-                about["held_for"] = exc.held_for
-            self.send_event("task-parked", **about)
+            self.send_event("task-parked", **exc.about)
             if exc.replaced and self.task.send_events:
                 worker_tells_revoked(self.eventer, exc.replaced)
         return super().on_failure(exc_info, *args, **kwargs)  # type: ignore[misc]

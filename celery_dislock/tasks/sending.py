@@ -71,10 +71,11 @@ if TYPE_CHECKING:
     from celery import Celery, Task
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.servers.reservations import Reservations
+    from celery_dislock.locks.runtime import Runtime
+    from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.tasks.guard import Guard
 
-    What = Literal["begin_unlocked", "confirm", "end", "end_waiting"]  # methods of Reservations
+    What = Literal["begin_unlocked", "end", "end_waiting"]  # methods of Reservations
 
 PUBLISH_FOR = 10.0  # seconds in which a message must be published after its key was reserved
 WAIT_FOR_OTHER = 1.0  # seconds to wait for a sender that has reserved the key and not published
@@ -126,7 +127,7 @@ class Sending(NamedTuple):
         outbox = outbox_of(self.task)
         if outbox is None:
             return self._send(**options)
-        outbox.add_retry(self._send, options)  # held back until the lock is released
+        outbox.retries.append((self._send, options))  # held back until the lock is released
         return self.app.AsyncResult(task_id)
 
     def _send(self, **options: Any) -> Any:
@@ -171,7 +172,7 @@ class Sending(NamedTuple):
             if not UNCHANGED.issuperset(map(type, (*args, *kwargs.values()))):
                 usual = self.task.serializer if self.eager else self.app.conf.task_serializer
                 sent_with = options.get("serializer") or usual
-            return self.guard.lock_names(args, kwargs, sent_with)
+            return self.guard.runtime.lock_names(self.guard.keys(args, kwargs, sent_with))
         except THROWN:
             raise
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
@@ -194,7 +195,7 @@ class Sender:
 
     Args:
         app: The app.
-        reservations: Returns the reservations of this process.
+        runtime: What the locks of the app share.
         clock: Monotonic clock in seconds.
         pause: Sleeps for the given seconds.
     """
@@ -202,13 +203,13 @@ class Sender:
     def __init__(
         self,
         app: Celery,
-        reservations: Callable[[], Reservations],
+        runtime: Runtime[ParkingProcess],
         *,
         clock: Callable[[], float] = monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._app = app
-        self._reservations = reservations
+        self._runtime = runtime
         self._clock = clock
         self._pause = pause
         self._away_until = 0.0
@@ -242,7 +243,7 @@ class Sender:
         if isinstance(found, Taken) and found.is_sent and not again:
             sending.count_as("duplicate")
             reserved = wanted._replace(id=found.id)
-            first = First(sending.guard, locks, reserved, found.has_result, self._reservations)
+            first = First(sending.guard, locks, reserved, found.has_result)
             return self._duplicate(sending, first, options)
         if not isinstance(found, Reserved):
             return sending.send_now(options, "" if again else "unreserved")
@@ -262,18 +263,22 @@ class Sender:
 
     def _publish(self, sending: Sending, options: dict[str, Any], reserved: Reservation) -> Any:
         """Publish the message, or run the task, and confirm its reservation, or give it back."""
+        # If the lock server does not answer, the reservation ends after PUBLISH_FOR.
+        reservations = self._runtime.process.quick_store.reservations
         if sending.eager:
-            self._try("confirm", reserved)
+            with contextlib.suppress(StoreError):
+                reservations.confirm(reserved)
         try:
             result = sending.send_now(options)
         except BaseException:
-            self._try("end_waiting", reserved._replace(until="end"))
+            with contextlib.suppress(StoreError):
+                reservations.end_waiting(reserved._replace(until="end"))
             raise
-        if not sending.eager:
-            self._try("confirm", reserved)
-            return result
-        # Unless it has begun: a test may have patched apply().
-        self._try("end_waiting", reserved._replace(until="end"))
+        with contextlib.suppress(StoreError):
+            if not sending.eager:
+                reservations.confirm(reserved)
+            else:  # unless it has begun: a test may have patched apply()
+                reservations.end_waiting(reserved._replace(until="end"))
         is_its = isinstance(result, EagerResult) and result.id == options["task_id"]
         if is_its and reserved.until == "expiry":
             self._remember(result.id, reserved, result)
@@ -285,7 +290,7 @@ class Sender:
         """Reserve the key; None: it could not be asked for, or a later release has reserved it."""
         try:
             reserve = partial(
-                self._reservations().reserve,
+                self._runtime.process.quick_store.reservations.reserve,
                 *(wanted, token_hex(8)),
                 replaces=sending.guard.options.lock_on_duplicate == "replace",
                 has_result=sending.has_result(options),
@@ -305,11 +310,6 @@ class Sender:
         if self._away_until and self._outage.ends(took=isinstance(found, Reserved)):
             logger.info("Messages of unique tasks are reserved again.")
         return found
-
-    def _try(self, what: What, reservation: Reservation) -> None:
-        """Tell the lock server; if it does not answer, the reservation ends after PUBLISH_FOR."""
-        with contextlib.suppress(StoreError):
-            getattr(self._reservations(), what)(reservation)
 
     def _duplicate(self, sending: Sending, first: First, options: Mapping[str, Any]) -> Any:
         if sending.guard.options.lock_on_duplicate == "raise":
@@ -343,7 +343,7 @@ class Sender:
         if self._clock() < self._away_until:
             return
         try:
-            getattr(self._reservations(), what)(reservation)
+            getattr(self._runtime.process.quick_store.reservations, what)(reservation)
         except DislockError as exc:
             if not isinstance(exc, DamagedLockError):
                 self._away_until = self._clock() + LEAVE_ALONE
@@ -373,9 +373,7 @@ def sender_of(app: Celery) -> Sender:
     """Return the sender of an app; each app has its own."""
     sender: Sender | None = app.__dict__.get("_dislock_sender")
     if sender is None:
-        runtime = runtime_of(app)
-        new = Sender(app, lambda: runtime.process.quick_store.reservations)
-        sender = app.__dict__.setdefault("_dislock_sender", new)
+        sender = app.__dict__.setdefault("_dislock_sender", Sender(app, runtime_of(app)))
     return sender
 
 

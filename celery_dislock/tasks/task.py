@@ -314,7 +314,7 @@ def replace_after_release(on_replace: Callable[..., Any], self: Task, signature:
     """Hold back the message that replaces a task until the task's lock is released."""
     outbox = outbox_of(self)
     if outbox is not None:
-        outbox.add_replacement(partial(on_replace, signature))
+        outbox.replacements.append(partial(on_replace, signature))
         raise Ignore("Replaced by new task")
     delivery = Delivery.of(running_request(self))
     if delivery is not None:  # eager: the replacement runs inside this call

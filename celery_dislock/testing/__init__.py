@@ -24,7 +24,7 @@ from celery_dislock.config.options import seconds
 from celery_dislock.config.settings import set_settings
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.locks.lease import GONE_WHEN_RENEWED, Attempt, Conflict
+from celery_dislock.locks.lease import GONE_WHEN_RENEWED, Attempt
 from celery_dislock.locks.runtime import Process, Runtime
 from celery_dislock.operating.cli.reading import described
 from celery_dislock.operating.locks import rows
@@ -32,7 +32,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.plugin import Dislock
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.records import describe
+from celery_dislock.servers.records import Conflict, describe
 from celery_dislock.tasks.task import lock_for
 from celery_dislock.testing.apps import begin_anew, database, for_celery, is_redis
 from celery_dislock.testing.messages import WORKER, Messages, queues

@@ -13,7 +13,8 @@ from celery_dislock.config.terms import Terms
 from celery_dislock.parking.answers import Done, Full, Later, Parked
 from celery_dislock.parking.store import OVER, Bounds, Lines, Ticket
 from celery_dislock.scripts import HAS_LEFT
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.records import Conflict
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
 
@@ -24,7 +25,7 @@ INDEX = "dislock:lines:here"  # of the lines of the broker "here"
 LONG = 1_000_000.0  # seconds: no such lease runs out by itself
 TURN = 5  # seconds that leases of parked tasks last, and their first turn
 REPLACES = Bounds(1, overflow="replace")
-WORDS = {Granted: "granted", Refused: "refused", Parked: "parked", Full: "full", Done: "done"}
+WORDS = {Granted: "granted", Conflict: "refused", Parked: "parked", Full: "full", Done: "done"}
 WORDS[Later] = "later"
 
 
@@ -57,7 +58,7 @@ class Answer(str):
     def __new__(cls, reply):
         answer = super().__new__(cls, WORDS[type(reply)])
         answer.place = getattr(reply, "place", 0)
-        answer.holder = getattr(getattr(reply, "conflict", reply), "holder", {})
+        answer.holder = getattr(reply, "holder", {})
         replaced = getattr(reply, "replaced", {})
         answer.replaced = {short(ticket): message for ticket, message in replaced.items()}
         (answer.token,) = getattr(reply, "tokens", (0,))
@@ -75,7 +76,7 @@ class Broker:
     def ask(self, task, /, copy=1, *, message=b"", marked=False, ttl=LONG, lock=LOCK, **how):
         """Take the lock for this copy of the task's message, or claim its turn."""
         terms = Terms(**{name: how.pop(name) for name in Terms._fields if name in how})
-        shown = Ticket(f"{task}:0:0", f"{task}@", marked, message, terms=terms, **how)
+        shown = Ticket(f"{task}:0:0", marked, message, terms=terms, **how)
         return self.lines.park(lock, owner_of(task, copy), ttl, json.dumps({"id": task}), shown)
 
     def park(self, task, /, copy=1, *, message=None, ttl=TURN, **terms):

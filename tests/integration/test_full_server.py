@@ -21,7 +21,7 @@ WITHIN = 10.0
 HOLDER = '{"id":"t"}'
 ME = "t@w/1"
 LEFT = Ending(at_least=LONG)
-PARKED = Ticket("p:0:0", "p@", marked=False, message=b"message")
+PARKED = Ticket("p:0:0", marked=False, message=b"message")
 
 
 @pytest.fixture(scope="module")

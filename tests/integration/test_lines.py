@@ -16,7 +16,7 @@ from redis.crc import key_slot
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.keys.names import execution_start, owners_start, shown_id, ticket_name
+from celery_dislock.keys.names import execution_start, shown_id, ticket_of
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.answers import Swept
 from celery_dislock.parking.store import ASIDE, ENDED, OVER, RUNS, UNREAD, Ticket
@@ -512,7 +512,7 @@ class TestMarks:
         """A retry, a task replaced by itself, and one whose id differs in case are other work."""
         broker.claim("done", 1)
         broker.end("done")
-        shown = Ticket(ticket, "other@", True)
+        shown = Ticket(ticket, True)
         park = broker.lines.park
         assert Answer(park(LOCK, "other@w:1/1", LONG, "{}", shown)) == "granted"
         broker.end("other", ticket=ticket)
@@ -642,8 +642,8 @@ class TestAwkwardIds:
     """Task ids come from users, and from whoever can publish a message."""
 
     def ask(self, broker, task_id, copy=1, *, message=b"", marked=False):
-        name = ticket_name(task_id, 0, 0)
-        shown = Ticket(name, owners_start(task_id), marked, message)
+        name = ticket_of(SimpleNamespace(id=task_id, retries=0, replaced_task_nesting=0))
+        shown = Ticket(name, marked, message)
         owner = f"{execution_start(task_id, 'w', 1)}nonce.{copy}"
         holder = json.dumps({"id": shown_id(task_id)})
         return Answer(broker.lines.park(LOCK, owner, LONG, holder, shown)), owner, name

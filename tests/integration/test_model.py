@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from celery_dislock.config.terms import Terms
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.records import Conflict
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
@@ -399,7 +400,7 @@ class LockMachine(RuleBasedStateMachine):
 
     def check_refusal(self, answer):
         """The refusal tells the lease that ends first."""
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, Conflict)
         first = min(held.expires for held in self.model.leases.values())
         assert answer.remaining == (first - self.model.now) * UNIT
         owners = {

@@ -19,7 +19,8 @@ from celery_dislock.operating.cli import dislock
 from celery_dislock.parking.answers import Done, Parked
 from celery_dislock.parking.store import Lines
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.replies import Granted, Handed, Refused
+from celery_dislock.servers.records import Conflict
+from celery_dislock.servers.replies import Granted, Handed
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.actions import Actions
@@ -94,7 +95,7 @@ class TestFreeing:
         other.park("p")
         assert worker.free() is True
         assert worker.given() == []
-        assert isinstance(worker.take("b"), Refused)
+        assert isinstance(worker.take("b"), Conflict)
         other.sweep()
         assert other.given() == ["p"]
 
@@ -279,7 +280,7 @@ class TestPause:
         if parks:
             assert isinstance(worker.park("t", reservation=reservation), Parked)
         else:
-            assert isinstance(worker.take("t", reservation=reservation), Refused)
+            assert isinstance(worker.take("t", reservation=reservation), Conflict)
 
     def test_it_ends_by_itself_if_it_was_set_for_a_time(self, worker, server):
         """Who asks then is admitted; the sweep gives parked tasks their turn."""
@@ -307,10 +308,10 @@ class TestLimit:
         worker.take("a")
         worker.lines.limit(LOCK, 2)
         assert isinstance(worker.take("b"), Granted)
-        assert isinstance(worker.take("c", terms=(Terms(limit=9),)), Refused)
+        assert isinstance(worker.take("c", terms=(Terms(limit=9),)), Conflict)
         assert worker.lines.limit(LOCK, 1) == 2
         worker.release("a")
-        assert isinstance(worker.take("c", terms=(Terms(limit=9),)), Refused)
+        assert isinstance(worker.take("c", terms=(Terms(limit=9),)), Conflict)
         worker.lines.limit(LOCK, None)
         assert isinstance(worker.take("c", terms=(Terms(limit=9),)), Granted)
 
@@ -321,7 +322,7 @@ class TestLimit:
         worker.lines.limit(LOCK, 1)
         for owner in "ab":
             worker.release(owner)
-            assert isinstance(worker.take("d", terms=(Terms(limit=3),)), Refused)
+            assert isinstance(worker.take("d", terms=(Terms(limit=3),)), Conflict)
         worker.release("c")
         assert isinstance(worker.take("d", terms=(Terms(limit=3),)), Granted)
 
@@ -342,7 +343,7 @@ class TestLimit:
         worker.take("u@w:1/1")
         for terms in ({}, {"place": LONG}):
             answer = worker.take("t@w:2/9", **terms)
-            assert isinstance(answer, Refused)
+            assert isinstance(answer, Conflict)
             assert answer.holder == {"id": "t@w:1/1"}
         assert worker.overview.lock(LOCK).waiting == 0
         assert isinstance(worker.take("t@w:1/1"), Granted)
@@ -357,9 +358,9 @@ class TestLimit:
         for nth in range(2):
             assert isinstance(take([api, tenant], f"a{nth}", LONG, "{}", **terms), Granted)
         answer = take([api, tenant], "b", LONG, "{}", **terms)
-        assert (type(answer), answer.nth) == (Refused, 0)
+        assert (type(answer), answer.key) == (Conflict, "limits-api")
         assert isinstance(take([tenant], "c", LONG, "{}", terms=(Terms(limit=3),)), Granted)
-        assert isinstance(take([tenant], "d", LONG, "{}", terms=(Terms(limit=3),)), Refused)
+        assert isinstance(take([tenant], "d", LONG, "{}", terms=(Terms(limit=3),)), Conflict)
 
 
 class TestRate:
@@ -488,7 +489,7 @@ class TestActions:
         servers[0].stop()
         actions.limit(LOCK, 0, note="by ana")
         servers[0].start()
-        assert isinstance(store.acquire([LOCK], "a", LONG, "{}"), Refused)
+        assert isinstance(store.acquire([LOCK], "a", LONG, "{}"), Conflict)
         assert Overview(store.lock_server, "dislock").lock(LOCK).limit_note == "by ana"
         assert actions.limit(LOCK, None) == 0
         assert isinstance(store.acquire([LOCK], "a", LONG, "{}"), Granted)

@@ -8,7 +8,8 @@ import pytest
 from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.quorum import Names
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.records import Conflict
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, runs, swallow_reply
@@ -97,7 +98,7 @@ def round_trip(store, lock=LOCK):
     token = take(store, "a/1", lock)
     assert take(store, "a/1", lock) == token  # asked again, it is confirmed
     refused = store.acquire([lock], "b/1", LONG, HOLDER)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, Conflict)
     assert refused.owner == "a/1"
     assert LONG - 5 < refused.remaining < LONG + 1
     [held] = store.holders(lock)

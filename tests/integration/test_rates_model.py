@@ -23,7 +23,7 @@ from itertools import count
 import pytest
 
 from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
-from celery_dislock.servers.replies import Refused
+from celery_dislock.servers.records import Conflict
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, Line
 
@@ -120,7 +120,7 @@ class History:
                 conflict = self.line.store.acquire(
                     [LOCK], f"{task}@w:1/{copy}", TURN, "{}", terms=(self.tasks[task],)
                 )
-                answer = "refused" if isinstance(conflict, Refused) else "granted"
+                answer = "refused" if isinstance(conflict, Conflict) else "granted"
         self.publish()
         if answer == "granted":
             self.body(task, copy)

@@ -75,7 +75,7 @@ def test_a_task_that_may_be_parked_is_told(broker, hold):
     assert isinstance(parked, Parked)
     full = broker.park("u", bounds=Bounds(most=1))
     assert isinstance(full, Full)
-    assert told(parked.conflict) == told(full.conflict) == BOTH
+    assert told(parked) == told(full) == BOTH
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -8,7 +8,8 @@ from contextlib import ExitStack, closing
 import pytest
 
 from celery_dislock import LockLostError
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.records import Conflict
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store
 from proof.clocks import Clocks, can_be_set
 from tests.holding import Holding
@@ -76,7 +77,7 @@ def test_set_back_it_keeps_the_leases_of_the_dead_for_longer(store, clocks):
     assert isinstance(acquire(store, "gone/1"), Granted)
     clocks.set("a", -HOUR)
     refused = acquire(store, "b/1")
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, Conflict)
     assert HOUR < refused.remaining < HOUR + LONG + 1
     assert store.release([LOCK], "gone/1") is True
     assert isinstance(acquire(store, "b/1"), Granted)
@@ -98,7 +99,7 @@ def test_one_of_five_ends_no_lease(start, clocks):
         assert isinstance(acquire(store, "a/1"), Granted)
         for seconds in (HOUR, -HOUR):
             clocks.set("c", seconds)
-            assert isinstance(acquire(store, "b/1"), Refused)
+            assert isinstance(acquire(store, "b/1"), Conflict)
             assert store.extend([LOCK], "a/1", LONG) is True
 
 

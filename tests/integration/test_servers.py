@@ -25,7 +25,8 @@ from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.connecting import Driver
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.records import Conflict
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
@@ -68,7 +69,7 @@ def take(store, owner, ttl=LONG, lock=LOCK):
 def round_trip(store, lock=LOCK):
     """Take, refuse, renew and release: all that a lock server is for."""
     take(store, "a/1", lock=lock)
-    assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Refused)
+    assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
     assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
     assert store.release([lock], "a/1") is True
     assert store.release([lock], "a/1") is False
@@ -374,9 +375,9 @@ class TestAMasterThatReturns:
             assert one.extend([LOCK], "a/1", LONG) is False
             lease = holding.take("export:7", timeout=3.0)
             assert exists(new, LOCK)
-            assert isinstance(other.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
+            assert isinstance(other.acquire([LOCK], "b/1", LONG, HOLDER), Conflict)
             holding.wait_renewed(lease)
-            assert isinstance(other.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
+            assert isinstance(other.acquire([LOCK], "b/1", LONG, HOLDER), Conflict)
 
     def test_a_task_is_parked_on_the_next_one(self, own_watched, stores):
         """Its message is acknowledged when it is where it will be kept."""
@@ -384,7 +385,7 @@ class TestAMasterThatReturns:
         lines = Lines(stores[0].lock_server, "dislock", "here", [].extend)
         take(stores[0], "a/1")
         lines.enlist(LOCK)
-        ticket = Ticket("b:0:0", "b@", marked=False, message=b"{}")
+        ticket = Ticket("b:0:0", marked=False, message=b"{}")
         assert isinstance(lines.park(LOCK, "b@w/1", LONG, HOLDER, ticket), Parked)
         with new.client() as client:
             assert client.hexists(f"{LOCK}:tickets", "b:0:0")
@@ -456,7 +457,7 @@ class TestReplicas:
         store = connect(master.url, {"min_replicas": 1})
         take(store, "a/1")
         assert exists(replica, LOCK)
-        assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
+        assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Conflict)
         assert store.release([LOCK], "a/1") is True
 
     def test_an_acquisition_that_too_few_replicas_have_is_given_back(self, connect, replicated):
@@ -465,7 +466,7 @@ class TestReplicas:
         store = connect(master.url, {"min_replicas": 1})
         take(store, "a/1")
         replica.pause()
-        assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)  # at once, as ever
+        assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Conflict)  # at once, as ever
         other = "dislock:{other}"
         with pytest.raises(StoreError, match="only 0 of 1 replicas"):
             take(store, "b/1", lock=other)
@@ -482,7 +483,7 @@ class TestReplicas:
         take(store, "a/1")
 
         def park(task):
-            ticket = Ticket(f"{task}:0:0", f"{task}@", marked=False, message=b"{}")
+            ticket = Ticket(f"{task}:0:0", marked=False, message=b"{}")
             return lines.park(LOCK, f"{task}@w/1", LONG, HOLDER, ticket)
 
         assert isinstance(park("b"), Parked)
@@ -645,12 +646,12 @@ class TestCluster:
         first = [f"{lock}:limit" if moved == "limit" else f"{lock}:mark:1"]
         with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
             with contextlib.suppress(StoreError):
-                assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Refused)
-            ticket = Ticket("1:0:0", "1@", marked=False)
+                assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
+            ticket = Ticket("1:0:0", marked=False)
             with contextlib.suppress(StoreError):
-                assert isinstance(lines.park(lock, "1@w/1", LONG, HOLDER, ticket), Refused)
+                assert isinstance(lines.park(lock, "1@w/1", LONG, HOLDER, ticket), Conflict)
             assert list(store.holders(lock)) == []
-        assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Refused)
+        assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
         lines.limit(lock, None)
         take(store, "b/1", lock=lock)
         assert store.release([lock], "b/1") is True
@@ -730,7 +731,7 @@ class TestParkedInAClusterThatMoves:
         self.published.clear()
 
     def show(self, task, message):
-        ticket = Ticket(f"{task}:0:0", f"{task}@", marked=not message, message=message)
+        ticket = Ticket(f"{task}:0:0", marked=not message, message=message)
         return self.lines.park(self.lock, f"{task}@w/1", LONG, HOLDER, ticket)
 
     def park(self, task):

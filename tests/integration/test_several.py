@@ -17,7 +17,8 @@ from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.records import Conflict
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
 from tests.integration.servers import RedisCluster
@@ -87,7 +88,7 @@ def test_an_operator_drops_and_frees_on_each_kind_of_server(url):
     headers = {"task": "tests.parked", "id": "p-1"}
     message = Message("", "celery", headers, "application/json", "utf-8", {}, True, b"[[],{},{}]")
     process.lines.enlist(A)
-    ticket = Ticket("p-1:0:0", "p-1@", False, message.to_bytes())
+    ticket = Ticket("p-1:0:0", False, message.to_bytes())
     assert isinstance(process.lines.park(A, "p-1@w/1", LONG, "{}", ticket), Parked)
     told = []
     for args in (("drop", "p-1", "--yes"), ("free", "a", "--yes"), ("show", "a")):
@@ -105,8 +106,8 @@ class TestStore:
         """Whichever is held, the refusal tells which and by whom, and the others stay free."""
         store.acquire([NAMES[nth]], "other", LONG, HOLDER)
         answer = store.acquire(NAMES, "me", LONG, HOLDER)
-        assert isinstance(answer, Refused)
-        assert (answer.nth, answer.owner) == (nth, "other")
+        assert isinstance(answer, Conflict)
+        assert (answer.key, answer.owner) == ("abc"[nth], "other")
         assert owners(store) == [["other"] if n == nth else [] for n in range(3)]
 
     def test_a_renewal_is_of_all_or_says_no(self, store):
@@ -196,10 +197,10 @@ def test_who_has_lost_a_lock_before_waits_without_those_after_it(redis_url):
     """An operator frees the first of two: its owner would wait for one who waits for the second."""
     with closing(Store(redis_url)) as store:
         store.acquire([C], "other/1", LONG, HOLDER)
-        assert store.acquire([B, C], "first/1", LONG, HOLDER, place=LONG).nth == 1
-        assert store.acquire([B, C], "second/1", LONG, HOLDER, place=LONG).nth == 0
+        assert store.acquire([B, C], "first/1", LONG, HOLDER, place=LONG).key == "c"
+        assert store.acquire([B, C], "second/1", LONG, HOLDER, place=LONG).key == "b"
         (holder,) = store.holders(B)
         store.free(B, holder.owner, holder.token)
         store.release([C], "other/1")
-        assert store.acquire([B, C], "first/1", LONG, HOLDER, place=LONG).nth == 0
+        assert store.acquire([B, C], "first/1", LONG, HOLDER, place=LONG).key == "b"
         assert isinstance(store.acquire([B, C], "second/1", LONG, HOLDER, place=LONG), Granted)

@@ -11,7 +11,8 @@ from celery_dislock.config.terms import Terms
 from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.records import Conflict
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
@@ -110,7 +111,7 @@ class TestRenewStalled:
         """A stopped process that waited must not keep the lock from the next in line."""
         if ended == "handed over":
             take(store, "a/1")
-            assert isinstance(store.acquire([LOCK], self.OWNER, LONG, HOLDER, place=LONG), Refused)
+            assert isinstance(store.acquire([LOCK], self.OWNER, LONG, HOLDER, place=LONG), Conflict)
             store.release([LOCK], "a/1")
         else:
             take(store, self.OWNER)
@@ -195,7 +196,7 @@ class TestPacking:
         store.wait(LOCK, "b/1", 0.01)
         store.renew([([LOCK], "a/1", LONG)], within=5)
         store.clear([LateRelease([LOCK], "b/1")], within=5)
-        lines.park(LOCK, "c@w:1/1", LONG, HOLDER, Ticket("c:0:0", "c@", False, b"message"))
+        lines.park(LOCK, "c@w:1/1", LONG, HOLDER, Ticket("c:0:0", False, b"message"))
         lines.sweep([LOCK])
         list(Overview(store.lock_server, "dislock").locks())
         store.release([LOCK], "a/1")
@@ -296,7 +297,7 @@ class TestConnections:
             ours, celerys = Store(server.url), Store(server.broker_url)
             used(server.url)
             take(ours, "a/1")
-            assert isinstance(celerys.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
+            assert isinstance(celerys.acquire([LOCK], "b/1", LONG, HOLDER), Conflict)
             assert renew(celerys, "a/1") is True
             ours.close()
             celerys.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.records import Conflict
+from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from tests.conftest import BOTH
@@ -56,7 +57,7 @@ def test_of_two_that_try_one_takes_over(store):
     assert store.take_over(LOCKS, "first", "third", NEW) == 0
     assert store.take_over(LOCKS, "first", "second", NEW) == 0
     refused = store.acquire(LOCKS, "third", TTL, NEW)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, Conflict)
     assert refused.owner == "second"
 
 
@@ -81,7 +82,7 @@ class TestPlaces:
     def wait(self, store):
         def wait(owner):
             answer = store.acquire([LOCK], owner, TTL, OLD, place=TTL)
-            assert isinstance(answer, Refused)
+            assert isinstance(answer, Conflict)
 
         store.acquire([LOCK], "holder", TTL, OLD)
         return wait

@@ -11,7 +11,7 @@ from celery.backends.base import Backend
 from click.testing import CliRunner
 
 from celery_dislock import exceptions
-from celery_dislock.locks.lease import Conflict
+from celery_dislock.servers.records import Conflict
 
 ERRORS = [
     exceptions.SettingsError("shop.export", "lock_key", "<x>", "no such argument"),

@@ -8,7 +8,7 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import SingletonTask
-from celery_dislock.reporting import logged
+from celery_dislock.messages.delivery import Delivery
 
 
 @pytest.fixture
@@ -19,20 +19,22 @@ def both(caplog):
     return caplog
 
 
-def run(app, error):
-    """Run a guarded task whose body ends so."""
+def run(app, error, logged="", task_id="1"):
+    """Run a guarded task whose body ends so; with what is logged of it."""
 
-    @app.task(base=SingletonTask, name="shop.export", lock_key="k")
-    def export():
+    @app.task(base=SingletonTask, name="shop.export", lock_key="k", bind=True)
+    def export(self):
+        if logged:
+            Delivery.of(self.request).logged(error, logged)
         raise error
 
-    export.apply(task_id="1")
+    export.apply(task_id=task_id)
 
 
 @pytest.mark.parametrize("error", [Ignore("why"), Reject("why"), Retry("why", when=2)])
 def test_celerys_line_is_left_out_where_ours_has_told_it(app, both, error):
     """Whatever the exception; ours has the task's name and id."""
-    run(app, logged(error, "shop.export", "1", "does not run"))
+    run(app, error, "does not run")
     assert both.messages == ["Task shop.export[1] does not run"]
 
 
@@ -53,7 +55,7 @@ def test_celerys_line_stays_about_a_bodys_own_exceptions(app, both, error, line)
 def test_celerys_line_stays_where_ours_is_hidden(app, both):
     """A logger that shows no INFO of ours shows that of Celery."""
     logging.getLogger("celery_dislock").setLevel(logging.WARNING)
-    run(app, logged(Ignore(), "shop.export", "1", "does not run"))
+    run(app, Ignore(), "does not run")
     assert both.messages == ["Task shop.export[1] ignored"]
 
 
@@ -67,12 +69,12 @@ def test_celerys_line_stays_where_ours_is_hidden(app, both):
         (logging.WARNING, "\x1b100%s", "\\x1b100%s"),
     ],
 )
-def test_a_strangers_id_writes_no_line_and_no_command(both, level, text, line):
+def test_a_strangers_id_writes_no_line_and_no_command(app, both, level, text, line):
     """Whichever module logs it: one record is one line, which a terminal shows as it is."""
     logging.getLogger("celery_dislock").log(level, "Task %s has ended: %r", text, ValueError(7))
     assert both.messages == [f"Task {line} has ended: ValueError(7)"]
-    logged(Ignore("why"), "t", text, "does not run")
-    assert both.messages[1] == f"Task t[{line}] does not run"
+    run(app, Ignore("why"), "does not run", text)
+    assert both.messages[1] == f"Task shop.export[{line}] does not run"
 
 
 def test_a_line_of_text_keeps_its_parts(both):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from celery_dislock.keys.names import (
@@ -12,7 +14,7 @@ from celery_dislock.keys.names import (
     task_id_of,
     task_id_of_reserved,
     task_name,
-    ticket_name,
+    ticket_of,
 )
 
 PLAIN = [
@@ -25,6 +27,10 @@ PLAIN = [
     "x" * 10**5,
 ]
 HOSTILE = ["a@w:1/", "a@", "~a", "a%40", "@", "", "a\nb", "\ud800", 7, None]
+
+
+def ticket(task_id, retries=0, nesting=0):
+    return ticket_of(SimpleNamespace(id=task_id, retries=retries, replaced_task_nesting=nesting))
 
 
 @pytest.mark.parametrize("task_id", PLAIN)
@@ -41,7 +47,7 @@ def test_no_tasks_owners_begin_as_anothers():
             owner = f"{execution_start(other, 'w', 1)}nonce.1"
             assert not owner.startswith(owners_start(one))
             assert not owner.startswith(execution_start(one, "w", 1))
-            assert not ticket_name(other, 0, 0).startswith(owners_start(one))
+            assert not ticket(other).startswith(owners_start(one))
 
 
 @pytest.mark.parametrize("task_id", [*PLAIN, *HOSTILE])
@@ -55,15 +61,15 @@ def test_a_name_can_be_sent(task_id):
 @pytest.mark.parametrize("given", ["7:0", "1", None, -1, 10**10, 1.5, [1], {}])
 def test_a_ticket_has_numbers_whatever_a_message_says(given):
     """A number of retries that is text would name another task's ticket: "order" and "order:7"."""
-    assert ticket_name("order", given, 0) == "order:0:0"
-    assert ticket_name("order", 2, given) == "order:2:0"
+    assert ticket("order", given, 0) == "order:0:0"
+    assert ticket("order", 2, given) == "order:2:0"
 
 
 @pytest.mark.parametrize("task_id", [*PLAIN, *HOSTILE, "a b,c", "%zz"])
 def test_a_name_leads_back_to_its_id(task_id):
     """Else an operator could not end what the task has reserved."""
     assert task_id_of_reserved(reserved_name(task_id)) == str(task_id)
-    assert task_id_of(ticket_name(task_id, 0, 0)) == str(task_id)
+    assert task_id_of(ticket(task_id)) == str(task_id)
 
 
 def test_a_name_that_nobody_has_encoded_is_shown_as_it_is():

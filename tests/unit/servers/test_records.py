@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.servers import records, replies
+from celery_dislock.servers import records
 
 HUGE = b"9" * 400
 
@@ -26,7 +26,7 @@ HUGE = b"9" * 400
 def test_what_a_holder_says_is_bounded(written, told):
     """It comes from a message, and a number too large to count with once ended the task."""
     assert records.holder_of(written) == told
-    assert replies.refused(1000, b"o", written, 5000).renewed is None
+    assert records.Conflict.of("dislock:{k}", 1000, b"o", written, 5000).renewed is None
 
 
 def test_a_holder_of_many_bytes_is_not_read():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -187,7 +188,8 @@ def test_who_watches_the_worker_hears_what_became_of_a_task(app, lock_server, al
     with held(app):
         lock_server.advance(720)
         request = arrived(task, "2")
-        request.on_failure(failure(run(task, request).retval.exception))
+        crossed = pickle.dumps(run(task, request).retval.exception)  # from a pool process
+        request.on_failure(failure(pickle.loads(crossed)))
         (event, about), *_ = request.heard
         if strategy == "skip":
             assert (event, about) == (
