@@ -19,7 +19,7 @@ pytestmark = pytest.mark.acceptance
 
 APP = "tests.acceptance.metrics_app"
 STEP, HOLD, IN_TURN = (f"{APP}.{name}" for name in ("step", "hold", "in_turn"))
-TASKS = 60
+TASKS = 30
 COUNTED = ("_total", "_count", "_sum", "_bucket")  # ends of the names of what never goes down
 
 
