@@ -46,7 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
     places = {path: path.relative_to(TESTS) for path in {item.path for item in items}}
     for item in items:
-        if not item.get_closest_marker("acceptance"):
+        tier = places[item.path].parts[0]
+        if tier == "acceptance":
+            item.add_marker(tier)
+        else:
             own = "rabbitmq" if "rabbitmq" in item.fixturenames else places[item.path].as_posix()
             item.add_marker(pytest.mark.xdist_group(own))
     yield

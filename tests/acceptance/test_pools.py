@@ -11,8 +11,6 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, fleets, wait_for
 from tests.acceptance.scenarios import BRIEF
 
-pytestmark = pytest.mark.acceptance
-
 CROWD = 20
 TIMEOUTS_OUTLIVED = 2.0
 

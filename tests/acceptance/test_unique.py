@@ -15,8 +15,6 @@ from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
 
-pytestmark = pytest.mark.acceptance
-
 EDITIONS = 20
 
 

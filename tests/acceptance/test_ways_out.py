@@ -28,8 +28,6 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, Scene, wait_for
 from tests.redis_server import RedisServer
 
-pytestmark = pytest.mark.acceptance
-
 ANY_BROKER = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 SOON = 2.0  # seconds: what comes too late after that are a message or a command
 LATER = 2.5  # seconds until a task is due that must not run

@@ -23,8 +23,6 @@ from celery_dislock.signals import lock_renewed
 from celery_dislock.testing import DislockServer
 from tests.programs import run_code
 
-pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
-
 
 @pytest.fixture
 def app():
