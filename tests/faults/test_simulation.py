@@ -115,7 +115,7 @@ def test_what_is_broken_is_caught(text, broken, tmp_path, monkeypatch):
 )
 def test_a_duration_that_is_broken_is_caught(name):
     """How long a lease lasts is judged, and so is who has some of several locks."""
-    assert is_caught_simulated(name, minutes=SECONDS / 60, seed=1)
+    assert is_caught_simulated(name, minutes=SECONDS / 60, seed=4)  # by which each is soon
 
 
 def test_a_history_that_takes_long_breaks_no_promise(monkeypatch):
