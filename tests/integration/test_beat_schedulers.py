@@ -422,8 +422,11 @@ def test_an_entry_rescheduled_in_redbeat(redbeat):
     assert len(world.sent) == len({one.id for one in world.sent}) == 2
 
 
-@pytest.mark.parametrize("offset", [-STEP, 0, STEP], ids=["before", "at", "after"])
-@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin"])
+@pytest.mark.parametrize(
+    ("offset", "zone"),
+    [(-STEP, "UTC"), (0, "Europe/Berlin"), (STEP, "Europe/Berlin")],
+    ids=["before", "at", "after"],
+)
 def test_a_kill_at_the_minute_of_a_crontab(kept, offset, zone):
     """The minute goes out once, also in a time zone whose clocks are set an hour ahead then."""
     summer = datetime(2024, 3, 31, 1, tzinfo=timezone.utc).timestamp()
