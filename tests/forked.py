@@ -34,21 +34,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
-    "celery.__main__",
-    "celery.apps.worker",
-    "celery.backends.redis",
-    "celery.bin.celery",
-    "celery.concurrency.prefork",
-    "celery.concurrency.solo",
-    "celery.concurrency.thread",
-    "celery.fixups.django",
-    "celery.loaders.app",
-    "celery.utils.static",
-    "celery.worker.autoscale",
-    "celery.worker.components",
-    "celery.worker.consumer",
-    "kombu.transport.redis",
-    "redis.asyncio",
+    *("celery.__main__", "celery.apps.worker", "celery.backends.redis", "celery.bin.celery"),
+    *("celery.concurrency.prefork", "celery.concurrency.solo", "celery.concurrency.thread"),
+    *("celery.fixups.django", "celery.loaders.app", "celery.utils.static"),
+    *("celery.worker.autoscale", "celery.worker.components", "celery.worker.consumer"),
+    *("kombu.transport.redis", "redis.asyncio"),
 )
 OTHER_RELEASE = "OTHER_RELEASE"  # in the environment: Python's path begins with one
 # Pools that patch modules before these are imported, and one that Celery looks for at its import.
