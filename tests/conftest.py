@@ -12,6 +12,7 @@ import pytest
 from celery import _state
 
 from celery_dislock.servers.memory import memory_server
+from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.leaks import Watch, remember
 from tests.orphans import pytest_configure, pytest_unconfigure  # noqa: F401 -- hooks
 from tests.programs import find_redis, not_tried
@@ -19,6 +20,8 @@ from tests.redis_server import Client, RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.acceptance.rabbitmq import RabbitServer
 
 TESTS = Path(__file__).parent
 # Which tests start first: those that wait longest, largest group first.
@@ -33,7 +36,8 @@ collect_ignore = [] if find_spec("playwright") else ["site"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Keep the tests of a file in one process, if several run; the largest groups come first.
 
-    Groups are those of pytest-xdist's ``--dist loadgroup``.  The acceptance tests have their own.
+    Groups are those of pytest-xdist's ``--dist loadgroup``.  The acceptance tests have their own;
+    so have all that use the one RabbitMQ.
     """
 
     def group(item: pytest.Item) -> str:
@@ -42,8 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
     places = {path: path.relative_to(TESTS) for path in {item.path for item in items}}
     for item in items:
-        if not item.get_closest_marker("acceptance"):
-            item.add_marker(pytest.mark.xdist_group(places[item.path].as_posix()))
+        tier = places[item.path].parts[0]
+        if tier == "acceptance":
+            item.add_marker(tier)
+        else:
+            own = "rabbitmq" if "rabbitmq" in item.fixturenames else places[item.path].as_posix()
+            item.add_marker(pytest.mark.xdist_group(own))
     yield
     sizes = Counter(map(group, items))
     items.sort(key=lambda item: (TURN[places[item.path].parts[0]], -sizes[group(item)]))
@@ -100,6 +108,13 @@ def redis_client(redis_url: str) -> Iterator[Client]:
     """A client of the flushed database, beside the package's own, that speaks str."""
     with Client.from_url(redis_url, decode_responses=True) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
+    """A RabbitMQ for the session.  Where there is none the test is skipped; in CI it fails."""
+    with own_rabbitmq(tmp_path_factory.mktemp("broker") / "rabbitmq") as rabbitmq:
+        yield rabbitmq
 
 
 @pytest.fixture

@@ -34,21 +34,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
-    "celery.__main__",
-    "celery.apps.worker",
-    "celery.backends.redis",
-    "celery.bin.celery",
-    "celery.concurrency.prefork",
-    "celery.concurrency.solo",
-    "celery.concurrency.thread",
-    "celery.fixups.django",
-    "celery.loaders.app",
-    "celery.utils.static",
-    "celery.worker.autoscale",
-    "celery.worker.components",
-    "celery.worker.consumer",
-    "kombu.transport.redis",
-    "redis.asyncio",
+    *("celery.__main__", "celery.apps.worker", "celery.backends.redis", "celery.bin.celery"),
+    *("celery.concurrency.prefork", "celery.concurrency.solo", "celery.concurrency.thread"),
+    *("celery.fixups.django", "celery.loaders.app", "celery.utils.static"),
+    *("celery.worker.autoscale", "celery.worker.components", "celery.worker.consumer"),
+    *("kombu.transport.redis", "redis.asyncio"),
 )
 OTHER_RELEASE = "OTHER_RELEASE"  # in the environment: Python's path begins with one
 # Pools that patch modules before these are imported, and one that Celery looks for at its import.
@@ -166,7 +156,7 @@ def start_celery(
 ) -> Forked | subprocess.Popen[bytes]:
     """Run ``python -m celery`` with these arguments, in that folder, with its output to a file."""
     with log_file.open("wb") as log:
-        return _start("celery", arguments, folder, env, log.fileno(), log.fileno())
+        return start("celery", arguments, folder, env, log.fileno(), log.fileno())
 
 
 def run_python(
@@ -174,7 +164,7 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m MODULE ARGUMENTS`` to its end."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        program = _start(module, arguments, folder, env, out.fileno(), err.fileno())
+        program = start(module, arguments, folder, env, out.fileno(), err.fileno())
         try:
             returncode = program.wait(timeout)
         finally:
@@ -185,9 +175,10 @@ def run_python(
         return subprocess.CompletedProcess(args, returncode, out.read(), err.read())
 
 
-def _start(
+def start(
     module: str, arguments: Sequence[str], folder: Path, env: Mapping[str, str], out: int, err: int
 ) -> Forked | subprocess.Popen[bytes]:
+    """Start ``python -m MODULE ARGUMENTS``, by a fork if it can be one."""
     is_other = OTHER_RELEASE in env  # which the template has not imported
     if sys.platform == "linux" and not (PATCHING & set(arguments) or is_other):
         return template.start(module, arguments, folder=folder, env=env, out=out, err=err)
@@ -255,6 +246,9 @@ def become(request: Request, files: list[int]) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    # Those of the template may be files, and know that they can be sought in.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(request.env)
@@ -270,7 +264,8 @@ def main() -> None:
     assert threading.active_count() == 1, "a thread would not be there after a fork"
     request = serve(socket.socket(fileno=0))
     if request is not None:
-        if request.module.endswith(".py"):
+        sys.modules.pop(f"{request.module}.__main__", None)  # else runpy warns of it
+        if os.sep in request.module:
             runpy.run_path(request.module, run_name="__main__")
         else:
             runpy.run_module(request.module, run_name="__main__", alter_sys=True)

@@ -14,7 +14,6 @@ import pytest
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import CONCURRENCY, Fleet, Scene, Worker, wait_for
-from tests.acceptance.rabbitmq import RabbitServer, own_rabbitmq
 from tests.programs import missing
 from tests.redis_server import RedisServer
 
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import redis
+
+    from tests.acceptance.rabbitmq import RabbitServer
 
 MEANT_TO_STAY = re.compile(r"dislock:(sweep:|lines:|\{.*\}:done:)")
 LOG_SHOWN = 20_000  # characters of each worker's log in the report of a failed test
@@ -51,13 +52,6 @@ def redis_client(server: RedisServer) -> Iterator[redis.Redis]:
 def workers(pytestconfig: pytest.Config) -> dict[Worker, int]:
     """All workers that run, for the logs that are shown with a failed test."""
     return pytestconfig.stash.setdefault(WORKERS, {})
-
-
-@pytest.fixture(scope="session")
-def rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
-    """A RabbitMQ for the session.  Where there is none the test is skipped; in CI it fails."""
-    with own_rabbitmq(tmp_path_factory.mktemp("acceptance") / "rabbitmq") as rabbitmq:
-        yield rabbitmq
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ class RabbitServer:
     @property
     def url(self) -> str:
         """The server's default virtual host."""
-        return self._url("/")
+        return f"amqp://guest:guest@{LOOPBACK}:{self.port}//"
 
     def start(self) -> None:
         """Start the server and wait until it answers, on other ports if others take them."""
@@ -106,12 +106,6 @@ class RabbitServer:
                 return
             assert time.monotonic() < deadline, "the server did not start again"
 
-    def add_virtual_host(self, name: str) -> str:
-        """Make a virtual host, which has queues and connections of its own; return its URL."""
-        self.control("add_vhost", name)
-        self.control("set_permissions", "-p", name, "guest", ".*", ".*", ".*")
-        return self._url(name)
-
     def control(self, *words: str) -> str:
         """Run rabbitmqctl with these words; return what it says."""
         command = [str(self.programs / "rabbitmqctl"), "--node", self.node, "--quiet", *words]
@@ -120,9 +114,6 @@ class RabbitServer:
     @property
     def _server(self) -> tuple[str, ...]:
         return (str(self.programs / "rabbitmq-server"),)
-
-    def _url(self, virtual_host: str) -> str:
-        return f"amqp://guest:guest@{LOOPBACK}:{self.port}/{virtual_host}"
 
     def _launch(self) -> None:
         self.port, distribution, mapper = _free_ports(3)

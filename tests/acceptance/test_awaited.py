@@ -11,8 +11,6 @@ from tests.acceptance import awaited_app as tasks
 from tests.acceptance.fleet import LIMIT, wait_for
 from tests.acceptance.scenarios import BRIEF
 
-pytestmark = pytest.mark.acceptance
-
 APP = "tests.acceptance.awaited_app"
 
 

@@ -17,8 +17,6 @@ from tests.redis_server import RedisServer
 if TYPE_CHECKING:
     import redis
 
-pytestmark = pytest.mark.acceptance
-
 QUEUE = "ticks"  # that nobody reads
 TIMEOUT = 2  # seconds; dislock_beat_timeout
 LEADS, STANDS_BY = "Beat leads, lock 'beat'", "Beat stands by, lock 'beat'"

@@ -15,11 +15,6 @@ from tests.acceptance import canvas_app
 from tests.acceptance.canvas_app import ADD, HOLD, add, largest, note, total
 from tests.acceptance.fleet import LIMIT, wait_for
 
-pytestmark = [
-    pytest.mark.acceptance,
-    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
-]
-
 REFUSED = {
     "skip": (states.REVOKED, TaskRevokedError),
     "callable": (states.REVOKED, TaskRevokedError),

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import socket
 
-import pytest
-
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT
 from tests.leaks import SECRET
-
-pytestmark = pytest.mark.acceptance
 
 
 def test_with_no_dislock_nothing_locks(start_fleet, scene):

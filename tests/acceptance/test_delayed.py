@@ -10,8 +10,6 @@ from tests.acceptance.delayed_app import LIMIT, QUEUES, SHORT, close, made
 from tests.acceptance.fleet import Worker, value_of, wait_for
 from tests.redis_server import RedisServer
 
-pytestmark = pytest.mark.acceptance
-
 # One process of the test run has the RabbitMQ.
 KINDS = [
     pytest.param("quorum", marks=pytest.mark.xdist_group("rabbitmq")),

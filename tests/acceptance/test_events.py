@@ -11,11 +11,6 @@ from celery.events.state import State
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
 
-pytestmark = [
-    pytest.mark.acceptance,
-    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery
-]
-
 POOLS = ["prefork", "threads", "gevent"]  # solo cannot hold and be refused
 
 

@@ -10,8 +10,6 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, ROOT
 from tests.forked import run_python
 
-pytestmark = pytest.mark.acceptance
-
 TASK = """
 @app.task(name="shop.export", bind=True, lock_key="export:<corp_id>", shared=False, base=BASE)
 def export(self, corp_id):

@@ -9,11 +9,6 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK
 from tests.unit.deliveries import noted
 
-pytestmark = [
-    pytest.mark.acceptance,
-    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
-]
-
 QUEUE = scenarios.hold_or_queue
 
 

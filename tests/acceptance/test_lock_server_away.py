@@ -12,7 +12,7 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
 from tests.redis_server import RedisServer
 
-pytestmark = [pytest.mark.acceptance, pytest.mark.xdist_group("away")]
+pytestmark = pytest.mark.xdist_group("away")
 
 TASKS = 3
 CHANGED = uuid4().hex  # password

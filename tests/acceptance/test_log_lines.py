@@ -14,8 +14,6 @@ from celery_dislock import LockHeldError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, fleets, wait_for
 
-pytestmark = pytest.mark.acceptance
-
 RECORD = re.compile(r"^\[\S+ \S+: (?P<level>[A-Z]+)/\S+\] (?P<text>.*)$")
 SKIPPED = r"INFO .* skipped: lock '{key}' is held by {holder}, for \S+ s more unless renewed\. It "
 PUT_OFF = r"INFO .* put off for \S+ s: lock '{key}' is held by {holder}, for "

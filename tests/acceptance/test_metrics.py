@@ -15,11 +15,9 @@ from celery_dislock.operating.web.metrics import make_wsgi_app
 from tests.acceptance.fleet import CONCURRENCY, LIMIT, Worker, wait_for
 from tests.scraping import scrape
 
-pytestmark = pytest.mark.acceptance
-
 APP = "tests.acceptance.metrics_app"
 STEP, HOLD, IN_TURN = (f"{APP}.{name}" for name in ("step", "hold", "in_turn"))
-TASKS = 60
+TASKS = 30
 COUNTED = ("_total", "_count", "_sum", "_bucket")  # ends of the names of what never goes down
 
 

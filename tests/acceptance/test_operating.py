@@ -13,11 +13,6 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 from tests.commands import Dislock
 
-pytestmark = [
-    pytest.mark.acceptance,
-    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
-]
-
 QUEUE = scenarios.hold_or_queue
 
 

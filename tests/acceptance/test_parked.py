@@ -17,11 +17,6 @@ from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.acceptance.scenarios import BRIEF
 from tests.redis_server import RedisServer
 
-pytestmark = [
-    pytest.mark.acceptance,
-    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
-]
-
 PARKED = "PARKED"
 QUEUE = scenarios.hold_or_queue
 BODIES = ['[["k"], {}, {"chain": n', "[1]", "5", "null", "[5, {}, {}]", '[["k"], 5, {}]', ""]

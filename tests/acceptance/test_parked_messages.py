@@ -6,15 +6,12 @@ import json
 import pickle
 import uuid
 
-import pytest
 from celery.result import AsyncResult
 from kombu import Connection, Producer, Queue
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import BROKERS, LIMIT, wait_for
 from tests.unit.deliveries import noted
-
-pytestmark = pytest.mark.acceptance
 
 KEPT = ("correlation_id", "reply_to", "priority", "delivery_mode", "expiration", "type", "app_id")
 

@@ -11,8 +11,6 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, fleets, wait_for
 from tests.acceptance.scenarios import BRIEF
 
-pytestmark = pytest.mark.acceptance
-
 CROWD = 20
 TIMEOUTS_OUTLIVED = 2.0
 
@@ -28,24 +26,6 @@ def test_of_many_sends_of_a_key_one_runs(fleet, scene):
     (winner,) = (r for r in results if r.state != states.REVOKED)
     assert winner.get(timeout=LIMIT)["held"] is True
     assert [event["id"] for event in scene.reported("begin")] == [winner.id]
-
-
-@fleets("prefork", "gevent")
-def test_a_lease_is_renewed_for_as_long_as_the_body_runs(fleet, scene):
-    """A body that lasts several timeouts holds its lock throughout, and the others stay out."""
-    result = scene.begin(fleet, scenarios.hold_renewed)
-    token = scene.lease.token
-    wait_for(
-        "the lease is older than two timeouts",
-        lambda: scene.lease.extended_by > (1 + TIMEOUTS_OUTLIVED) * BRIEF,
-    )
-    scene.assert_others_stay_out(fleet)
-    scene.open_gate()
-    end = result.get(timeout=LIMIT)
-    assert end["held"] is True
-    assert end["renewals"] > TIMEOUTS_OUTLIVED
-    assert end["token"] == token
-    assert len(scene.reported("begin")) == 1
 
 
 def test_a_body_that_never_yields_keeps_its_lock(fleet, scene, tmp_path):

@@ -12,8 +12,6 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 from tests.acceptance.scenarios import BRIEF
 
-pytestmark = pytest.mark.acceptance
-
 TIMEOUTS_OUTLIVED = 2.0
 STALLED = "The main process renews the lock"
 

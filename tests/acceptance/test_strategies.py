@@ -23,8 +23,6 @@ from tests.acceptance.fleet import (
 )
 from tests.acceptance.scenarios import LONG
 
-pytestmark = pytest.mark.acceptance
-
 SEVERAL_SLOTS = fleets("prefork", "threads", "gevent")
 
 

@@ -13,9 +13,7 @@ from celery.exceptions import TaskRevokedError
 from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
-
-pytestmark = pytest.mark.acceptance
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
 
 EDITIONS = 20
 
@@ -50,19 +48,6 @@ class TestRevoked:
         assert second.get(timeout=LIMIT)["held"] is True
         scene.wait_until_unreserved()
         assert not scene.reported("begin", id=first.id)
-
-
-@fleets("prefork", "rabbitmq")
-class TestUntilEnd:
-    def test_the_key_is_reserved_until_the_body_ends(self, fleet, scene):
-        """Duplicates get the result of the one that runs; after it the key is free."""
-        first = scene.begin(fleet, scenarios.unique_to_the_end)
-        again = fleet.send(scenarios.unique_to_the_end, scene.key)
-        assert (again.id, again.duplicate) == (first.id, True)
-        scene.open_gate()
-        assert again.get(timeout=LIMIT)["held"] is True
-        scene.wait_until_unreserved()
-        assert len(scene.reported("begin")) == 1
 
 
 class TestLocksOff:

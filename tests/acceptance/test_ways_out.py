@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import socket
+import socketserver
+import threading
 import uuid
 
 import celery
@@ -23,8 +27,6 @@ from celery.exceptions import TaskRevokedError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, Scene, wait_for
 from tests.redis_server import RedisServer
-
-pytestmark = pytest.mark.acceptance
 
 ANY_BROKER = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
 SOON = 2.0  # seconds: what comes too late after that are a message or a command
@@ -67,13 +69,45 @@ def start_worker(start_fleet, broker, request):
             fleet.workers[0].kill()  # nothing is left to be done, or waited for
 
 
+class Relay(socketserver.ThreadingTCPServer):
+    """Connections to a port of the loopback interface, which can be cut."""
+
+    def __init__(self, to):
+        super().__init__(("127.0.0.1", 0), None)
+        self.port, self._to, self._ends = self.server_address[1], ("127.0.0.1", to), []
+        self._serving = threading.Thread(target=self.serve_forever, args=(0.05,))
+
+    def __enter__(self):
+        self._serving.start()
+        return self
+
+    def __exit__(self, *_failure):
+        self.shutdown()
+        self.cut()
+        self.server_close()
+
+    def finish_request(self, near, _address):
+        with socket.create_connection(self._to) as far, contextlib.suppress(OSError):
+            self._ends += near, far
+            while True:
+                for one in select.select([near, far], [], [])[0]:
+                    if not (data := one.recv(65536)):
+                        return
+                    (far if one is near else near).sendall(data)
+
+    def cut(self):
+        while self._ends:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                self._ends.pop().shutdown(socket.SHUT_RDWR)
+
+
 @pytest.fixture
 def own_broker(request, broker, tmp_path):
     """The URL of a broker, and what drops its connections; the lock server stays what it is."""
     if broker == "rabbitmq":
-        rabbitmq, name = request.getfixturevalue("rabbitmq"), uuid.uuid4().hex
-        close = ("close_all_connections", "--vhost", name, "a test wants it")
-        yield rabbitmq.add_virtual_host(name), lambda: rabbitmq.control(*close)
+        rabbitmq = request.getfixturevalue("rabbitmq")
+        with Relay(rabbitmq.port) as relay:
+            yield rabbitmq.url.replace(str(rabbitmq.port), str(relay.port)), relay.cut
     else:
         with RedisServer(tmp_path / "broker") as server, server.client() as client:
             kinds = ("normal", "pubsub")

@@ -22,8 +22,6 @@ from celery_dislock.operating.cli.session import user
 from tests.acceptance.fleet import LIMIT, ROOT, wait_for
 from tests.programs import missing
 
-pytestmark = pytest.mark.acceptance
-
 # As the entry point does, which an environment with a checkout on its path may not have.
 PROGRAM = """
 import signal, sys

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.forked import template
+from tests.forked import start, template
 
 if TYPE_CHECKING:
     from tests.forked import Forked
@@ -23,7 +24,10 @@ LIMIT = 60.0  # seconds for a command to end, or for a line to appear
 POLL = 0.02  # seconds between two looks
 END = "<ended>"
 ANYTHING = "…"  # in the output that a page shows: any text; alone on a line, any lines
+CELERY = str(Path(sys.executable).with_name("celery"))
 PROMPT = Path(__file__).with_name("prompt.py")
+CHANGES = re.compile(r"(export|cd|\.) ")  # what the commands after it find
+OF_THE_SHELL = re.compile(r"[|&;<>$*]")
 
 
 def pattern_of(shown: list[str]) -> re.Pattern[str]:
@@ -40,26 +44,45 @@ def pattern_of(shown: list[str]) -> re.Pattern[str]:
 
 
 class Terminal:
-    """A shell in a folder.  What is printed in it is read by a thread of its own."""
+    """
+    A shell in a folder.  What is printed in it is read by a thread of its own.
+
+    ``celery`` is started beside the shell, by a fork that has imported it.
+    """
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._folder, self._environment = folder, environment
+        shown, self._screen = os.pipe()
         self._shell = subprocess.Popen(
             ["bash", "--norc"],
             cwd=folder,
             env=environment,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=self._screen,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
+        self._is_as_made = True
+        self._programs: list[Forked | subprocess.Popen[bytes]] = []
         self._printed: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(shown,), daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self._shell.stdout is not None
-        self._printed.extend(iter(self._shell.stdout.readline, ""))
+    def _read(self, shown: int) -> None:
+        with os.fdopen(shown) as lines:
+            self._printed.extend(iter(lines.readline, ""))
+
+    def _start(self, command: str) -> Forked | subprocess.Popen[bytes] | None:
+        """Start a command beside the shell; None if the shell has to do it."""
+        if CHANGES.match(command):
+            self._is_as_made = False
+        words = shlex.split(command.replace("\\\n", " "), comments=True)
+        if not self._is_as_made or words[0] != "celery" or OF_THE_SHELL.search(command):
+            return None
+        out = self._screen
+        self._programs.append(start(CELERY, words[1:], self._folder, self._environment, out, out))
+        return self._programs[-1]
 
     def _type(self, line: str) -> None:
         assert self._shell.stdin is not None
@@ -69,6 +92,8 @@ class Terminal:
     def run(self, command: str) -> tuple[int, str]:
         """Type a command, and return its exit status and output when it has ended."""
         begin = len(self._printed)
+        if program := self._start(command):
+            command = f"(exit {program.wait(LIMIT)})"
         self._type(f"{command}\necho '{END}' $?")
         self._wait(lambda: any(END in line for line in self._printed[begin:]), command)
         output = "".join(self._printed[begin:])
@@ -78,7 +103,8 @@ class Terminal:
     def start(self, command: str, shown: list[str]) -> None:
         """Type a command and leave it running; wait until it has printed what a page shows."""
         begin = len(self._printed)
-        self._type(command)
+        if not self._start(command):
+            self._type(command)
         self._wait(lambda: self.has(shown, begin), "\n".join(shown))
 
     def _wait(self, condition, what: str) -> None:
@@ -113,24 +139,24 @@ class Terminal:
         for process in self._processes():
             _send(process, signal.SIGKILL)
         self._shell.kill()
-        self._shell.wait()
+        for program in (self._shell, *self._programs):
+            program.wait()
+        os.close(self._screen)
         self._reader.join()
         assert self._shell.stdin is not None
-        assert self._shell.stdout is not None
         self._shell.stdin.close()
-        self._shell.stdout.close()
 
     def _processes(self) -> list[int]:
-        """Return the processes of the shell's session, without the shell."""
-        shell = self._shell.pid
+        """Return the processes of the terminal, without the shell."""
+        sessions = {self._shell.pid, *(program.pid for program in self._programs)}
         found = []
         for about in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 after_name = about.read_text("utf-8", "replace").rpartition(")")[2]
                 state, _parent, _group, session, *_ = after_name.split()
-                if int(session) == shell and state != "Z":
+                if int(session) in sessions and state != "Z":
                     found.append(int(about.parent.name))
-        return [pid for pid in found if pid != shell]
+        return [pid for pid in found if pid != self._shell.pid]
 
 
 def _send(process: int, number: int) -> None:

@@ -180,24 +180,25 @@ def reader(servers, dist, tmp_path, page):
     reader.close()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names_of)
-def test_every_block_has_a_language_that_says_what_becomes_of_it(page):
+def test_every_block_has_a_language_that_says_what_becomes_of_it():
     """No snippet escapes: a block is run, or shows a format, or says why it cannot be run."""
-    unknown = [
-        f"line {block.line}: {block.language!r}"
-        for block in blocks_of(page)
-        if block.language not in (*RUN, *SHOWN, *DIRECTIVES)
-    ]
-    fences = re.findall(r"^`{3,}", page.read_text("utf-8"), re.MULTILINE)
-    assert unknown == []
-    assert len(fences) == 2 * len(blocks_of(page))
+    for page in PAGES:
+        unknown = [
+            f"{page}, line {block.line}: {block.language!r}"
+            for block in blocks_of(page)
+            if block.language not in (*RUN, *SHOWN, *DIRECTIVES)
+        ]
+        assert unknown == []
+        fences = re.findall(r"^`{3,}", page.read_text("utf-8"), re.MULTILINE)
+        assert len(fences) == 2 * len(blocks_of(page)), page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names_of)
-def test_no_code_stands_outside_a_fence(page):
+def test_no_code_stands_outside_a_fence():
     """Indented code has no language, so nobody would run it."""
-    text = re.sub(r"^(`{3,}).*?^\1$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-    assert re.findall(r"\n\n {4,}\S.*", text) == []
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        text = re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+        assert re.findall(r"\n\n {4,}\S.*", text) == [], page
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=names_of)

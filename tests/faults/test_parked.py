@@ -13,19 +13,11 @@ import pytest
 from celery import chain
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
-from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.faults.parked_site import LIMIT, TIMEOUT, Site
 from tests.holding import name_of, wait_for
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.faults
-
-
-@pytest.fixture(scope="module")
-def rabbitmq(tmp_path_factory):
-    """A RabbitMQ for this file: it delivers again at once what a dead worker has left."""
-    with own_rabbitmq(tmp_path_factory.mktemp("parked") / "rabbitmq") as rabbitmq:
-        yield rabbitmq
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import uuid
 
 import pytest
 from celery import Celery
@@ -14,7 +13,6 @@ from celery_dislock import Dislock, SingletonTask
 from celery_dislock.tasks import sending
 from proof.proxy import Proxy
 from tests.acceptance.fleet import Worker, reservation_in
-from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.faults.unique_app import UNIQUE_FOR
 from tests.holding import wait_for
 from tests.redis_server import RedisServer
@@ -23,14 +21,7 @@ pytestmark = pytest.mark.faults
 
 LIMIT = 60.0  # seconds until a condition must hold
 AT_ONCE = 5.0  # seconds: far beyond the second that the first sender waits
-PREFETCHED = 100
-
-
-@pytest.fixture(scope="module")
-def rabbitmq(tmp_path_factory):
-    """A RabbitMQ for this file: it delivers again at once what a dead worker has left."""
-    with own_rabbitmq(tmp_path_factory.mktemp("unique") / "rabbitmq") as rabbitmq:
-        yield rabbitmq
+PREFETCHED = 40
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +171,7 @@ class TestWorkers:
         self, client, lock_server, rabbitmq, start_worker
     ):
         """The broker delivers them to another, where all run; their keys are free after that."""
-        broker = rabbitmq.add_virtual_host(f"unique-{uuid.uuid4().hex[:8]}")
+        broker = rabbitmq.url
         with declared(broker, lock_server) as edit:
             doomed = start_worker(lock_server.url, broker)
             sent = [edit.delay(number) for number in range(PREFETCHED)]

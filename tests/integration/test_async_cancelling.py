@@ -161,15 +161,16 @@ async def nothing_is_left(*clients):
         await until(lambda client=client: not client.keys("dislock:*"), "the end of all keys")
 
 
+OTHERS = "sentinel", "cluster", "quorum"
+ALL = BEFORE, DURING, ARRIVED
 CASES = [
-    *product(["single"], [takes, tries, extends, nests, looks], ["free", "held"]),
-    *product(["sentinel", "cluster", "quorum"], [takes], ["held"]),
-    *product(["sentinel", "cluster", "quorum"], [extends], ["free"]),
+    *product(["single"], [takes, tries, extends, nests, looks], ["free", "held"], ALL),
+    *product(OTHERS, [takes], ["held"], [BEFORE, ARRIVED]),
+    *product(OTHERS, [extends], ["free"], [DURING]),
 ]
 
 
-@pytest.mark.parametrize("when", [BEFORE, DURING, ARRIVED])
-@pytest.mark.parametrize(("kind", "operation", "held"), CASES)
+@pytest.mark.parametrize(("kind", "operation", "held", "when"), CASES)
 def test_a_cancellation_at_each_wait_leaves_nothing(request, kind, operation, held, when):
     """Each wait in turn, over connections that are new and that are not; others then go on."""
     servers = request.getfixturevalue(kind)

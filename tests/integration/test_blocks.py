@@ -291,14 +291,6 @@ class TestRefusals:
             driven.lock(**{option: value})
 
 
-@pytest.mark.parametrize(
-    ("key", "keys"), [("k", ("k",)), (["b", "a", "b"], ("a", "b")), (("k",), ("k",))]
-)
-def test_keys_are_taken_in_one_order(driven, key, keys):
-    """Each once, and in the order of all others."""
-    assert driven.lock(key).keys == keys
-
-
 def test_options_that_are_none_are_not_given(driven):
     """The setting holds for those."""
     with driven.lock(watchdog_timeout=None, mode="shared") as lease:

@@ -31,7 +31,7 @@ def server(redis_url, monkeypatch):
 
 def test_locks_do_what_the_model_does(server):
     """They are granted, handed on and ended as it says."""
-    run_model(lambda: LockMachine(server), examples=15, steps=50)
+    run_model(lambda: LockMachine(server), examples=8, steps=50)
 
 
 def test_parked_tasks_do_what_the_model_does(server):

@@ -63,7 +63,6 @@ def test_a_conflict_ends_an_eager_task_at_once(dislock_server, declared, strateg
     assert task.delay().get() == 7
 
 
-@pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
 def test_what_ends_an_eager_task_is_stored_if_results_are(dislock_server, app, declared):
     """Celery stores an eager task's result if it is told to, and so is that of a skipped one."""
     app.conf.task_store_eager_result = True

@@ -239,16 +239,6 @@ class TestTurns:
         assert broker.leave("a") is False
         assert broker.given() == ["b"]
 
-    def test_a_turn_that_an_operator_has_overtaken_waits_again(self, broker, held):
-        """The lock was paused while its message was on its way."""
-        broker.park("a")
-        broker.end("first")
-        broker.lines.limit(LOCK, 0)
-        assert broker.claim("a") == "parked"
-        broker.lines.limit(LOCK, None)
-        assert broker.given() == ["a", "a"]
-        broker.run("a", 3)
-
 
 class TestBesideThoseWhoWaitInASlot:
     def test_they_stand_in_one_line(self, broker, held, server):
@@ -848,18 +838,6 @@ class TestIndex:
         server.send("DEL", INDEX)
         assert "b" in broker.park("b", message=sent(1), bounds=REPLACES).replaced
         assert look() == {LOCK}
-
-    def test_an_empty_line_is_struck_off_after_a_minute(self, broker, held, look, server):
-        """Until then somebody may be about to park; who parks lists it again."""
-        for _ in range(2):
-            broker.park("a")
-            broker.leave("a")
-            broker.park("b")
-            assert look() == {LOCK}
-            broker.leave("b")
-            assert look() == {LOCK}
-        server.advance(60)
-        assert look() == set()
 
     def test_who_strikes_off_late_has_looked_when_nobody_could_come_any_more(
         self, broker, held, look, server

@@ -24,19 +24,26 @@ def export(n):
 """
 
 
-PLUGINS = {"pytest_asyncio": ["asyncio"], "pytest_celery": ["celery", "docker_tools"]}
+NOT_STRICT = ["-pno:asyncio", "-pno:celery", "-pno:docker_tools"]  # plugins that warn
+COMMAND = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", *STRICT]
+ALONE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def beside(*plugins):
+    """Return the options of a run with no other plugins, which is sooner there."""
+    return [f"-p{plugin}" for plugin in ("pytest_dislock", *plugins)]
 
 
 @pytest.fixture
 def users(tmp_path):
-    """Run pytest in a folder, as a user does: on one test, with these arguments."""
+    """Run pytest in a folder, as a user does: beside these plugins, or all that are installed."""
 
-    def run_pytest(test, *arguments, plugin=None):
+    def run_pytest(test, *arguments, plugins=None):
         (tmp_path / "shop.py").write_text(USERS_APP)
         (tmp_path / "test_it.py").write_text("import pytest\nfrom shop import *\n" + test)
-        off = [f"-pno:{name}" for one in {*PLUGINS} - {plugin} for name in PLUGINS[one]]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *STRICT, *off]
-        return run(*command, *arguments, cwd=tmp_path, status=None)
+        more = NOT_STRICT if plugins is None else beside(*plugins)
+        env = os.environ if plugins is None else ALONE
+        return run(*COMMAND, *more, *arguments, cwd=tmp_path, env=env, status=None)
 
     return run_pytest
 
@@ -79,9 +86,7 @@ def test_an_unused_plugin_imports_nothing(tmp_path):
         "    assert 'pytest_dislock' in sys.modules\n"
         "    assert not {'celery', 'celery_dislock', 'fakeredis'} & set(sys.modules)\n"
     )
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_dislock", tmp_path]
-    run(*command, env=environment)
+    run(*COMMAND, *beside(), tmp_path, env=ALONE)
 
 
 CELERYS = """
@@ -106,12 +111,12 @@ def test(dislock_server, celery_worker, n):
 """
 
 
-@pytest.mark.parametrize("plugin", [None, "pytest_celery"])
-def test_celerys_own_fixture_uses_the_server(users, plugin):
+@pytest.mark.parametrize("more", [[], ["pytest_celery.plugin", "pytest_docker_tools.plugin"]])
+def test_celerys_own_fixture_uses_the_server(users, more):
     """A worker in a thread of the test's process, one after the other; Docker is not asked for."""
-    if plugin:
-        need(plugin)
-    outcome = users(CELERYS, "-p", "celery.contrib.pytest", plugin=plugin)
+    if more:
+        need("pytest_celery")
+    outcome = users(CELERYS, plugins=["celery.contrib.pytest", *more])
     assert "2 passed" in outcome.stdout, outcome.stdout
 
 
@@ -123,6 +128,7 @@ def test_each_process_of_xdist_has_a_server(users):
         "    with dislock_server.hold('k'):\n"
         "        dislock_server.assert_locked('k')\n",
         "-n2",
+        plugins=["xdist.plugin"],
     )
     assert "6 passed" in outcome.stdout, outcome.stdout
 
@@ -170,7 +176,7 @@ async def test_a_failure(dislock_server):
 def test_coroutines_of_pytest_asyncio(users, mode):
     """With a loop for each test, and with one for all, after which the app's clients are others."""
     need("pytest_asyncio")
-    outcome = users(COROUTINES, f"--asyncio-mode={mode}", plugin="pytest_asyncio")
+    outcome = users(COROUTINES, f"--asyncio-mode={mode}", plugins=["pytest_asyncio.plugin"])
     assert "4 passed, 1 xfailed" in outcome.stdout, outcome.stdout
 
 
@@ -250,9 +256,7 @@ def test_pytest_django(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    off = [f"-pno:{name}" for names in PLUGINS.values() for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "--ds", "settings", *STRICT, *off]
-    ran = run(*command, cwd=tmp_path)
+    ran = run(*COMMAND, *beside("pytest_django.plugin"), "--ds=settings", cwd=tmp_path, env=ALONE)
     assert "4 passed" in ran.stdout, ran.stdout
 
 
@@ -277,5 +281,6 @@ def test_the_same_test_runs_on_a_real_server(users, redis_program):
         "        dislock_server.advance(3600)\n"
         "    hour.apply()\n",
         "--dislock-redis",
+        plugins=[],
     )
     assert "1 passed, 1 skipped" in outcome.stdout, outcome.stdout

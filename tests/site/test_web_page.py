@@ -154,10 +154,7 @@ def test_the_list_and_a_locks_own_view_tell_all(opened):
         "held for 61 s, renewed 1 s ago, 29 s left unless renewed again",
         "host w1, pid 7, token 1",
         "For task id-9, 3.0 s ago; it is waiting. It ends in 20 s, unless it is renewed.",
-        "shop.pay[parked-9]",
-        "2 turns",
-        "1. shop.pay[parked-1]",
-        "4111-1111",
+        *("shop.pay[parked-9]", "2 turns", "1. shop.pay[parked-1]", "4111-1111"),
         "2. thread main on web (pid 3)",
     ):
         expect(view).to_contain_text(text)
@@ -182,12 +179,7 @@ def test_what_is_wrong_is_counted_on_top_and_can_be_chosen(opened):
     expect(account).to_contain_text("reserved 3.0 s ago")
     totals = tab.get_by_role("group", name="How many locks there are")
     assert totals.locator("button").all_inner_texts() == [
-        "3 held",
-        "1 in line",
-        "1 overdue",
-        "2 paused",
-        "1 reserved",
-        "0 damaged",
+        *("3 held", "1 in line", "1 overdue", "2 paused", "1 reserved", "0 damaged"),
     ]
     totals.get_by_role("button", name="1 overdue").click()
     expect(tab.locator("#count")).to_have_text("1 lock of 6, 1 to 1")

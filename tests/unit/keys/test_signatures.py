@@ -114,11 +114,7 @@ def test_arguments_of_each_kind_are_passed():
 @pytest.mark.parametrize(
     "takes",
     [
-        "self, corp_id, since=None",
-        "args, kwargs",
-        "",
-        "corp_id",
-        "corp_id, since, until",
+        *("self, corp_id, since=None", "args, kwargs", "", "corp_id", "corp_id, since, until"),
         "corp_id, kwargs, since=None",
     ],
 )

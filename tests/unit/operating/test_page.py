@@ -498,19 +498,9 @@ def test_a_hostile_key_is_data(site, key, caplog):
 @pytest.mark.parametrize(
     "path",
     [
-        "/static/../page.py",
-        "/static/..%2fpage.py",
-        "/static//page.js",
-        "/static/page.js\x00.html",
-        "/static/",
-        "//evil.example",
-        "/../../etc/passwd",
-        "/api/locks/",
-        "/api/free/",
-        "/API/LOCKS",
-        "/\r\nSet-Cookie: a=b",
-        "/\xff\xfe",
-        "*",
+        *("/static/../page.py", "/static/..%2fpage.py", "/static//page.js"),
+        *("/static/page.js\x00.html", "/static/", "//evil.example", "/../../etc/passwd"),
+        *("/api/locks/", "/api/free/", "/API/LOCKS", "/\r\nSet-Cookie: a=b", "/\xff\xfe", "*"),
     ],
 )
 def test_other_paths_lead_nowhere(site, path):
@@ -524,17 +514,9 @@ def test_other_paths_lead_nowhere(site, path):
 @pytest.mark.parametrize(
     "name",
     [
-        "",
-        "dislock",
-        "other:{export:1}",
-        "dislock:sweep:{abc}",
-        "dislock:lines:abc",
-        "dislock:{export:1}:line",
-        "dislock:{export:1}:tickets",
-        "dislock:{export:1}x",
-        "celery",
-        "xdislock:{export:1}",
-        "dislock:{export:1}\x00",
+        *("", "dislock", "other:{export:1}", "dislock:sweep:{abc}", "dislock:lines:abc"),
+        *("dislock:{export:1}:line", "dislock:{export:1}:tickets", "dislock:{export:1}x"),
+        *("celery", "xdislock:{export:1}", "dislock:{export:1}\x00"),
     ],
 )
 def test_only_locks_of_this_app_can_be_named(site, name):

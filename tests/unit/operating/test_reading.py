@@ -97,12 +97,8 @@ def test_what_is_in_trouble_comes_first_and_says_so(dislock, server):
     troubles = [row[5:28].strip() for row in answer.stdout.splitlines()[1:]]
     assert troubles == [
         *(
-            "damaged",
-            "overdue 25 s, set aside",
-            "stuck 9.0 s",
-            "set aside",
-            "paused 2 h 00 min",
-            "-",
+            *("damaged", "overdue 25 s, set aside", "stuck 9.0 s", "set aside"),
+            *("paused 2 h 00 min", "-"),
         )
     ]
     told = dislock.json("ls")
@@ -277,11 +273,7 @@ def test_top_has_trouble_first_then_the_longest_lines_then_the_longest_held(disl
     lines = dislock("top", env={"COLUMNS": "60"}).stdout.splitlines()
     assert len(lines) == 40
     assert [line.split()[0] for line in lines[4:9]] == [
-        "paused",
-        "line",
-        "long:7..77",
-        "k299",
-        "k298",
+        *("paused", "line", "long:7..77", "k299", "k298"),
     ]
     assert "16 min" in lines[6]
     assert max(map(len, lines)) <= 60
