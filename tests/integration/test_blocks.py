@@ -434,7 +434,7 @@ CAUGHT = "caught LockLostError"
     ],
 )
 def test_a_task_is_stopped_as_its_options_say(driven, options, is_capped, ends):
-    """A body that goes on after errors catches what "raise" raises, and not what "terminate" does."""
+    """A body that goes on after errors catches what "raise" raises, and not "terminate"."""
     app = Celery(set_as_current=False)
     driven.use(app)
     ending = partial(driven.advance, 25) if is_capped else partial(driven.lose, "k")
