@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import pytest
 import trio
+from celery import Celery
 
 from celery_dislock import (
     EventLoopError,
@@ -19,6 +21,7 @@ from celery_dislock import (
     LockLostError,
     NotOwnerError,
     SettingsError,
+    SingletonTask,
     StoreError,
     scripts,
 )
@@ -406,6 +409,40 @@ class TestInterruption:
             with pytest.raises(LockLostError), lock_:
                 ran.append(True)
             assert bool(ran) is runs
+
+
+CAUGHT = "caught LockLostError"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_capped", "ends"),
+    [
+        ({"lock_on_lost": "raise"}, False, CAUGHT),
+        ({"lock_on_lost": "terminate"}, False, LockLostError),
+        ({"lock_on_cap": "raise"}, True, CAUGHT),
+        ({"lock_on_cap": "terminate"}, True, LockLostError),
+        ({"lock_on_lost": "terminate", "lock_on_cap": "raise"}, True, CAUGHT),
+        ({"lock_on_lost": "raise", "lock_on_cap": "terminate"}, False, CAUGHT),
+    ],
+)
+def test_a_task_is_stopped_as_its_options_say(driven, options, is_capped, ends):
+    """A body that goes on after errors catches what "raise" raises, and not "terminate"."""
+    app = Celery(set_as_current=False)
+    driven.use(app)
+    ending = partial(driven.advance, 25) if is_capped else partial(driven.lose, "k")
+    over = threading.Timer(0, ending)
+
+    @app.task(base=SingletonTask, lock_key="k", max_renew_times=1, **options)
+    def resist():
+        over.start()
+        try:
+            signal.sigtimedwait([], LIMIT)
+        except Exception as exc:  # noqa: BLE001 -- as bodies do
+            return f"caught {type(exc).__name__}"
+
+    ended = resist.apply().result
+    over.join()
+    assert (ended if isinstance(ended, str) else type(ended)) == ends
 
 
 TRACED = """

@@ -6,6 +6,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, LockLostError, SingletonTask, StoreError, scripts
+from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, cut, lose_reply, runs
 from tests.holding import name_of, wait_for
 
@@ -45,6 +46,21 @@ def test_a_release_that_was_cut_short_is_a_release(driven, heard, when):
     driven.advance(2)
     driven.assert_free("k")
     assert names(heard) == ["lock_acquired", "lock_released"]
+
+
+def test_a_release_that_an_exception_interrupts_happens_soon(driven, monkeypatch):
+    """A signal handler may raise it before anything is sent, and nobody may repeat the call."""
+
+    def strike(*_):
+        raise KeyboardInterrupt
+
+    lease = driven.take()
+    with monkeypatch.context() as struck, pytest.raises(KeyboardInterrupt):
+        struck.setattr(Store, "release", strike)
+        lease.release()
+    driven.assert_locked("k")
+    driven.advance(1.1)
+    driven.assert_free("k")
 
 
 @pytest.mark.parametrize("late", [0, 40], ids=["at once", "late"])

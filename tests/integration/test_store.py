@@ -75,6 +75,17 @@ class TestAcquire:
         wait_until_gone(redis_client)
 
 
+@pytest.mark.parametrize(("ttl", "lasts"), [(0.0000001, 1), (0.0105, 11), (30.0, 30_000)])
+def test_no_lease_ends_before_its_time(ttl, lasts):
+    """A part of a millisecond counts as a whole one, in a grant and in a renewal."""
+    server = LuaServer()
+    store = server.store()
+    take(store, "a/1", ttl=ttl)
+    assert server.ttls() == {LOCK: lasts}
+    assert renew(store, "a/1", ttl=ttl)
+    assert server.ttls() == {LOCK: lasts}
+
+
 class TestRenewStalled:
     """What the main process of a worker does for a pool process that has stopped."""
 

@@ -196,6 +196,25 @@ def test_a_free_lock_is_handed_on_and_an_empty_line_struck_off(shop):
     assert shop.other.listed() == {}
 
 
+def test_a_line_stays_listed_until_all_its_ends_are_told(shop, monkeypatch):
+    """Nobody is in it any more, and the result of who has left it cannot be stored yet."""
+
+    def away(*_args, **_options):
+        raise ConnectionError("away")
+
+    park(shop, "2")
+    shop.other.lines.drop(LOCK, "2:0:0", '"replaced": "by hand"')
+    shop.server.advance(60)
+    with monkeypatch.context() as outage:
+        outage.setattr(shop.app.backend, "mark_as_failure", away)
+        shop.sweep()
+    assert list(shop.other.listed()) == [LOCK]
+    shop.sweep()
+    assert shop.app.AsyncResult("2").state == "REVOKED"
+    shop.sweep()
+    assert shop.other.listed() == {}
+
+
 def test_a_worker_sweeps_in_its_timer_and_tells_monitors_whom_it_has_ended(shop, monkeypatch):
     """Who was to end it has died, or could not.  It works until it is stopped, once in each time.
 

@@ -675,6 +675,15 @@ def test_a_task_that_ran_was_not_skipped(server, declare):
         server.assert_skipped(declare().apply((7,)))
 
 
+def test_a_task_that_was_revoked_was_not_skipped(server, app, declare, ran):
+    """Its result has the state of one whose lock was held, and another reason."""
+    sent = declare().delay(7)
+    app.backend.mark_as_revoked(sent.id, "by its user")
+    with pytest.raises(AssertionError, match=r"is REVOKED, .*by its user.*: it was not skipped"):
+        server.assert_skipped(sent)
+    assert ran == []
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_coroutines_use_the_server(dislock_server):

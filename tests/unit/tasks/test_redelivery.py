@@ -80,6 +80,21 @@ def test_a_failure_leaves_no_mark(app, lock_server):
     assert lock_server.contents() == {}
 
 
+def test_a_result_that_cannot_be_stored_leaves_no_mark_that_it_is_done(app, lock_server, ran):
+    """The body has ended well, and its task has failed: a copy runs."""
+
+    def body():
+        ran.append(1)
+        return object() if len(ran) == 1 else None
+
+    task = declare(app, body, lock_dedupe_redelivered=True)
+    assert deliver(task, "1").info.state == "FAILURE"
+    lock_server.advance(31)  # a mark that it is on its way lasts as long as a lease
+    deliver(task, "1")
+    assert ran == [1, 1]
+    assert app.AsyncResult("1").state == "SUCCESS"
+
+
 def test_a_success_that_cannot_be_remembered_is_a_success(app, lock_server, ran, caplog):
     """The server is gone when the body has ended: a copy may run, and the log says so."""
 
