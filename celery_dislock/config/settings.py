@@ -306,7 +306,8 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
         SettingsError: Names the option.
     """
     url = conf.get("dislock_url")
-    if isinstance(url, str) and url.startswith(CLUSTER) and options.has_rate and len(options.keys) > 1:
+    is_cluster = isinstance(url, str) and url.startswith(CLUSTER)
+    if is_cluster and options.has_rate and len(options.keys) > 1:
         remedy = "nodes of a cluster count for themselves: give one key, or no rate"
         raise SettingsError(owner, "lock_key", options.lock_key, remedy)
     if not isinstance(url, (list, tuple)):
