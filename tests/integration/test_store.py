@@ -75,6 +75,16 @@ class TestAcquire:
         wait_until_gone(redis_client)
 
 
+@pytest.mark.parametrize("terms", [Terms("shared"), Terms("exclusive", 2)], ids=str)
+def test_a_release_ends_no_lease_of_another_owner(terms):
+    """Of those who hold a lock together one is done."""
+    store = LuaServer().store()
+    for owner in ("a/1", "b/1"):
+        assert isinstance(store.acquire([LOCK], owner, LONG, HOLDER, terms=(terms,)), Granted)
+    assert store.release([LOCK], "a/1")
+    assert [one.owner for one in store.holders(LOCK)] == ["b/1"]
+
+
 @pytest.mark.parametrize(("ttl", "lasts"), [(0.0000001, 1), (0.0105, 11), (30.0, 30_000)])
 def test_no_lease_ends_before_its_time(ttl, lasts):
     """A part of a millisecond counts as a whole one, in a grant and in a renewal."""
