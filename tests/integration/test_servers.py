@@ -18,6 +18,7 @@ from celery import Celery
 from redis.crc import key_slot
 
 from celery_dislock import Dislock
+from celery_dislock.config.terms import Rate, Terms
 from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
 from celery_dislock.parking.answers import Done, Parked
 from celery_dislock.parking.store import ASIDE, RUNS, Lines, Ticket
@@ -655,6 +656,23 @@ class TestCluster:
         lines.limit(lock, None)
         take(store, "b/1", lock=lock)
         assert store.release([lock], "b/1") is True
+
+    @pytest.mark.parametrize("moved", ["starts", "a mark"])
+    def test_a_rate_is_kept_while_its_slot_moves(self, connect, cluster, moved, monkeypatch):
+        """On whichever node its starts are: the lock is refused, or cannot be had just now."""
+        monkeypatch.setattr(cluster_module, "WHOLE_LOOKS", 2)
+        store, terms = connect(cluster.url), (Terms(limit=9, rate=Rate(1, 3600.0)),)
+        lock = name_on(cluster.masters, 0, f"rated-{moved}")
+        assert isinstance(store.acquire([lock], "a/1", LONG, HOLDER, terms=terms), Granted)
+        store.release([lock], "a/1")
+        store.remember(lock, "1", "what moves first", LONG)
+        first = [f"{lock}:starts" if moved == "starts" else f"{lock}:mark:1"]
+        with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
+            with contextlib.suppress(StoreError):
+                answer = store.acquire([lock], "b/1", LONG, HOLDER, terms=terms)
+                assert isinstance(answer, Conflict)
+            assert list(store.holders(lock)) == []
+        assert store.acquire([lock], "b/1", LONG, HOLDER, terms=terms).early
 
     def test_a_mark_of_a_slot_that_moves_is_found(self, connect, cluster):
         """What is remembered of a task is found on either node, though its lock is elsewhere."""
