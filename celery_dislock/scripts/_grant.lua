@@ -62,7 +62,7 @@ local function look(lock, hashes)
   count_leases(lock)
   for _, key in ipairs({lock.line, lock.handed}) do unless_hidden(pcall(redis.call, 'ZCARD', key)) end
   for _, ending in ipairs(hashes) do unless_hidden(pcall(redis.call, 'HLEN', lock.name .. ending)) end
-  unless_hidden(pcall(redis.call, 'LLEN', lock.name .. STARTS))
+  unless_hidden(pcall(redis.call, 'LINDEX', lock.name .. STARTS, 0))
   rate_set(lock)
 end
 

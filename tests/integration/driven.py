@@ -7,7 +7,6 @@ arrive and has some of them fail.  Nothing but public names is used to take, kee
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -134,7 +133,8 @@ class Driven(DislockServer):
     def wait_for_waits(self, number: int, results: Sequence[Any] = ()) -> None:
         """Wait until so many waits in line have begun, or there are results."""
         wait_for(lambda: results or self.proxy.count(waits) >= number, "a wait in line")
-        time.sleep(0.01)  # a command that is late only makes the test last longer
+        databases = memory_server().fake_server.dbs.values()  # the command has come to the server
+        wait_for(lambda: results or any(one.condition._waiters for one in databases), "the wait")
 
     @contextmanager
     def waiting(self, call: Callable[[], Any], key: str = "k") -> Iterator[list[Any]]:
