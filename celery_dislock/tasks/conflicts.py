@@ -81,11 +81,13 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
         SettingsError: A callable has returned a value that is not a strategy.
     """
     delivery = asking.delivery
+    is_copy = is_a_copy(delivery, conflict)
+    if is_copy and conflict.early:  # its own turn has come before it may start
+        put_off_copy(delivery, conflict)
     if lock_conflict.receivers:
         delivery.lock.channel.conflict(delivery.task, conflict, delivery.id)
-    if is_a_copy(delivery, conflict):
-        if not conflict.early:  # else it is no copy: its own turn has come before it may start
-            _count(delivery, conflict, "copy")
+    if is_copy:
+        _count(delivery, conflict, "copy")
         put_off_copy(delivery, conflict)
     chosen = delivery.options.lock_on_conflict
     if not isinstance(chosen, str):

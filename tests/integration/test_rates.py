@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import pytest
@@ -17,6 +17,7 @@ from celery_dislock import Dislock, Key
 from celery_dislock.config.terms import Rate, Terms
 from celery_dislock.exceptions import LockHeldError, SettingsError
 from celery_dislock.servers.replies import Granted
+from celery_dislock.signals import lock_conflict
 from tests.driven import KEY, LockServer, Shop, new_app
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, Line
@@ -436,3 +437,27 @@ def test_a_program_without_an_app_holds_back(monkeypatch):
     refused = dislock.lock(KEY).try_acquire()
     assert refused.early
     assert "held back (429)" in str(refused.error())
+
+
+def test_a_turn_that_comes_too_early_is_no_conflict(shop):
+    """A message that comes before its time is put off for the rest, and no receiver is told."""
+    told = []
+    starts = Starts(shop, lock_rate="1/8s")
+    starts.send(2)
+    shop.work()
+    with receiving(lock_conflict, lambda **_: told.append(1)):
+        shop.put_off[:] = [one._replace(due=0.0) for one in shop.put_off]
+        shop.work()
+        assert told == []
+        assert starts.times == [0.0]
+        starts.run(8.5)
+    assert len(starts.times) == 2
+
+
+@contextmanager
+def receiving(signal, receiver):
+    signal.connect(receiver, weak=False)
+    try:
+        yield
+    finally:
+        signal.disconnect(receiver)
