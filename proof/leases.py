@@ -153,7 +153,8 @@ class Durations:
         lock.until = self.net.leases(name)
         live = self._live(name)
         asker = self._asker(lock, script, arguments)
-        for one in live - before:
+        goes_on = script is scripts.TAKE_OVER  # with what began when another was granted it
+        for one in live - before - ({asker} & lock.granted.keys() if goes_on else set()):
             self._new(name, lock, one, asker)
         if script in RELEASES:
             if left := self._left(lock, before & {asker}) & live:
