@@ -439,6 +439,24 @@ def test_a_program_without_an_app_holds_back(monkeypatch):
     assert "held back (429)" in str(refused.error())
 
 
+@pytest.mark.parametrize("strategy", ["queue", "retry"])
+def test_a_message_comes_when_its_task_may_start(shop, strategy):
+    """It is sent once, for the time of the next start, and not after pauses that grow."""
+    starts = Starts(shop, lock_rate="1/8s", lock_on_conflict=strategy)
+    starts.send(2)
+    shop.work()
+    (message,) = shop.put_off
+    assert message.due - time.time() - shop.messages._moved() == pytest.approx(8, abs=0.06)
+    assert message.message.headers["dislock"].get("put_off", 0) == (strategy == "retry")
+
+
+def test_who_waits_behind_others_asks_when_those_have_started(shop):
+    """A waiter is told the time of its own start, so that not all ask at the time of the first."""
+    assert isinstance(ask(shop, "a", "1/10s"), Granted)
+    behind = [ask(shop, owner, "1/10s", place=60.0).remaining for owner in "bcd"]
+    assert behind == pytest.approx([10, 20, 30], abs=0.01)
+
+
 def test_a_turn_that_comes_too_early_is_no_conflict(shop):
     """A message that comes before its time is put off for the rest, and no receiver is told."""
     told = []
