@@ -51,6 +51,7 @@ def test_histories(loses):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("loses", [False, True], ids=["state is kept", "state is lost"])
 def test_many_more_histories(loses):
     """Millions of steps, other ones each time; the seed is told if one fails."""
