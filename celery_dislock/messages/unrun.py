@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PUT_OFF_FIRST = 1.0  # seconds; doubled each time
 PUT_OFF_MOST = 60.0  # seconds
-EARLY_LEAST = 0.05  # seconds
+EARLY_LEAST = 0.05  # seconds until a task that comes too early comes again: clocks differ
 
 logger = logging.getLogger("celery_dislock")
 

@@ -24,6 +24,7 @@ from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import REPLACED, TICKET, notes_in, readable_reason
 from celery_dislock.messages.message import Message, store_end
 from celery_dislock.messages.resending import publish
+from celery_dislock.messages.unrun import EARLY_LEAST
 from celery_dislock.parking.store import UNREAD, log_unrunnable
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import HAS_LEFT
@@ -45,8 +46,6 @@ PLACES = (
     "master_name",
     "region",
 )
-
-DELAY_LEAST = 0.05  # seconds: clocks differ, and a message takes its time anyway
 
 logger = logging.getLogger("celery_dislock")
 
@@ -96,7 +95,7 @@ class Publisher:
                     log_unrunnable(ticket, lock, exc)
         for nth, (turn, message) in enumerate(readable):
             try:
-                delay = turn.delay and max(turn.delay, DELAY_LEAST)
+                delay = turn.delay and max(turn.delay, EARLY_LEAST)
                 publish(self._app, message, {TICKET: [turn.lock, turn.ticket]}, delay=delay)
                 logger.debug("Task %s has its turn for lock %r.", message, key_of(turn.lock))
             except (OperationalError, OSError) as exc:  # the broker is away

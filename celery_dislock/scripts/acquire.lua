@@ -112,7 +112,9 @@ for nth, lock in ipairs(locks) do
   local token, is_new, starts
   if not copy then token, is_new, starts = take(lock, terms_of(nth)) end
   if not token then
-    if waits then count_starts() else  -- what it keeps is taken, though its body does not begin yet
+    if waits then
+      count_starts()  -- of what it keeps, though its body does not begin yet
+    else
       for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end
     end
     for later = nth + 1, #locks do give_up(locks[later]) end

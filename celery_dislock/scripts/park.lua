@@ -79,8 +79,7 @@ local function put_in_line(joined, terms, its_home, its_message)
     joined = joined, times = 0, ttl = ttl, home = its_home, terms = terms, message = its_message,
   })
   join(lock, ticket, joined)
-  local early = lock.early
-  if early then hand_off(lock) end  -- nobody's release brings its turn, but the time
+  if lock.early then hand_off(lock) end  -- nobody's release brings its turn, but the time
   return in_line()
 end
 
