@@ -384,10 +384,8 @@ class TaskOptions:
 
     @cached_property
     def parks(self) -> bool:
-        """Whether the task may be parked: it has one key, and "queue" or a callable as strategy."""
-        chosen = self.lock_on_conflict
-        several = isinstance(self.lock_key, tuple) and len(self.lock_key) > 1
-        return (chosen == "queue" or callable(chosen)) and not several
+        """Whether the task may be parked: its strategy is "queue", or a callable chooses."""
+        return self.lock_on_conflict == "queue" or callable(self.lock_on_conflict)
 
 
 # Options that have no effect unless another option has this value.

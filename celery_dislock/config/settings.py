@@ -150,8 +150,8 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
         values["lock_limit"] = LIMIT_MOST
     options = TaskOptions(**values)
     if "lock_on_conflict" not in values and options.newest_counts:
-        several = len(options.keys) > 1  # these have no line
-        options = replace(options, lock_on_conflict="retry" if several else "queue")
+        apart = len(options.keys) > 1 and _is_cluster(conf)  # these have no line
+        options = replace(options, lock_on_conflict="retry" if apart else "queue")
     check_servers(owner, options, conf)
     _check_together(owner, declared, options)
     return options
@@ -171,10 +171,6 @@ def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
 
 def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOptions) -> None:
     keys = options.lock_key
-    if options.lock_on_conflict == "queue" and isinstance(keys, tuple) and len(keys) > 1:
-        others = "'retry'" if options.has_rate else "'wait' or 'retry'"
-        remedy = f"a task waits in one line: give one key, or use {others}"
-        raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
     for name, (other, value) in BELONG_TO.items():
         actual = getattr(options, other)
         if name in declared and actual != value and not callable(actual):
@@ -306,10 +302,15 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
         SettingsError: Names the option.
     """
     url = conf.get("dislock_url")
-    is_cluster = isinstance(url, str) and url.startswith(CLUSTER)
-    if is_cluster and options.has_rate and len(options.keys) > 1:
-        remedy = "nodes of a cluster count for themselves: give one key, or no rate"
-        raise SettingsError(owner, "lock_key", options.lock_key, remedy)
+    if len(options.keys) > 1 and _is_cluster(conf):
+        if options.has_rate:
+            remedy = "nodes of a cluster count for themselves: give one key, or no rate"
+            raise SettingsError(owner, "lock_key", options.lock_key, remedy)
+        if options.lock_on_conflict == "queue":
+            remedy = (
+                "several keys have no line in a cluster: give one key, or use 'wait' or 'retry'"
+            )
+            raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
     if not isinstance(url, (list, tuple)):
         return
     for name, value in ALONE.items():
@@ -320,6 +321,11 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
     if options.lock_on_conflict == "queue":
         remedy = "several lock servers (dislock_url is a list) keep no line; use 'wait' or 'retry'"
         raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
+
+
+def _is_cluster(conf: Mapping[str, Any]) -> bool:
+    url = conf.get("dislock_url")
+    return isinstance(url, str) and url.startswith(CLUSTER)
 
 
 def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:

@@ -91,6 +91,14 @@ class Terms(NamedTuple):
         slowest = min(rates, key=lambda rate: rate.most / rate.window, default=None)
         return self._replace(limit=min(self.limit, other.limit), rate=slowest)
 
+    @property
+    def breadth(self) -> tuple[int, float]:
+        """Where it stands among the locks that a task passes: what lets few pass comes first."""
+        apart = self.rate.window / self.rate.most if self.rate else 0.0
+        if apart >= 1:  # second between two starts
+            return 0, -apart
+        return (2, -apart) if self.rate and self.limit == LIMIT_MOST else (1, self.limit)
+
 
 ALONE = Terms()
 

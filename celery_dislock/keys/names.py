@@ -61,9 +61,10 @@ def task_id_of(ticket: str) -> str:
 def reserved_lock(locks: Sequence[str]) -> str:
     """Return the name in Redis under which the key of these locks is reserved for a message.
 
-    It begins with the first lock's name, so both are in one slot of a cluster.
+    It begins with the first name of the alphabet, so both are in one slot of a cluster, and no new
+    limit changes it.
     """
-    first, *others = locks
+    first, *others = sorted(locks)
     if not others:
         return first
     digest = hashlib.sha256("\0".join(others).encode()).hexdigest()[:DIGEST_CHARS]

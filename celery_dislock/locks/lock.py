@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
+from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.lease import (
     ENDED_BY_OWNER,
     GONE_WHEN_RELEASED,
@@ -41,6 +42,10 @@ UNSAID = 1  # failed waits in a row that are not logged: a connection may just h
 LATE = 0.002  # seconds to wait beyond a lease's end: the server counts in milliseconds
 
 logger = logging.getLogger("celery_dislock")
+
+
+def _in_one_text(keys: Sequence[str]) -> str:
+    return keys[0] if len(keys) == 1 else " + ".join(keys)
 
 
 class Lock:
@@ -78,7 +83,7 @@ class Lock:
         fair: bool = True,
     ) -> None:
         self.keys, self.names, self.options, self.store = keys, names, options, store
-        self.key = keys[0] if len(keys) == 1 else " + ".join(keys)
+        self.key = _in_one_text(keys)
         self.watchdog, self.clock, self.channel = watchdog, watchdog.clock, watchdog.channel
         self.timeout, self.interval = options.timeout, options.renewal_interval
         self.fair, self.terms = fair, options.terms
@@ -88,6 +93,12 @@ class Lock:
     def asks(self) -> bool:
         """Whether the worker's main process may renew the leases."""
         return self.watchdog.asks
+
+    def take_names(self, names: Sequence[str]) -> None:
+        """Become the lock of the keys of a ticket; its task's code may name others by now."""
+        if names != self.names:
+            self.names, self.keys = names, [key_of(name) for name in names]
+            self.key = _in_one_text(self.keys)
 
     def try_acquire(self, attempt: Attempt) -> Lease | Conflict:
         """

@@ -46,7 +46,7 @@ class Parking:
     Parks one delivery, or claims its turn.
 
     Args:
-        delivery: The delivery; its lock has one key.
+        delivery: The delivery.
         process: The store and the lines of this process.
     """
 
@@ -71,7 +71,7 @@ class Parking:
             marked=delivery.notes.parked is not None,
             message=message,
             task=delivery.sent_to,
-            terms=lock.terms[0],
+            terms=lock.terms,
             bounds=bounds,
             reservation=attempt.reservation,
         )
@@ -79,16 +79,16 @@ class Parking:
         if attempt.asked_at is None:
             attempt.asked_at = asked_at
         answer = self._process.lines.park(
-            lock.names[0], attempt.owner, lock.timeout, attempt.holder_json, ticket
+            lock.names, attempt.owner, lock.timeout, attempt.holder_json, ticket
         )
         if isinstance(answer, Parked):
             holder, held_for = in_words(answer.holder), answer.held_for
             parked = TaskParked(
-                f"parked: place {answer.place} in line for lock {lock.key!r}, "
+                f"parked: place {answer.place} in line for lock {answer.key!r}, "
                 f"{'' if answer.early else 'held by '}{holder}{so_far(held_for)}"
             )
             since = {} if held_for is None else {"held_for": held_for}
-            parked.about = {"key": lock.key, "place": answer.place, "holder": holder, **since}
+            parked.about = {"key": answer.key, "place": answer.place, "holder": holder, **since}
             delivery.logged(parked, f"{parked}.")
             if answer.replaced:
                 parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
@@ -102,6 +102,7 @@ class Parking:
                 delivery.after_result.append(self._result_stored)
             if answer.claimed and ticket.marked:
                 attempt.how = PARKED_BEFORE
+            lock.take_names(answer.locks)
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         if isinstance(answer, Later):
             put_off_later(delivery, self._process.lines)

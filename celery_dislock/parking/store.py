@@ -66,7 +66,7 @@ class Ticket(NamedTuple):
     marked: bool  # the message says that it was parked
     message: bytes = b""  # stored if the task is parked; empty: do not park
     task: str = ""  # the task's name; empty: not known
-    terms: Terms = ALONE  # of the lock, if nothing is known of the task
+    terms: tuple[Terms, ...] = (ALONE,)  # of the locks, or of all, if nothing is known of the task
     bounds: Bounds = UNBOUNDED  # of the line
     reservation: Reservation | None = None  # see Store.acquire()
 
@@ -102,23 +102,28 @@ class Lines:
         # In a cluster the index is on another node than most locks.
         self._is_apart = len(server.together(APART)) > 1
 
+    def hold(self, locks: Sequence[str]) -> bool:
+        """Tell whether a task can wait in line for these locks."""
+        return len(locks) == 1 or not self._is_apart
+
     def park(
-        self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket
+        self, locks: Sequence[str], owner: str, ttl: float, holder: str, ticket: Ticket
     ) -> Granted | Conflict | Done | Later:
         """
-        Take a lock for a task or claim its turn; otherwise park the task if it has a message.
+        Take a task's locks or claim its turn; otherwise park the task if it has a message.
 
         Args:
-            lock: Name of the lock in Redis.
+            locks: Names of the locks in Redis, in the order in which the task passes them.
             owner: Name of this acquisition, after that of its task; no two acquisitions share it.
             ttl: Expiry of the lease in seconds, > 0.
             holder: JSON object that describes the holder to others.
-            ticket: The task's ticket, the message to park, and the terms of lock and line.
+            ticket: The task's ticket, the message to park, and the terms of locks and line.
 
         Returns:
-            Granted if the task may run; a Conflict if the lock is held: Parked if the task is in
-            line, Full if the line has no room, else nothing was parked; Done if the task is a copy
-            of work that is done; Later if its ticket was written by a later release.
+            Granted if the task may run, under the locks of its ticket; a Conflict if one is held:
+            Parked if the task is in line, Full if the line has no room, else nothing was parked;
+            Done if the task is a copy of work that is done; Later if its ticket was written by a
+            later release.
 
         Raises:
             Replaced: The task must not run, because of the reservation.
@@ -134,7 +139,7 @@ class Lines:
             "owner": owner,
             "ttl": milliseconds(ttl),
             "holder": holder,
-            "terms": written((ticket.terms,)),
+            "terms": written(ticket.terms),
             "its_home": self._home,
             "ticket": ticket.name,
             "same_task": owner.partition("@")[0] + "@",  # see task_name()
@@ -146,13 +151,13 @@ class Lines:
             "listed": 0,
         }
         while True:
-            reply, _ = self._server.exchange(script, [lock], *script.arguments(asked), *begins)
+            reply, _ = self._server.exchange(script, locks, *script.arguments(asked), *begins)
             if reply[1]:
                 self._hand_over(turns(reply[1]))
             if self._is_apart and reply[0] in {scripts.UNLISTED, scripts.PARKED}:
-                self.enlist(lock)  # also afterwards: a failover of the index may have lost it
+                self.enlist(locks[0])  # also afterwards: a failover of the index may have lost it
             if reply[0] != scripts.UNLISTED:
-                return _answer(lock, reply)
+                return _answer(reply)
             asked["listed"] = reply[2]
 
     def leave(
@@ -369,18 +374,20 @@ def _written(task: str) -> str:
     return f'"task":{dumps(task)}' if task else ""
 
 
-def _answer(lock: str, reply: Sequence[Any]) -> Granted | Conflict | Done | Later:
+def _answer(reply: Sequence[Any]) -> Granted | Conflict | Done | Later:
     """Parse a reply of park.lua."""
     match reply:
-        case [scripts.GRANTED, _, token, claimed]:
-            return Granted((int(token),), bool(claimed))
-        case [scripts.REFUSED, _, place, *lease]:
-            return Conflict.of(lock, *lease, place=place)
-        case [scripts.PARKED, _, place, replaced, *lease]:
+        case [scripts.GRANTED, _, claimed, *granted]:
+            return Granted(
+                tuple(map(int, granted[1::2])), bool(claimed), tuple(map(text, granted[::2]))
+            )
+        case [scripts.REFUSED, _, lock, place, *lease]:
+            return Conflict.of(text(lock), *lease, place=place)
+        case [scripts.PARKED, _, lock, place, *lease, replaced]:
             its = _messages(replaced) if replaced else {}
-            return Parked.of(lock, *lease, place=place, replaced=its)
-        case [scripts.FULL, _, waiting, *lease]:
-            return Full.of(lock, *lease, waiting=waiting)
+            return Parked.of(text(lock), *lease, place=place, replaced=its)
+        case [scripts.FULL, _, lock, waiting, *lease]:
+            return Full.of(text(lock), *lease, waiting=waiting)
         case [scripts.REPLACED_BY, _, by]:
             raise Replaced(text(by))
     return Later() if reply[0] == scripts.LATER else Done()

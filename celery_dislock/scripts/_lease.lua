@@ -31,6 +31,17 @@ end
 -- server that misses one of two keys answers with an error, and the client asks again.
 local function line_exists(lock) return redis.call('EXISTS', lock.line, lock.name .. NEVER) == 1 end
 
+-- A ticket's member of a line is also the owner of the lease that keeps a unit for it.
+local function is_parked(member) return string.byte(member, -1) == TICKET_ENDS end
+local function member_of(ticket) return ticket .. '#' end  -- beside its record
+local function member_elsewhere(lock, ticket) return string.format('%d/', #lock) .. lock .. ticket .. '##' end
+-- Ticket, and the name of the lock that has its record if it is another one.
+local function ticket_of(member)
+  if string.byte(member, -2) ~= TICKET_ENDS then return string.sub(member, 1, -2) end
+  local length, rest = string.match(member, '^(%d+)/(.*)##$')
+  return string.sub(rest, length + 1), string.sub(rest, 1, length)
+end
+
 -- The lease of an owner, or nothing.  Unless the leases were counted, it may have ended.
 local function lease_of(lock, owner)
   if lock.leases then return lock.leases[owner] end

@@ -3,7 +3,8 @@
 -- News on a waiter's wake list: "token ttl_ms place_left_ms" when it was granted the lock, with the time that
 -- was left until its place's deadline; empty when it has become the first: another was handed the lock, and
 -- has TAKE_UP_MS to take it up.  A place whose deadline is over belongs to a waiter that died: it is passed
--- over.  Parked tasks stand in the same line, as "<ticket>#", which is no owner's name; see _parked.lua.
+-- over.  Parked tasks stand in the same line, as "<ticket>#", or "<length>/<lock><ticket>##" if their record is
+-- beside another lock, whose name has this length.  Both are no owners' names; see _parked.lua.
 
 -- include: _grant
 
@@ -55,18 +56,39 @@ local function serve(lock, waiter, asker)
   return true, true
 end
 
--- A ticket's member of a line is also the owner of its turn's lease.
-local function is_parked(member) return string.byte(member, -1) == TICKET_ENDS end
-local function member_of(ticket) return ticket .. '#' end
-local function ticket_of(member) return string.sub(member, 1, -2) end
 local function keep(key) live_at_least(key, KEPT_MS) end
 
-local function join(lock, ticket, joined)
-  redis.call('ZADD', lock.line, string.format('%.0f', joined), member_of(ticket))
+local function join(lock, member, joined)
+  redis.call('ZADD', lock.line, string.format('%.0f', joined), member)
   keep(lock.line)
 end
 
 local JOINED_DIGITS = 18  -- microseconds, or a little more
+
+-- Parse the locks that a parked task passes, in their order: name, terms, and when it came to its line, 0: not
+-- yet.  The only one has no name.  Nothing if they cannot be read.
+local function parse_stations(text, joined)
+  local terms = parse_terms(text)
+  if terms then return {{terms = terms, arrived = joined}} end
+  local seen, found = pcall(cjson.decode, text)
+  local stations = {}
+  for nth, one in ipairs(seen and type(found) == 'table' and found or {}) do
+    local name, word, arrived = unpack(type(one) == 'table' and one or {})
+    terms = type(name) == 'string' and type(word) == 'string' and parse_terms(word)
+    if not terms or not string.find(arrived or '', '^%d+$') or #arrived > JOINED_DIGITS then return nil end
+    stations[nth] = {name = name, terms = terms, arrived = tonumber(arrived)}
+  end
+  return stations[1] and stations
+end
+
+local function write_stations(stations)
+  if #stations == 1 then return write_terms(stations[1].terms) end
+  local written = {}
+  for nth, one in ipairs(stations) do
+    written[nth] = {one.name, write_terms(one.terms), string.format('%.0f', one.arrived)}
+  end
+  return cjson.encode(written)
+end
 
 -- Returns nothing if a parked task's record cannot be read, or there is none; see _parked.lua.
 local function parse_ticket(record)
@@ -76,11 +98,11 @@ local function parse_ticket(record)
   local starts = #rest - length  -- of the message, after a space
   local between = string.sub(rest, 1, starts - 1)
   local is_later = version ~= '1'
-  local terms = is_later and ALONE or parse_terms(between)
-  if not terms or string.sub(rest, starts, starts) ~= ' ' then return nil end
+  local stations = is_later and {{terms = ALONE, arrived = tonumber(joined)}} or parse_stations(between, tonumber(joined))
+  if not stations or string.sub(rest, starts, starts) ~= ' ' then return nil end
   return {
     version = version, joined = tonumber(joined), times = tonumber(times), ttl = tonumber(ttl), home = home,
-    between = between, terms = terms, message = string.sub(rest, starts + 1), is_later = is_later,
+    between = is_later and between, stations = stations, message = string.sub(rest, starts + 1), is_later = is_later,
   }
 end
 
@@ -90,7 +112,7 @@ local function recall(lock)
   for _, ticket in ipairs(run_out) do
     redis.call('ZREM', lock.handed, ticket)
     local parked = parse_ticket(redis.call('HGET', lock.tickets, ticket))
-    join(lock, ticket, parked and parked.joined or 0)
+    join(lock, member_of(ticket), parked and parked.joined or 0)
   end
   return #run_out > 0
 end

@@ -1,29 +1,35 @@
 -- _parked.lua: how parked tasks are written.  Included by the scripts that can give them their turn: these return
 -- {lock, ticket, message, delay_ms, ...} for the caller to publish, and know its broker as its home.
 --
--- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
---   <lock>:line        has "<ticket>#" while it waits for its turn
---   <lock>:tickets     ticket -> "1 joined_us times ttl_ms home length terms message" until its turn is claimed
+-- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."  It passes its
+-- locks one after the other, in the order of its record, each a station.  It stands in the line of one of them, and
+-- keeps what it has passed.  All that is written here is beside the first of them:
+--   <lock>:line        has its member while it waits to pass that lock; see _line.lua
+--   <lock>             has a lease of its member, once it has passed: a unit that is kept for it
+--   <lock>:tickets     ticket -> "1 joined_us times ttl_ms home length stations message" until its turn is claimed
 --                      "bytes" -> length of all these records together
---   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms terms", from its claim until it is done
+--   <lock>:handed      ticket -> until when its message is out, in ms: it has passed all, and has its turn
+--   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms stations", from its claim until it is done
 --   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
 --   <lock>:done:<owner>    for COPY_MS: a delivery that was acknowledged as its ticket is in line, or that
 --                          has ended as the line is full
 --   <lock>:replaced    until the end of a task is reported whose place another has taken
---     joined_us  when it was parked, its score in the line
+--     joined_us  when it was parked, its score in the first line
 --     times      how often it was given its turn
---     ttl_ms     of its lease, and of its first turn; each later turn is twice as long
+--     ttl_ms     of its leases, and of its first turn; each later turn is twice as long
 --     settles_ms IN_BODY while its body runs; then until when its result and what follows are on their
 --                way: a copy that comes meanwhile waits, one that comes later finds that its process died
 --     home       the broker that its message came from: a worker of another one cannot publish it
 --     1          version of this format.  Later ones begin with the same fields, up to the length or settles_ms
 --     length     of the message, which is last
---     terms      of the lease that it waits for: it is granted on these terms, whatever its code says by now
+--     stations   of the leases that it waits for, which are granted on these terms, whatever its code says by now: the
+--                terms of its only lock; of several a JSON list of [lock, terms, when it came to that line]
 --     message    bytes
 --
--- During a turn a lease of the owner "<ticket>#" holds the lock.  The message is given to the caller to
--- publish; the task that gets it claims the turn.  A turn that nobody has claimed in time is given again, and
--- keeps no gate then: others need not wait for its queue.
+-- When it has passed the last one, the message is given to the caller to publish; the task that gets it claims
+-- the turn.  A turn that nobody has claimed in time is given again, and keeps no gate then: others need not wait
+-- for its queue.  A line goes by arrival there, so whoever is many takes turns with others at what they share.
+-- What is kept is always a beginning of its order.  What a ticket keeps while it waits is renewed by the sweep.
 --
 -- Only the mark says that a task is done: one of which nothing is known may have been lost.  Each task
 -- that was parked leaves a mark, as a copy of its message may always come.
@@ -31,6 +37,8 @@
 -- include: _line
 
 local TURNS_MOST = 100           -- given by one script; the script that claims one of them gives more
+local MOVES_MOST = 200           -- of tickets along their stations, in one script; the sweep does the rest
+local KEPT_UNIT_MS = 300000      -- for which a unit is kept without a sweep
 local TURN_MOST_MS = 300000      -- longest turn
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
 local UNREPORTED_MOST, UNREPORTED_BYTES = 100, 262144  -- replaced tasks in one reply
@@ -40,6 +48,9 @@ local TOTAL = 'bytes'            -- the field beside the tickets
 local home                      -- the caller's; nothing or empty: it cannot publish
 local turns = {}                -- given here: lock, ticket, message, delay_ms, and so on; no message: its record
                                 -- was damaged and is set aside (empty), or is gone (nil)
+local claimer                   -- ticket that claims its turn here: its message need not be published
+local opened, behind = {}, {}   -- the locks of this script by name, and those to be handed on
+local moves = 0
 
 -- As look(), at all keys of the lock but its limit.
 local function look_at_keys(lock)
@@ -50,11 +61,20 @@ end
 
 -- If a key of the lock is not here or cannot be read, this is an error, before anything is done.
 local function open_whole(name)
+  if opened[name] then return opened[name] end
   local lock = open(name)
   line_exists(lock)
   look_at_keys(lock)
   limit_set(lock)
+  opened[name] = lock
   return lock
+end
+
+-- The lock of the nth station of a ticket beside another lock, and its member there; nothing if it cannot be read.
+local function station_of(home_lock, ticket, stations, nth)
+  if nth == 1 then return home_lock, member_of(ticket) end
+  local seen, lock = pcall(open_whole, stations[nth].name)
+  if seen then return lock, member_elsewhere(home_lock.name, ticket) end
 end
 
 local MEMBER_SHORT = 8  -- characters of "task":" in a message's headers
@@ -70,8 +90,8 @@ end
 local function read_ticket(lock, ticket) return parse_ticket(redis.call('HGET', lock.tickets, ticket)) end
 
 local function write_ticket(lock, ticket, parked)
-  local record = string.format('%s %.0f %.0f %.0f %s %d %s ', parked.version or '1', parked.joined, parked.times,
-    parked.ttl, parked.home, #parked.message, parked.between or write_terms(parked.terms)) .. parked.message
+  local record = string.format('%s %.0f %.0f %.0f %s %d ', parked.version or '1', parked.joined, parked.times,
+    parked.ttl, parked.home, #parked.message) .. (parked.between or write_stations(parked.stations)) .. ' ' .. parked.message
   local before = redis.call('HSTRLEN', lock.tickets, ticket)
   redis.call('HSET', lock.tickets, ticket, record)
   redis.call('HINCRBY', lock.tickets, TOTAL, #record - before)
@@ -96,7 +116,7 @@ local function parse_claim(record)
   local version, joined, claimed, settles, rest = string.match(record, '^(%d+) (%d+) (%d+) (%d+) (.*)$')
   return {
     joined = tonumber(joined) or 0, claimed = tonumber(claimed) or 0, settles = tonumber(settles) or IN_BODY,
-    terms = parse_terms(rest or '') or ALONE, is_later = version and version ~= '1',
+    stations = parse_stations(rest or '', tonumber(joined)) or {{terms = ALONE, arrived = 0}}, is_later = version and version ~= '1',
   }
 end
 
@@ -111,19 +131,33 @@ local function tidy_claims(lock)
 end
 
 local function write_claim(lock, ticket, claim)
-  redis.call('HSET', lock.running, ticket, string.format('1 %.0f %.0f %.0f %s',
-    claim.joined, claim.claimed, claim.settles, write_terms(claim.terms)))
+  redis.call('HSET', lock.running, ticket, string.format('1 %.0f %.0f %.0f ',
+    claim.joined, claim.claimed, claim.settles) ..
+    write_stations(claim.stations))
   live_at_least(lock.running, CLAIMED_MS)
+end
+
+local function hand_on_later(lock) behind[#behind + 1] = lock end
+
+-- Take a ticket out of its lines, and drop all that it keeps, from its nth station on.
+local function give_up(lock, ticket, stations, nth)
+  for later = nth, #stations do
+    local at, member = station_of(lock, ticket, stations, later)
+    local unit = at and lease_of(count_leases(at), member)
+    if unit then drop(at, unit) end
+    local stood = at and redis.call('ZREM', at.line, member) == 1
+    if at ~= lock and (unit or stood) then hand_on_later(at) end
+  end
 end
 
 -- Take a ticket out, wherever it is, and end its turn.  Returns whether it was anywhere.
 local function forget(lock, ticket)
-  local turn = lease_of(lock, member_of(ticket))
-  if turn then drop(lock, turn) end
-  redis.call('ZREM', lock.line, member_of(ticket))
-  redis.call('ZREM', lock.handed, ticket)
+  local parked = parse_ticket(redis.call('HGET', lock.tickets, ticket))
   local claim = redis.call('HGET', lock.running, ticket)
-  local was_running = claim and not parse_claim(claim).is_later
+  claim = claim and parse_claim(claim)
+  give_up(lock, ticket, (parked or claim or {}).stations or {{}}, 1)
+  redis.call('ZREM', lock.handed, ticket)
+  local was_running = claim and not claim.is_later
   if was_running then redis.call('HDEL', lock.running, ticket) end
   return drop_ticket(lock, ticket) or was_running
 end
@@ -173,41 +207,137 @@ local function publish(lock, ticket, message, delay_ms)
   for _, part in ipairs({lock.name, ticket, message, delay_ms or 0}) do turns[#turns + 1] = part end
 end
 
--- Whether a parked task may have its turn: now, or soon as far as only the time is in the way.  Turns are given
+-- Whether a parked task may pass a lock: now, or soon as far as only the time is in the way.  Turns are given
 -- ahead, as claims take time: all that can start in a moment, else one.
-local function may_have_turn(lock, terms)
+local function may_pass(lock, terms)
   if admits(lock, terms) then return true end
   return lock.early and (lock.early < AHEAD_US or lock.early <= SOON_US and lock.gates == 0)
 end
 
-function give_turn(lock, member, asker)
-  local ticket = ticket_of(member)
-  local record = redis.call('HGET', lock.tickets, ticket)
-  local parked = parse_ticket(record)
-  if not parked then
-    set_aside(lock, ticket, record or '')
-    publish(lock, ticket, record and record ~= '' and '' or false)
-    return true
-  end
-  if member ~= asker and parked.home ~= home then return false end
-  if not may_have_turn(lock, parked.terms) then return false end
-  if member ~= asker and #turns >= 4 * TURNS_MOST then return false end
+local function is_in_front(lock, member, arrived)
+  local head, since = unpack(redis.call('ZRANGE', lock.line, 0, 0, 'WITHSCORES'))
+  return not head or head == member or arrived > 0 and tonumber(since) > arrived
+end
 
-  local delay = math.ceil((lock.early or 0) / 1000)
+-- Which of its stations a ticket cannot pass yet, if there is one, and the microseconds until it may start.
+local function next_station(lock, ticket, parked)
+  local early = 0
+  for nth, station in ipairs(parked.stations) do
+    local at, member = station_of(lock, ticket, parked.stations, nth)
+    if not at then return nth end
+    if lease_of(count_leases(at), member) then
+      early = math.max(early, starts_in(at, station.terms, 0))
+    else
+      local can_publish = nth < #parked.stations or ticket == claimer or parked.home == home and #turns < 4 * TURNS_MOST
+      if not (can_publish and is_in_front(at, member, station.arrived) and may_pass(at, station.terms)) then return nth end
+      early = math.max(early, at.early or 0)
+    end
+  end
+  return nil, early
+end
+
+-- The tickets that keep a unit of this lock, which is their first, and wait at a later one: the oldest first.
+local function keeping(lock)
+  local found, since = {}, {}
+  for member, lease in pairs(count_leases(lock).leases) do
+    local ticket, beside = ticket_of(member)
+    if is_parked(member) and not beside and not redis.call('ZSCORE', lock.handed, ticket) then
+      found[#found + 1], since[ticket] = ticket, tonumber(lease.acquired)
+    end
+  end
+  table.sort(found, function(one, another) return since[one] < since[another] end)
+  return found
+end
+
+-- Keep what it may pass before its nth station for this time.  *has_gates*: and room for a start, where there is a rate.
+local function keep_units(lock, ticket, stations, nth, ttl_ms, has_gates, waits)
+  for before = 1, nth - 1 do
+    local terms, at, member = stations[before].terms, station_of(lock, ticket, stations, before)
+    redis.call('ZREM', at.line, member)
+    local unit = lease_of(at, member)
+    local holder = as_holder(ticket, {gate = has_gates and rate_of(at, terms) and true or nil, waits = waits})
+    local lasts = before > 1 and ttl_ms + KEPT_UNIT_MS or ttl_ms
+    if not unit then grant(at, member, lasts, terms, holder)
+    else
+      put(at, {
+        owner = member, expires = now + lasts, token = unit.token, acquired = unit.acquired, mode = unit.mode,
+        holder = holder, version = unit.version,
+      })
+      live_at_least(at.name, lasts)
+    end
+  end
+end
+
+-- Take a parked task along its stations as far as they admit it, and give it its turn if it has passed them all.
+-- Safe at any time: what it has already stays, and if something was lost, it goes back to that line.
+local function go_on(lock, ticket, parked)
+  if redis.call('ZSCORE', lock.handed, ticket) and ticket ~= claimer then return end
+  moves = moves + 1
+  local nth, early = next_station(lock, ticket, parked)
+  local stations = parked.stations
+  if nth then
+    local at, member = station_of(lock, ticket, stations, nth)
+    keep_units(lock, ticket, stations, nth, KEPT_UNIT_MS, true, nth > 1 and stations[nth].name)
+    give_up(lock, ticket, stations, nth + 1)
+    if not at or redis.call('ZSCORE', at.line, member) then return end
+    if stations[nth].arrived == 0 then
+      stations[nth].arrived = joins_at(at)
+      write_ticket(lock, ticket, parked)
+    end
+    join(at, member, stations[nth].arrived)
+    return
+  end
+  local delay = math.ceil(early / 1000)
   local lasts = delay + math.min(parked.ttl * 2 ^ parked.times, math.max(parked.ttl, TURN_MOST_MS))
-  local gate = parked.times == 0 and rate_of(lock, parked.terms) and {gate = true}
-  redis.call('ZREM', lock.line, member)
+  keep_units(lock, ticket, stations, #stations + 1, lasts, parked.times == 0)
   redis.call('ZADD', lock.handed, now + lasts, ticket)
   keep(lock.handed)
   parked.times = parked.times + 1
   write_ticket(lock, ticket, parked)
-  grant(lock, member, lasts, parked.terms, as_holder(ticket, gate or nil))
-  if member ~= asker then publish(lock, ticket, parked.message, delay) end
+  if ticket ~= claimer then publish(lock, ticket, parked.message, delay) end
+end
+
+function give_turn(lock, member)
+  local ticket, beside = ticket_of(member)
+  local home_lock = lock
+  if beside then
+    local seen, other = pcall(open_whole, beside)
+    home_lock = seen and other
+  end
+  local record = home_lock and redis.call('HGET', home_lock.tickets, ticket)
+  local parked = parse_ticket(record)
+  if parked and not redis.call('ZSCORE', home_lock.handed, ticket) then
+    if moves >= MOVES_MOST then return false end
+    go_on(home_lock, ticket, parked)
+    return not redis.call('ZSCORE', lock.line, member)
+  end
+  redis.call('ZREM', lock.line, member)
+  if not (beside or parked) then
+    set_aside(lock, ticket, record or '')
+    publish(lock, ticket, record and record ~= '' and '' or false)
+  end
   return true
 end
 
+-- Hand on what tickets have given up at other locks.
+local function hand_on_all()
+  while behind[1] do hand_off(table.remove(behind)) end
+end
+
 -- As hand_off(), after tasks whose turn has run out were put back in line.
-local function recall_and_hand_off(lock, asker)
+local function recall_and_hand_off(lock)
   recall(lock)
-  hand_off(lock, asker)
+  hand_off(lock)
+  hand_on_all()
+end
+
+-- Have a ticket begin anew, at the end of its lines.
+local function arrive_anew(lock, ticket, parked)
+  give_up(lock, ticket, parked.stations, 1)
+  redis.call('ZREM', lock.handed, ticket)
+  for _, station in ipairs(parked.stations) do station.arrived = 0 end
+  parked.joined = joins_at(lock)
+  parked.stations[1].arrived = parked.joined
+  write_ticket(lock, ticket, parked)
+  join(lock, member_of(ticket), parked.joined)
 end

@@ -8,7 +8,7 @@
 --
 -- Returns   1 or {1, turns} ended   0 it had ended before, or the owner has another lease by now
 -- Touches all keys of the lock but those of its marks.  Also ends a lease that is left to expire, and the
--- turn of a parked task, which goes to the end of the line.  Sent twice, the second answers 0.
+-- turn of a parked task, or what it keeps: it goes to the end of its lines.  Sent twice, the second answers 0.
 
 -- include: _parked
 
@@ -29,14 +29,13 @@ local lease = shown()
 if not lease then return 0 end
 drop(lock, lease)
 redis.call('DEL', lock.name .. WAKE .. owner)  -- its news, if it was handed the lease
-local ticket = is_parked(owner) and ticket_of(owner)
-if ticket and redis.call('ZREM', lock.handed, ticket) == 1 then  -- if nobody else waits, it is sent again now
-  local joined, parked = joins_at(lock), read_ticket(lock, ticket)
-  if parked then
-    parked.joined = joined
-    write_ticket(lock, ticket, parked)
-  end
-  join(lock, ticket, joined)
+if is_parked(owner) then
+  local ticket, beside = ticket_of(owner)
+  local its = beside and open_whole(beside) or lock
+  local parked = read_ticket(its, ticket)
+  -- If nobody else waits, it is sent again now.
+  if parked then arrive_anew(its, ticket, parked) end
+  if parked and beside then recall_and_hand_off(its) end
 end
 recall_and_hand_off(lock)
 return turns[1] and {1, turns} or 1

@@ -4,17 +4,17 @@
 -- ARGV[1]   ticket
 --
 -- Returns   1 it has its old place again   0 it did not have its turn any more
--- Touches the lock's line, and the tickets and turns of its parked tasks.  Gives nobody else the turn: the
+-- Touches all keys of its locks.  Gives nobody else the turn: the
 -- next sweep does.  Sent twice, the second answers 0.
 
 -- include: _parked
 
 local ticket = ARGV[1]
 local lock = open_whole(KEYS[1])
-local parked, turn = read_ticket(lock, ticket), lease_of(lock, member_of(ticket))
+local parked = read_ticket(lock, ticket)
 if not parked or redis.call('ZREM', lock.handed, ticket) == 0 then return 0 end
-if turn then drop(lock, turn) end
+give_up(lock, ticket, parked.stations, 1)
 parked.times = 0
 write_ticket(lock, ticket, parked)
-join(lock, ticket, parked.joined)
+join(lock, member_of(ticket), parked.joined)
 return 1

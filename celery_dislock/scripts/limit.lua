@@ -17,6 +17,7 @@
 local limit, ttl_ms, note
 limit, ttl_ms, note, home = unpack(ARGV)
 local lock = open(KEYS[1])
+opened[KEYS[1]] = lock
 line_exists(lock)  -- or an error, before anything is done
 look_at_keys(lock)
 

@@ -44,8 +44,8 @@ local function leases()
   return live
 end
 
-local function parked(ticket)
-  local record = redis.call('HGET', lock.tickets, ticket) or ''
+local function parked(ticket, beside)
+  local record = redis.call('HGET', (beside or name) .. TICKETS, ticket) or ''
   local length = string.match(record, '^%d+ %d+ %d+ %d+ %S+ (%d+) ')
   local starts = #record - (length or 0)
   local message = string.sub(record, starts + 1, starts + HEADER_MOST)
@@ -53,7 +53,7 @@ local function parked(ticket)
 end
 
 local function waits_for(member)
-  if string.sub(member, -1) == '#' then return parked(string.sub(member, 1, -2)) end
+  if is_parked(member) then return parked(ticket_of(member)) end
   return redis.call('HGET', lock.places, member) or ''
 end
 
@@ -77,7 +77,7 @@ if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', -1, {'', -2
 local function next_terms()
   local member = redis.call('ZRANGE', lock.line, 0, 0)[1]
   local record, found = member and waits_for(member) or ''
-  if member and string.sub(member, -1) == '#' then found = string.match(record, '^%d+ %d+ %d+ %d+ %S+ %d+ (%S+)')
+  if member and is_parked(member) then found = string.match(record, '^%d+ %d+ %d+ %d+ %S+ %d+ (%S+)')
   else found = string.match(record, '^%d+ %d+ %d+ (%S+)') end
   local terms = found and parse_terms(found)
   if terms then return terms end

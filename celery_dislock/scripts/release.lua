@@ -99,6 +99,7 @@ if #more == 0 then return released end
 local settles_ms = tonumber(ARGV[5])
 home = ARGV[3]
 
+for _, found in ipairs(more) do opened[found.lock.name] = found.lock end
 for _, found in ipairs(more) do
   local lock, claim, hands_off = found.lock, found.claim, found.has_line
   if hands_off and found.may_wait then leave_line(lock, owner) end
@@ -113,4 +114,5 @@ for _, found in ipairs(more) do
   end
   if hands_off then recall_and_hand_off(lock) end
 end
+hand_on_all()
 return turns[1] and {released, turns} or released

@@ -5,6 +5,7 @@
 -- ARGV[2]   at_least_ms   integer >= 0: hold on until this time after the acquisition;
 --                         -1: leave its leases to expire, and only its places in line
 -- ARGV[3]   home          the caller's broker; left out: it cannot publish
+-- ARGV[4]   ticket        of its task, which may have been parked: of other locks than its code names by now
 --
 -- Returns   how many leases were ended; or {that, turns}
 -- Touches all keys of the locks.  The caller has seen that process end.  Sent twice, the second answers 0.
@@ -16,11 +17,17 @@ local start, at_least_ms = ARGV[1], tonumber(ARGV[2])
 home = ARGV[3]
 
 local locks, ended = {}, 0
-for nth, key in ipairs(KEYS) do
-  locks[nth] = open(key)
-  look_at_keys(locks[nth])
-  limit_set(locks[nth])
+local function add(key)
+  if opened[key] then return end
+  local lock = open(key)
+  locks[#locks + 1], opened[key] = lock, lock
+  look_at_keys(lock)
+  limit_set(lock)
+  local claim = ARGV[4] and redis.call('HGET', lock.running, ARGV[4])
+  for _, station in ipairs(claim and parse_claim(claim).stations or {}) do add(station.name or key) end
 end
+
+for _, key in ipairs(KEYS) do add(key) end
 for _, lock in ipairs(locks) do
   if at_least_ms >= 0 then
     for _, lease in ipairs(leases_of(lock, start)) do

@@ -17,6 +17,11 @@ local UNCLAIMED = 3  -- turns: the caller finds out whether anybody can still cl
 home = ARGV[1]
 local lock = open_whole(KEYS[1])
 recall_and_hand_off(lock)
+for _, ticket in ipairs(keeping(lock)) do
+  local parked = read_ticket(lock, ticket)
+  if parked then go_on(lock, ticket, parked) else drop(lock, lease_of(lock, member_of(ticket))) end
+end
+hand_on_all()
 for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do keep(key) end
 if redis.call('HLEN', lock.running) > lock.x + lock.s then tidy_claims(lock) end  -- some of them died
 

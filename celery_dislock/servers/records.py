@@ -9,7 +9,7 @@ A holder describes itself in the record of its lease, for messages and tools, as
 - ``pid`` and ``host``, the process;
 - ``timeout``, the seconds from a renewal to the end of the lease; missing if it is not renewed;
 - ``parked``, set where nobody holds the lock: it is reserved for a parked task, which is ``id``, or
-  for those in line;
+  for those in line; ``waits`` is the lock that this task waits for meanwhile;
 - ``paused`` and ``note``, set where nobody holds the lock: an operator has paused it;
 - ``unreadable``, in place of all others: the start of a description that cannot be read.
 
@@ -131,6 +131,8 @@ def in_words(holder: Mapping[str, Any]) -> str:
         told = f"{PAUSED} ({holder['note']})" if holder.get("note") else PAUSED
     elif "early" in holder:
         told = f"{EARLY}: {_why_early(holder)}"
+    elif isinstance(holder.get("waits"), str):
+        told = f"task {task_id}, which waits for lock {key_of(holder['waits'])!r}"
     elif "parked" in holder:
         told = f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
     elif holder.get("thread") == LEADER:

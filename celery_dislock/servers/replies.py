@@ -19,6 +19,7 @@ class Granted(NamedTuple):
 
     tokens: tuple[int, ...]  # fencing token of each lock
     claimed: bool = False  # the task was parked, and this is its claim
+    locks: tuple[str, ...] = ()  # names in Redis of what was taken, if the server has chosen them
 
 
 class Replaced(Exception):  # noqa: N818 -- an answer, which ends what asked for the lock

@@ -216,7 +216,11 @@ class Store:
         return self._end(script, locks, owner, *terms) == len(locks)
 
     def release_dead(
-        self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0
+        self,
+        locks: Sequence[str],
+        owner_start: str,
+        at_least: float | None = 0.0,
+        ticket: str = "",
     ) -> int:
         """
         End the leases and places in line of a dead process, and hand the locks on.
@@ -226,6 +230,7 @@ class Store:
             owner_start: Start of the owners' names: all but the counter of the acquisition.
             at_least: As in an :class:`Ending`.  None: leave the leases to expire, and give up only
                 the places in line.
+            ticket: Of a task that may have been parked: it has the locks of its ticket then.
 
         Returns:
             Number of leases that were ended.
@@ -234,7 +239,7 @@ class Store:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
         at_least_ms = -1 if at_least is None else milliseconds(at_least)
-        return self._end(scripts.RELEASE_DEAD, locks, owner_start, at_least_ms, self.home)
+        return self._end(scripts.RELEASE_DEAD, locks, owner_start, at_least_ms, self.home, ticket)
 
     def _end(self, script: Script, locks: Sequence[str], owner: str, *terms: str | int) -> int:
         ended, error = 0, None

@@ -18,6 +18,7 @@ from celery_dislock.config.terms import ALONE, NAMES
 from celery_dislock.config.terms import parsed as parsed_terms
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of, task_id_of_reserved
+from celery_dislock.keys.templates import key_of
 from celery_dislock.scripts import LOOK
 from celery_dislock.servers.rates import rate_state
 from celery_dislock.servers.records import (
@@ -71,7 +72,9 @@ class Holder(NamedTuple):
         renewed: Seconds since the last renewal, or since the acquisition; None if the holder's
             version does not say, and for a fixed expiry.
         expiring: Whether the owner is done with it, and it is left to expire.
-        turn: Whether the lock is reserved for a parked task whose message is on its way.
+        turn: Whether the lock is reserved for a parked task: its message is on its way, or it waits
+            for another lock.
+        waits: Key of the lock that the parked task waits for meanwhile; None: for none.
         who: The holder in words.
         task, id, worker, pid, host, thread: The holder; None where it has none.
     """
@@ -92,6 +95,7 @@ class Holder(NamedTuple):
     pid: int | None
     host: str | None
     thread: str | None
+    waits: str | None = None
 
     @property
     def can_be_terminated(self) -> bool:
@@ -362,6 +366,7 @@ def _holder(
         renewed=None if owner.startswith(b"~") else renewed_ago(about, remaining, held),
         expiring=owner.startswith(b"~"),
         turn="parked" in about,
+        waits=key_of(waits) if (waits := bounded_text(about.get("waits"))) else None,
         who=in_words(about),
         pid=pid if type(pid := about.get("pid")) is int else None,
         **{name: bounded_text(about.get(name)) for name in _TEXTS},
@@ -370,7 +375,7 @@ def _holder(
 
 def _waiter(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) -> Waiter:
     if member.endswith(b"#"):
-        return _parked(now_ms, nth, text(member[:-1]), record)
+        return _parked(now_ms, nth, text(_ticket(member)), record)
     waits = _WAITS.fullmatch(record)
     about: Mapping[str, Any] = holder_of(waits[4]) if waits else {}
     return Waiter(
@@ -382,6 +387,14 @@ def _waiter(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) 
         id=bounded_text(about.get("id")),
         thread=bounded_text(about.get("thread")),
     )
+
+
+def _ticket(member: bytes) -> bytes:
+    """Return the ticket of a member of a line; see ``_line.lua``."""
+    if not member.endswith(b"##"):
+        return member[:-1]
+    length, _, rest = member.partition(b"/")
+    return rest[int(length) : -2]
 
 
 def _since(now_ms: int, joined: bytes) -> float:

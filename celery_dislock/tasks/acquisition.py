@@ -54,11 +54,11 @@ class Acquisition:
         self._runtime = runtime
         self._process = runtime.process
         was_parked = delivery.notes.parked is not None
-        parks, is_one = delivery.options.parks, len(delivery.lock.names) == 1
+        parks, has_line = delivery.options.parks, self._process.lines.hold(delivery.lock.names)
         if was_parked and not parks:  # it had been promised a turn
-            strategy = "queue" if is_one else "retry"
+            strategy = "queue" if has_line else "retry"
             delivery.options = replace(delivery.options, lock_on_conflict=strategy)
-        fits = is_one and not delivery.is_eager
+        fits = has_line and not delivery.is_eager
         if (was_parked or parks) and fits and self._process.can_park:
             self.parking = Parking(delivery, self._process)
 

@@ -38,7 +38,7 @@ from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts, redelivery
 from celery_dislock.tasks.acquisition import Acquisition
 from celery_dislock.tasks.endings import COMES_AGAIN, FAILED, SUCCEEDED, outcome_of
-from celery_dislock.tasks.keys import TaskKeys, terms_in_order
+from celery_dislock.tasks.keys import TaskKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -282,10 +282,10 @@ class Guard:
             if turn is None or isinstance(exc, THROWN) or not self._knows(turn):
                 raise
             return [key_of(turn[0])], None
-        keys = in_order(built)
-        if turn is not None and keys != [key_of(turn[0])] and self._knows(turn):
+        keys, terms = self._keys.in_order(built, self._terms)
+        if turn is not None and keys[0] != key_of(turn[0]) and self._knows(turn):
             return [key_of(turn[0])], None
-        return keys, terms_in_order(built, self._terms) if len(self._terms) > 1 else None
+        return keys, terms
 
     def _knows(self, turn: tuple[str, str]) -> bool:
         """Tell whether a turn is known on the lock server; also where that cannot be known now."""

@@ -12,7 +12,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import LockKeyError, SettingsError
-from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
+from celery_dislock.keys.templates import InvalidTemplate, key_builder
 from celery_dislock.tasks.received import Received
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class TaskKeys:
             ]
         except InvalidTemplate as exc:
             raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
+        self._is_narrow = [one.reads != frozenset() for one in self._builders]
         self._received = Received(self._builders, signature)
         self._is_digest = options.keys == (None,)
         self._validate = getattr(task.run, "dislock_validate", None)
@@ -85,6 +86,30 @@ class TaskKeys:
         except LockKeyError:  # a model may have what cannot be digested
             return [digest.key(args, kwargs)]
 
+    def in_order(
+        self, keys: Sequence[str], terms: Sequence[Terms]
+    ) -> tuple[Sequence[str], tuple[Terms, ...]]:
+        """
+        Return the keys of a call in the order in which its locks are taken, and their terms.
+
+        Narrow ones come before wide ones: keys made from arguments, then fixed ones, and in each
+        what lets few pass before what lets many.  So whoever has many tasks waits in a line of his
+        own.  Of two terms that a task declares for the same key, the stricter ones count.
+
+        Args:
+            keys: The keys, in the order of ``lock_key``.
+            terms: Their terms, or those of all.
+        """
+        strictest: dict[str, Terms] = {}
+        narrow: dict[str, bool] = {}
+        each = terms if len(terms) == len(keys) else [*terms] * len(keys)
+        for key, its, is_narrow in zip(keys, each, self._is_narrow, strict=True):
+            strictest[key] = its.stricter(strictest.get(key, its))
+            narrow[key] = narrow.get(key, False) or is_narrow
+        ordered = sorted(strictest, key=lambda key: (not narrow[key], strictest[key].breadth, key))
+        theirs = tuple(strictest[key] for key in ordered)
+        return ordered, theirs[:1] if len(set(theirs)) == 1 else theirs
+
 
 def _dumped(argument: Any) -> Any:
     """Return the plain data of a model, and any other argument as it is."""
@@ -101,19 +126,6 @@ def signature_of(task: type[Task]) -> inspect.Signature:
 
 def _is_static(task: type[Task]) -> bool:
     return isinstance(inspect.getattr_static(task, "run"), staticmethod)
-
-
-def terms_in_order(keys: Sequence[str], terms: Sequence[Terms]) -> tuple[Terms, ...]:
-    """
-    Return the terms of a lock's keys, in the order of :func:`in_order`; one if all have the same.
-
-    Of two that a task declares for the same key, the stricter ones count.
-    """
-    strictest: dict[str, Terms] = {}
-    for key, its in zip(keys, terms, strict=True):
-        strictest[key] = its.stricter(strictest.get(key, its))
-    ordered = tuple(strictest[key] for key in in_order(keys))
-    return ordered[:1] if len(set(ordered)) == 1 else ordered
 
 
 def validating(wrap: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import states, worker
+from celery.app.task import Context
 from celery.worker.request import Request
 from kombu.asynchronous import get_event_loop
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.names import execution_start
+from celery_dislock.keys.names import execution_start, ticket_of
 from celery_dislock.messages.events import revoked, worker_tells_revoked
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
@@ -35,7 +36,6 @@ from celery_dislock.words import plain
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from celery.app.task import Context
     from celery.worker.consumer import Consumer
 
     from celery_dislock.tasks.guard import Guard
@@ -139,7 +139,8 @@ def _release_dead(guard: Guard, request: Any, owner_start: str) -> int:
         return 0
     names, options = guard.runtime.lock_names(guard.keys_of(request)), guard.options
     at_least = options.lock_at_least_for if options.release_on_failure else None
-    return guard.runtime.process.store.release_dead(names, owner_start, at_least)
+    ticket = ticket_of(Context(request.request_dict))
+    return guard.runtime.process.store.release_dead(names, owner_start, at_least, ticket)
 
 
 def _keys_in_words(guard: Guard, request: Any) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 START = 1_700_000_000  # seconds; where the clock begins
 
 COMMANDS = r"""
-local encode, pack = ...
+local encode, decode, pack = ...
 local keys, now, commands, called = {}, 0, {}, {}
 
 local function wrong(what) error(what, 0) end
@@ -300,7 +300,7 @@ redis = {call = call, pcall = function(...)
   local done, reply = pcall(call, ...)
   return done and reply or {err = reply}
 end}
-cjson = {encode = encode}
+cjson = {encode = encode, decode = decode}
 for _, name in ipairs({'io', 'os', 'require', 'package', 'dofile', 'loadfile', 'python'}) do
   _G[name] = nil
 end
@@ -357,12 +357,39 @@ return {
 
 
 def _encode(table: Any) -> bytes:
-    """Stand for ``cjson.encode``, of a flat object."""
-    fields = {
-        name.decode(): value.decode() if isinstance(value, bytes) else value
-        for name, value in table.items()
-    }
-    return json.dumps(fields, separators=(",", ":")).encode()
+    """Stand for ``cjson.encode``."""
+    return json.dumps(_plain(table), separators=(",", ":"), ensure_ascii=False).encode(*RAW)
+
+
+RAW = "utf-8", "surrogateescape"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode(*RAW)
+    if not hasattr(value, "items"):
+        return value
+    if value[1] is not None:
+        return [_plain(one) for one in value.values()]
+    return {name.decode(): _plain(one) for name, one in value.items()}
+
+
+def _decoder(lua: LuaRuntime) -> Callable[[bytes], Any]:
+    """Stand for ``cjson.decode``."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.encode(*RAW)
+        if isinstance(value, list):
+            return lua.table_from([of(one) for one in value])
+        if isinstance(value, dict):
+            return lua.table_from({of(name): of(one) for name, one in value.items()})
+        return value
+
+    def decode(written: bytes) -> Any:
+        return of(json.loads(written.decode(*RAW)))
+
+    return decode
 
 
 def _reply(value: Any) -> Any:
@@ -400,7 +427,7 @@ class LuaServer:
 
     def __init__(self, changed: Callable[[str], str] = str) -> None:
         lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
-        self._lua = lua.execute(COMMANDS.encode(), _encode)
+        self._lua = lua.execute(COMMANDS.encode(), _encode, _decoder(lua))
         self._run = self._lua[b"run"]
         self._changed = changed
         self._scripts: dict[str, Any] = {}

@@ -76,8 +76,8 @@ class Broker:
     def ask(self, task, /, copy=1, *, message=b"", marked=False, ttl=LONG, lock=LOCK, **how):
         """Take the lock for this copy of the task's message, or claim its turn."""
         terms = Terms(**{name: how.pop(name) for name in Terms._fields if name in how})
-        shown = Ticket(f"{task}:0:0", marked, message, terms=terms, **how)
-        return self.lines.park(lock, owner_of(task, copy), ttl, json.dumps({"id": task}), shown)
+        shown = Ticket(f"{task}:0:0", marked, message, terms=(terms,), **how)
+        return self.lines.park([lock], owner_of(task, copy), ttl, json.dumps({"id": task}), shown)
 
     def park(self, task, /, copy=1, *, message=None, ttl=TURN, **terms):
         """As ask(), but it is put in line where it cannot have the lock."""

@@ -142,12 +142,12 @@ def test_a_lock_is_handed_to_a_waiter(store, fill, how):
 def test_a_parked_task_has_its_turn_and_ends(store, lines, given, client, fill):
     """It is in memory already, and leaves less there than it takes away."""
     take(store)
-    assert isinstance(lines.park(LOCK, "p@w/1", LONG, HOLDER, PARKED), Parked)
+    assert isinstance(lines.park([LOCK], "p@w/1", LONG, HOLDER, PARKED), Parked)
     fill()
     store.release([LOCK], ME)
     assert [turn.ticket for turn in given] == ["p:0:0"]
     marked = PARKED._replace(marked=True, message=b"")
-    assert isinstance(lines.park(LOCK, "p@w/2", LONG, HOLDER, marked), Granted)
+    assert isinstance(lines.park([LOCK], "p@w/2", LONG, HOLDER, marked), Granted)
     assert store.release([LOCK], "p@w/2", Ending(ticket="p:0:0", settles=LONG))
     store.release([LOCK], "p@w/2", Ending(ticket="p:0:0", settles=LONG))  # resent
     store.release([LOCK], "p@w/2", Ending(ticket="p:0:0"))
@@ -165,7 +165,7 @@ def test_a_parked_task_has_its_turn_and_ends(store, lines, given, client, fill):
 def test_a_parked_task_can_be_taken_out(store, lines, client, fill, how, call):
     """An operator's drop, a revoked message, a task that must not run."""
     take(store)
-    lines.park(LOCK, "p@w/1", LONG, HOLDER, PARKED)
+    lines.park([LOCK], "p@w/1", LONG, HOLDER, PARKED)
     fill()
     getattr(lines, how)(*call)
     assert not client.exists(f"{LOCK}:tickets")

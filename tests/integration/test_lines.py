@@ -504,9 +504,9 @@ class TestMarks:
         broker.end("done")
         shown = Ticket(ticket, True)
         park = broker.lines.park
-        assert Answer(park(LOCK, "other@w:1/1", LONG, "{}", shown)) == "granted"
+        assert Answer(park([LOCK], "other@w:1/1", LONG, "{}", shown)) == "granted"
         broker.end("other", ticket=ticket)
-        assert Answer(park(LOCK, "other@w:1/2", LONG, "{}", shown)) == "done"
+        assert Answer(park([LOCK], "other@w:1/2", LONG, "{}", shown)) == "done"
         assert broker.ask("done", copy=2) == "done"
 
 
@@ -636,7 +636,7 @@ class TestAwkwardIds:
         shown = Ticket(name, marked, message)
         owner = f"{execution_start(task_id, 'w', 1)}nonce.{copy}"
         holder = json.dumps({"id": shown_id(task_id)})
-        return Answer(broker.lines.park(LOCK, owner, LONG, holder, shown)), owner, name
+        return Answer(broker.lines.park([LOCK], owner, LONG, holder, shown)), owner, name
 
     @pytest.mark.parametrize("task_id", AWKWARD_IDS, ids=lambda one: ascii(one)[:12])
     def test_a_task_of_any_id_is_parked_and_runs(self, broker, held, task_id, server):

@@ -172,7 +172,9 @@ class Model:
             return self.claim_turn(owner, task, home, marked=marked)
         elif not ran:
             given = self.pass_on_if_any(home)
-            return self.come_in(owner, task, home, bounds, marked=marked, ask=ask), given
+            told = self.come_in(owner, task, home, bounds, marked=marked, ask=ask)
+            alone = told == "parked" and self.line[0].task == task  # others have made room
+            return told, given + (self.pass_on(home) if alone else [])
         elif self.settling.get(task, 0) > self.now:
             answer = "refused"
         elif self.admits(task):  # it ran in a process that died

@@ -232,10 +232,10 @@ def test_a_history_keeps_the_promise(seed):
 BROKEN = {
     "one start too many": ("most - 1 - others % most", "most - others % most"),
     "the starts of a slower rate are forgotten": ("math.max(most, tonumber(kept) or 0)", "most"),
-    "a claim is not counted": ("count_start(lock, terms)\n  write_claim", "write_claim"),
+    "a claim is not counted": ("    count_start(at, station.terms)\n", ""),
     "a claim may come early": (
-        "local early = parked and starts_in",
-        "local early = false and starts_in",
+        "local early, its = starts_when(stations)",
+        "local early, its = 0, nil",
     ),
     "turns are given hours ahead": ("lock.early <= SOON_US and", "true and"),
     "held back for nothing": ("math.max(0, set.until_ms - now) * 1000", "0"),

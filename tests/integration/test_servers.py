@@ -387,7 +387,7 @@ class TestAMasterThatReturns:
         take(stores[0], "a/1")
         lines.enlist(LOCK)
         ticket = Ticket("b:0:0", marked=False, message=b"{}")
-        assert isinstance(lines.park(LOCK, "b@w/1", LONG, HOLDER, ticket), Parked)
+        assert isinstance(lines.park([LOCK], "b@w/1", LONG, HOLDER, ticket), Parked)
         with new.client() as client:
             assert client.hexists(f"{LOCK}:tickets", "b:0:0")
             assert client.hexists("dislock:lines:here", LOCK)
@@ -485,7 +485,7 @@ class TestReplicas:
 
         def park(task):
             ticket = Ticket(f"{task}:0:0", marked=False, message=b"{}")
-            return lines.park(LOCK, f"{task}@w/1", LONG, HOLDER, ticket)
+            return lines.park([LOCK], f"{task}@w/1", LONG, HOLDER, ticket)
 
         assert isinstance(park("b"), Parked)
         assert exists(replica, f"{LOCK}:tickets")
@@ -650,7 +650,7 @@ class TestCluster:
                 assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
             ticket = Ticket("1:0:0", marked=False)
             with contextlib.suppress(StoreError):
-                assert isinstance(lines.park(lock, "1@w/1", LONG, HOLDER, ticket), Conflict)
+                assert isinstance(lines.park([lock], "1@w/1", LONG, HOLDER, ticket), Conflict)
             assert list(store.holders(lock)) == []
         assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
         lines.limit(lock, None)
@@ -750,7 +750,7 @@ class TestParkedInAClusterThatMoves:
 
     def show(self, task, message):
         ticket = Ticket(f"{task}:0:0", marked=not message, message=message)
-        return self.lines.park(self.lock, f"{task}@w/1", LONG, HOLDER, ticket)
+        return self.lines.park([self.lock], f"{task}@w/1", LONG, HOLDER, ticket)
 
     def park(self, task):
         return self.show(task, b"message")

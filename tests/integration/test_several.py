@@ -89,7 +89,7 @@ def test_an_operator_drops_and_frees_on_each_kind_of_server(url):
     message = Message("", "celery", headers, "application/json", "utf-8", {}, True, b"[[],{},{}]")
     process.lines.enlist(A)
     ticket = Ticket("p-1:0:0", False, message.to_bytes())
-    assert isinstance(process.lines.park(A, "p-1@w/1", LONG, "{}", ticket), Parked)
+    assert isinstance(process.lines.park([A], "p-1@w/1", LONG, "{}", ticket), Parked)
     told = []
     for args in (("drop", "p-1", "--yes"), ("free", "a", "--yes"), ("show", "a")):
         answer = CliRunner().invoke(command, args, obj=SimpleNamespace(app=app))

@@ -217,7 +217,7 @@ class TestPacking:
         store.wait(LOCK, "b/1", 0.01)
         store.renew([([LOCK], "a/1", LONG)], within=5)
         store.clear([LateRelease([LOCK], "b/1")], within=5)
-        lines.park(LOCK, "c@w:1/1", LONG, HOLDER, Ticket("c:0:0", False, b"message"))
+        lines.park([LOCK], "c@w:1/1", LONG, HOLDER, Ticket("c:0:0", False, b"message"))
         lines.sweep([LOCK])
         list(Overview(store.lock_server, "dislock").locks())
         store.release([LOCK], "a/1")

@@ -40,7 +40,7 @@ def refused(**declared):
     ("declared", "strategy"),
     [
         ({"lock_unique_until": "start"}, "queue"),
-        ({"lock_unique_until": "start", "lock_key": ["<a>", "<b>"]}, "retry"),
+        ({"lock_unique_until": "start", "lock_key": ["<a>", "<b>"]}, "queue"),
         ({"lock_unique_until": "end", "lock_on_duplicate": "replace"}, "queue"),
         ({"lock_unique_until": "end"}, "skip"),
         ({"lock_unique_until": "expiry"}, "skip"),
@@ -50,6 +50,13 @@ def refused(**declared):
 def test_what_has_changed_since_a_task_began_is_not_missed(declared, strategy):
     """Where a message may be sent while an older one runs, it is not dropped unless you say so."""
     assert task_options("t", declared, {}).lock_on_conflict == strategy
+
+
+def test_several_keys_of_a_cluster_have_no_line():
+    """A task that must not be dropped is put off there."""
+    declared = {"lock_unique_until": "start", "lock_key": ["a", "b"]}
+    conf = {"dislock_url": "redis+cluster://a"}
+    assert task_options("t", declared, conf).lock_on_conflict == "retry"
 
 
 @pytest.mark.parametrize(
@@ -221,20 +228,21 @@ def test_a_misspelt_setting_is_shown_with_its_value():
         check_settings({"dislock_on_conflikt": "raise"})
 
 
+CLUSTER = {"dislock_url": "redis+cluster://a"}
 QUEUE, TWO_KEYS = {"lock_on_conflict": "queue"}, {"lock_key": ["a", "b"]}
 
 
 @pytest.mark.parametrize(
     ("declared", "conf", "remedy"),
     [
-        ({**TWO_KEYS, **QUEUE}, {}, "give one key, or"),
-        (TWO_KEYS, {"dislock_on_conflict": "queue"}, "give one key, or"),
+        ({**TWO_KEYS, **QUEUE}, CLUSTER, "give one key, or"),
+        (TWO_KEYS, {"dislock_on_conflict": "queue", **CLUSTER}, "give one key, or"),
         (QUEUE, {"dislock_url": ["redis://a", "redis://b", "redis://c"]}, "keep no line;"),
         (QUEUE, {"dislock_url": ("redis://a",) * 3}, "keep no line;"),
     ],
 )
-def test_a_task_of_several_keys_or_servers_is_not_parked(declared, conf, remedy):
-    """It would wait in several lines at once, or in none; the message names what can be done."""
+def test_a_task_whose_keys_are_on_several_servers_is_not_parked(declared, conf, remedy):
+    """No script sees all of its lines; the message names what can be done."""
     with pytest.raises(SettingsError) as caught:
         task_options("t", declared, conf)
     assert (caught.value.option, caught.value.value) == ("lock_on_conflict", "queue")

@@ -330,7 +330,7 @@ def test_a_task_that_is_parked_behind_the_one_that_sent_it_is_warned_of_once(app
         ("skip", "k", {}, "REVOKED"),
         ("skip", "k", {"ticket": ["dislock:{k}", "2:0:0"]}, "PARKED"),
         ("retry", "k", {"ticket": ["dislock:{k}", "2:0:0"]}, "PARKED"),
-        ("skip", ["k", "l"], {"ticket": ["dislock:{k}", "2:0:0"]}, "RETRY"),
+        ("skip", ["k", "l"], {"ticket": ["dislock:{k}", "2:0:0"]}, "PARKED"),
         ("raise", "k", {"retry_until": 2e9}, "FAILURE"),
     ],
 )
