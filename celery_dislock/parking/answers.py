@@ -43,12 +43,20 @@ class Later(NamedTuple):
     """The task's ticket was written by a later release, which alone can claim its turn."""
 
 
+class Circle(NamedTuple):
+    """Tasks that waited for each other's locks, as they take them in different orders."""
+
+    began_anew: str  # the task that gave back what it kept, and is last in its lines
+    tasks: tuple[str, ...]  # each with the keys of its locks, in its order
+
+
 class Swept(NamedTuple):
     """What the sweep found in the line of one lock."""
 
     parked: int  # tasks in line, or with their turn
     replaced: Mapping[str, bytes]  # as in Parked
     unclaimed: tuple[str, ...] = ()  # tickets that did not claim several turns in a row
+    circles: tuple[Circle, ...] = ()  # that were found and opened
 
 
 class Dropped(NamedTuple):

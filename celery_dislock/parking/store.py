@@ -18,13 +18,15 @@ from kombu.utils.json import dumps
 from celery_dislock import scripts
 from celery_dislock.config.terms import ALONE, written
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
-from celery_dislock.parking.answers import Done, Dropped, Full, Later, Parked, Swept
+from celery_dislock.parking.answers import Circle, Done, Dropped, Full, Later, Parked, Swept
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
-from celery_dislock.servers.records import Conflict, text
+from celery_dislock.servers.records import Conflict, locks_of, text
 from celery_dislock.servers.replies import Granted, Replaced, turns
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -355,8 +357,13 @@ class Lines:
             if isinstance(reply, DamagedLockError):
                 found[lock] = reply
             if not isinstance(reply, StoreError):
-                parked, replaced, unclaimed = self._published(reply)
-                found[lock] = Swept(parked, _messages(replaced), tuple(map(text, unclaimed)))
+                parked, replaced, unclaimed, circles = self._published(reply)
+                found[lock] = Swept(
+                    parked,
+                    _messages(replaced),
+                    tuple(map(text, unclaimed)),
+                    tuple(map(_circle, circles)),
+                )
         return found
 
     def _published(
@@ -391,6 +398,18 @@ def _answer(reply: Sequence[Any]) -> Granted | Conflict | Done | Later:
         case [scripts.REPLACED_BY, _, by]:
             raise Replaced(text(by))
     return Later() if reply[0] == scripts.LATER else Done()
+
+
+def _circle(told: Sequence[bytes]) -> Circle:
+    """Parse a circle that was opened; see ``_circles.lua``."""
+    began_anew, *parts = told
+    tasks = {
+        text(ticket): f"{plain(text(name))}[{task_id_of(text(ticket))}]"
+        for ticket, name, _ in zip(*[iter(parts)] * 3, strict=True)
+    }
+    orders = [", ".join(map(key_of, locks_of(stations))) for stations in parts[2::3]]
+    ordered = zip(tasks.values(), orders, strict=True)
+    return Circle(tasks[text(began_anew)], tuple(f"{task} ({keys})" for task, keys in ordered))
 
 
 def _messages(reply: Sequence[bytes]) -> dict[str, bytes]:

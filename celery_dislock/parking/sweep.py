@@ -182,6 +182,12 @@ class Sweep:
             if swept.replaced and (told := process.tell_replaced(lock, swept.replaced)):
                 self.tell(told)
             process.end_unclaimed(lock, swept.unclaimed)
+            for circle in swept.circles:
+                logger.warning(
+                    "Tasks wait for each other, as they take their locks in different orders: %s. "
+                    "%s gives back what it has, and comes again at the end of the line.",
+                    *(" and ".join(circle.tasks), circle.began_anew),
+                )
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
 

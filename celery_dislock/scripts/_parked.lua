@@ -226,6 +226,7 @@ local function next_station(lock, ticket, parked)
     local at, member = station_of(lock, ticket, parked.stations, nth)
     if not at then return nth end
     if lease_of(count_leases(at), member) then
+      if limit_set(at) == 0 then return nth end  -- paused since: it would be sent for nothing
       early = math.max(early, starts_in(at, station.terms, 0))
     else
       local can_publish = nth < #parked.stations or ticket == claimer or parked.home == home and #turns < 4 * TURNS_MOST
@@ -278,7 +279,7 @@ local function go_on(lock, ticket, parked)
   if nth then
     local at, member = station_of(lock, ticket, stations, nth)
     keep_units(lock, ticket, stations, nth, KEPT_UNIT_MS, true, nth > 1 and stations[nth].name)
-    give_up(lock, ticket, stations, nth + 1)
+    give_up(lock, ticket, stations, at and lease_of(at, member) and nth or nth + 1)
     if not at or redis.call('ZSCORE', at.line, member) then return end
     if stations[nth].arrived == 0 then
       stations[nth].arrived = joins_at(at)

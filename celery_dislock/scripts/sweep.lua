@@ -4,13 +4,14 @@
 -- KEYS[1]   lock
 -- ARGV[1]   home    the caller's broker
 --
--- Returns   {parked, turns, replaced, unclaimed}
+-- Returns   {parked, turns, replaced, unclaimed, circles}
 --                           parked: how many are in line or have their turn
 --                           replaced: {ticket, message, ...}, some of those whose end is not reported yet
 --                           unclaimed: {ticket, ...}, that have not claimed many turns in a row
+--                           circles: {what open_circle() tells, ...}, of those that were opened
 -- Touches all keys of the lock.  Sent twice, what the first gave its turn comes again when that has run out.
 
--- include: _parked
+-- include: _circles
 
 local UNCLAIMED = 3  -- turns: the caller finds out whether anybody can still claim the next one
 
@@ -22,6 +23,11 @@ for _, ticket in ipairs(keeping(lock)) do
   if parked then go_on(lock, ticket, parked) else drop(lock, lease_of(lock, member_of(ticket))) end
 end
 hand_on_all()
+local circles = {}
+for _, ticket in ipairs(keeping(lock)) do
+  local circle = circle_of(lock, ticket)
+  if circle then circles[#circles + 1] = open_circle(circle) end
+end
 for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do keep(key) end
 if redis.call('HLEN', lock.running) > lock.x + lock.s then tidy_claims(lock) end  -- some of them died
 
@@ -30,4 +36,4 @@ for _, ticket in ipairs(redis.call('ZRANGE', lock.handed, 0, TURNS_MOST - 1)) do
   local parked = read_ticket(lock, ticket)
   if parked and parked.times > UNCLAIMED then unclaimed[#unclaimed + 1] = ticket end
 end
-return {count_tickets(lock), turns, unreported(lock), unclaimed}
+return {count_tickets(lock), turns, unreported(lock), unclaimed, circles}

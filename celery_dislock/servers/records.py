@@ -182,6 +182,14 @@ def renewed_ago(holder: Mapping[str, Any], remaining: float, held_for: float) ->
     return min(max(0.0, timeout - remaining), held_for)
 
 
+def locks_of(stations: bytes) -> list[str]:
+    """Return the locks that a parked task passes, as its record has them; none if it has one."""
+    try:
+        return [str(name) for name, *_ in json.loads(stations)]
+    except (ValueError, TypeError, RecursionError):
+        return []
+
+
 def text(written: bytes) -> str:
     """Decode a name from Redis, which may not be valid UTF-8."""
     return written.decode(errors="replace")

@@ -4,11 +4,12 @@ The real scripts, in this process, on a clock that the tests drive.
 """
 
 import json
+from functools import partial
 
 import pytest
 
-from celery_dislock.config.terms import Terms
-from celery_dislock.parking.answers import Parked
+from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
+from celery_dislock.parking.answers import Full, Parked
 from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
@@ -32,11 +33,14 @@ class Fleet:
         self.out = []
         self.store = server.store(home="here", hand_over=self._publish)
         self.lines = Lines(self.store.lock_server, "dislock", "here", self._publish)
-        self.locks = {}
+        self.locks, self.homes = {}, {}
         self.times = 0
 
     def _publish(self, turns):
-        self.out += [turn.ticket.partition(":")[0] for turn in turns]
+        for turn in turns:
+            task = turn.ticket.partition(":")[0]
+            self.homes[task] = [turn.lock]
+            self.out.append(task)
 
     def ask(self, task, locks, *terms, marked=False, message=b"", bounds=None):
         self.times += 1
@@ -63,10 +67,7 @@ class Fleet:
 
     def claim(self, task, locks=None, *terms):
         """A worker gets the message of a turn."""
-        return self.ask(task, locks or self.locks_of(task), *terms, marked=True)
-
-    def locks_of(self, task):
-        return self.locks.get(task, ([tenant(task[0])],))[0]
+        return self.ask(task, locks or self.homes[task], *terms, marked=True)
 
     def end(self, task):
         locks, owner = self.locks.pop(task)
@@ -145,3 +146,315 @@ def test_a_tenant_waits_in_its_own_line(fleet):
     ran = fleet.run_all()
     assert sorted(ran) == sorted(set(tasks) - {"a0", "b0"})
     assert ran.index("b2") < 5
+
+
+def test_a_newcomer_does_not_pass_who_waits(fleet):
+    """A reader of a file comes behind its writer, also if it has passed its own lock first."""
+    file, read, write = name_of("file"), Terms("shared"), Terms()
+    fleet.send("r1", [file], read)
+    assert isinstance(fleet.send("w1", [file], write), Parked)
+    parked = fleet.send("a1", [tenant("a"), file], Terms(), read)
+    assert (parked.key, parked.place) == ("file", 2)
+    fleet.end("r1")
+    assert fleet.given() == ["w1"]
+    fleet.claim("w1", [file])
+    fleet.end("w1")
+    assert fleet.given() == ["a1"]
+
+
+def test_what_comes_later_is_given_back_with_what_was_lost(fleet):
+    """Without a sweep for long, a task loses what it has passed first; others have the rest."""
+    locks = [tenant("a"), name_of("disk"), API]
+    fleet.send("h1", [API])
+    fleet.send("a1", locks)
+    assert isinstance(fleet.send("d1", [name_of("disk")]), Parked)
+    fleet.server.advance(400)  # the holder of the API has died
+    assert isinstance(fleet.send("a2", [tenant("a")]), Granted)
+    fleet.lines.sweep([API])
+    assert fleet.given() == ["d1"]
+    assert fleet.owners(name_of("disk")) == ["d1:0:0#"]
+    fleet.claim("d1", [name_of("disk")])
+    fleet.end("a2")
+    fleet.end("d1")
+    assert fleet.run_all() == ["a1"]
+
+
+def test_what_is_dropped_hands_all_on(fleet):
+    """A task that is taken out of a later line gives its tenant to the next, at once."""
+    fleet.send("h1", [API])
+    fleet.send("a1", of("a1"))
+    fleet.send("a2", of("a2"))
+    assert fleet.owners(tenant("a")) == ["a1:0:0#"]
+    assert fleet.lines.drop(tenant("a"), "a1:0:0", '"why":"x"').ours
+    assert fleet.owners(tenant("a")) == ["a2:0:0#"]
+    fleet.end("h1")
+    assert fleet.run_all() == ["a2"]
+
+
+def test_tenants_take_turns_at_what_they_share(fleet):
+    """Ten of ten tenants, parked one tenant after the other: all get the same of the API."""
+    tenants = "abcdefghij"
+    api = Terms(limit=2)
+    fleet.send("x0", [API], api)
+    fleet.send("x1", [API], api)
+    for name in tenants:
+        for nth in range(10):
+            fleet.send(f"{name}{nth}", [tenant(name), API], Terms(limit=5), api)
+    fleet.end("x0")
+    fleet.end("x1")
+    ran = fleet.run_all()
+    assert len(ran) == 100
+    half = [task[0] for task in ran[50:]]  # the first five of each have come to the API at once
+    shares = [half.count(name) for name in tenants]
+    assert sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares)) > 0.95
+
+
+def test_a_queue_without_workers_keeps_nothing_of_a_rate_from_others(fleet):
+    """A turn that nobody claims keeps room for one start only until it has run out."""
+    rate = Terms(limit=LIMIT_MOST, rate=Rate.of("1/20s"))
+    fleet.send("x1", [API], rate)
+    fleet.send("d1", [API], rate)  # nobody claims its turns
+    fleet.send("e1", [API], rate)
+    for _ in range(30):
+        fleet.server.advance(10)
+        fleet.lines.sweep([API])
+        if "e1" in fleet.given():
+            return
+    pytest.fail("it has no turn")
+
+
+def test_two_orders_of_the_same_keys_do_not_wait_for_ever(fleet):
+    """The sweep finds the two, and the younger one gives back; the log has both, with their keys."""
+    a, b = name_of("a"), name_of("b")
+    circle_of(fleet, [a, b], [b, a])
+    [circle] = fleet.lines.sweep([a])[a].circles
+    assert circle.began_anew == "?[t2]"
+    assert set(circle.tasks) == {"?[t1] (a, b)", "?[t2] (b, a)"}
+    assert fleet.run_all() == ["t1", "t2"]
+
+
+def circle_of(fleet, *orders):
+    """Park a task with each of these orders, so that each keeps its first lock."""
+    for nth, (first, *_) in enumerate(orders, 1):
+        fleet.send(f"h{nth}", [first])
+        fleet.send(f"t{nth}", orders[nth - 1])
+        fleet.server.advance(0.01)
+    for nth in range(1, len(orders) + 1):
+        fleet.end(f"h{nth}")
+    assert fleet.given() == []
+
+
+def test_three_that_wait_for_each_other_are_found(fleet):
+    """No two of them wait for each other."""
+    a, b, c = map(name_of, "abc")
+    circle_of(fleet, [a, b], [b, c], [c, a])
+    [circle] = fleet.lines.sweep([b])[b].circles
+    assert (circle.began_anew, len(circle.tasks)) == ("?[t3]", 3)
+    assert sorted(fleet.run_all()) == ["t1", "t2", "t3"]
+
+
+def test_who_stands_behind_a_circle_keeps_its_place(fleet):
+    """The youngest of all who are stuck is not in the circle: it gives nothing back."""
+    a, b, c = map(name_of, "abc")
+    circle_of(fleet, [a, b], [b, a])
+    fleet.send("t3", [c, a])
+    [circle] = fleet.lines.sweep([c])[c].circles
+    assert (circle.began_anew, len(circle.tasks)) == ("?[t2]", 2)
+    assert fleet.owners(c) == ["t3:0:0#"]
+    assert fleet.run_all() == ["t1", "t3", "t2"]
+
+
+def test_a_task_and_a_waiter_in_a_slot_do_not_wait_for_ever(fleet):
+    """A program has the API and waits for the tenant, whose task waits for the API."""
+    wait = partial(fleet.store.acquire, [API, tenant("a")], "p@host:1/1", TTL, "{}", place=90.0)
+    fleet.send("h1", [API])
+    fleet.send("a1", of("a1"))
+    assert isinstance(wait(), Conflict)
+    fleet.end("h1")  # the task is first
+    assert fleet.given() == ["a1"]
+    fleet.claim("a1")
+    fleet.end("a1")
+    fleet.send("h2", [tenant("a")])
+    assert isinstance(wait(), Conflict)  # now it has the API
+    fleet.send("a2", of("a2"))
+    fleet.end("h2")
+    fleet.store.release([tenant("a"), API], "p@host:1/1")
+    assert fleet.run_all() == ["a2"]
+
+
+def test_a_waiter_that_has_what_a_task_waits_for_gets_the_rest(fleet):
+    """The task gives its tenant back to the program, which has come first to the API."""
+    program = partial(fleet.store.acquire, owner="p@host:1/1", ttl=TTL, holder="{}", place=90.0)
+    assert isinstance(program([API]), Granted)
+    fleet.send("a1", of("a1"))
+    assert isinstance(program([API, tenant("a")]), Conflict)
+    [circle] = fleet.lines.sweep([tenant("a")])[tenant("a")].circles
+    assert circle.began_anew == "?[a1]"
+    assert isinstance(program([API, tenant("a")]), Granted)
+    fleet.store.release([API, tenant("a")], "p@host:1/1")
+    assert fleet.run_all() == ["a1"]
+
+
+def test_the_oldest_makes_room_wherever_it_stands(fleet):
+    """Of the tasks of a tenant only the newest waits, also if the older one waits for the API."""
+    fleet.send("h1", [API])
+    newest = Bounds(1, overflow="replace")
+    fleet.send("a1", of("a1"), bounds=newest)
+    parked = fleet.send("a2", of("a2"), bounds=newest)
+    assert isinstance(parked, Parked)
+    assert [*parked.replaced] == ["a1:0:0"]
+    fleet.end("h1")
+    assert fleet.run_all() == ["a2"]
+
+
+def test_a_line_that_is_full_counts_those_at_later_locks(fleet):
+    """Bounds are those of the first lock."""
+    fleet.send("h1", [API])
+    fleet.send("a1", of("a1"), bounds=Bounds(1))
+    assert isinstance(fleet.send("a2", of("a2"), bounds=Bounds(1)), Full)
+    assert isinstance(fleet.send("b1", of("b1"), bounds=Bounds(1)), Parked)
+
+
+def test_a_task_that_was_parked_has_the_locks_of_its_ticket(fleet):
+    """A deploy adds or takes away a key: what was in line runs under what it waited for."""
+    fleet.send("h1", [tenant("a")])
+    fleet.send("a1", of("a1"))
+    fleet.send("a2", [tenant("a")])
+    fleet.end("h1")
+    assert fleet.given() == ["a1"]
+    assert fleet.claim("a1", [tenant("a")]).locks == tuple(of("a1"))
+    fleet.end("a1")
+    assert fleet.given() == ["a2"]
+    assert fleet.claim("a2", of("a2")).locks == (tenant("a"),)
+    assert fleet.owners(API) == []
+
+
+def test_a_dead_process_gives_back_the_locks_of_its_ticket(fleet):
+    """Also those that the code does not name any more."""
+    fleet.send("h1", [tenant("a")])
+    fleet.send("a1", of("a1"))
+    fleet.end("h1")
+    assert fleet.given() == ["a1"]
+    fleet.claim("a1")
+    fleet.send("b1", of("b1"))
+    assert fleet.store.release_dead([tenant("a")], "a1@w:1/", ticket="a1:0:0") == 2
+    assert (fleet.owners(tenant("a")), fleet.given()) == ([], ["b1"])
+
+
+def test_a_copy_of_a_dead_task_waits_at_the_lock_that_is_taken(fleet):
+    """It runs again under both, and comes before those who came later."""
+    fleet.send("h1", [tenant("a")])
+    fleet.send("a1", of("a1"))
+    fleet.end("h1")
+    assert fleet.given() == ["a1"]
+    fleet.claim("a1")
+    fleet.store.release_dead(of("a1"), "a1@w:1/", ticket="a1:0:0")
+    fleet.send("b1", of("b1"))
+    answer = fleet.ask("a1", of("a1"), marked=True, message=b"m")
+    assert (type(answer), answer.key) == (Parked, "api")
+    fleet.end("b1")
+    assert fleet.run_all() == ["a1"]
+
+
+def test_a_paused_tenant_leaves_the_api_to_others(fleet):
+    """Its tasks stand in its own line, also those that had passed it."""
+    two = Terms(limit=10), Terms(limit=2)
+    for task in ("x1", "y1", "a1", "a2", "a3", "b1"):
+        fleet.send(task, of(task), *two)
+    fleet.lines.limit(tenant("a"), 0)
+    fleet.end("x1")
+    fleet.end("y1")
+    assert fleet.run_all() == ["b1"]
+    fleet.lines.limit(tenant("a"), None)
+    assert fleet.run_all() == ["a1", "a2", "a3"]
+
+
+def test_a_quota_of_one_customer_holds_up_no_other(fleet):
+    """Ten an hour, twenty sent: the other customer's three start at once, within the API's five."""
+    terms = Terms(limit=LIMIT_MOST, rate=Rate.of("10/h")), Terms(limit=5)
+    for nth in range(20):
+        fleet.send(f"a{nth}", of("a"), *terms)
+    for nth in range(3):
+        fleet.send(f"b{nth}", of("b"), *terms)
+    ran = []
+    while fleet.locks:
+        ran += sorted(fleet.locks)
+        for task in sorted(fleet.locks):
+            fleet.end(task)
+        ran += fleet.run_all()
+    assert len(ran) == 13
+    assert sum(task[0] == "b" for task in ran) == 3
+    for _ in range(361):
+        fleet.server.advance(10)
+        fleet.lines.sweep([tenant("a")])
+    fleet.server.advance(10)
+    assert len(fleet.run_all()) == 10
+
+
+def test_a_slow_rate_keeps_nothing_of_a_fast_one(fleet):
+    """A task with one an hour and a hundred a second stands at its own rate."""
+    hour = Terms(limit=LIMIT_MOST, rate=Rate.of("1/h"))
+    fast = Terms(limit=LIMIT_MOST, rate=Rate.of("100/s"))
+    fleet.send("a1", of("a"), hour, fast)
+    assert fleet.send("a2", of("a"), hour, fast).key == "tenant:a"
+    for nth in range(50):
+        assert isinstance(fleet.send(f"f{nth}", [API], fast), Granted)
+
+
+def test_a_limit_that_is_raised_lets_all_wait_for_it_pass(fleet):
+    """The API's goes from one to fifty while a tenant fills its own."""
+    two = Terms(limit=3), Terms(limit=1)
+    fleet.send("x1", of("x"), *two)
+    for nth in range(6):
+        fleet.send(f"a{nth}", of("a"), *two)
+    for nth in range(3):
+        fleet.send(f"b{nth}", of("b"), *two)
+    fleet.lines.limit(API, 50)
+    assert sorted(fleet.given()) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+
+
+RULES = {
+    "a newcomer passes those in line": (
+        "return not head or head == member or",
+        "return true or",
+        test_a_newcomer_does_not_pass_who_waits,
+    ),
+    "what comes later is kept": (
+        "at and lease_of(at, member) and nth or nth + 1",
+        "#stations + 1",
+        test_what_comes_later_is_given_back_with_what_was_lost,
+    ),
+    "what is given up is not handed on": (
+        "if at ~= lock and (unit or stood) then hand_on_later(at) end",
+        "",
+        test_what_comes_later_is_given_back_with_what_was_lost,
+    ),
+    "it comes to a line when it was parked": (
+        "joins_at(at)",
+        "parked.joined",
+        test_tenants_take_turns_at_what_they_share,
+    ),
+    "a queue without workers keeps its gates": (
+        "parked.times == 0)",
+        "true)",
+        test_a_queue_without_workers_keeps_nothing_of_a_rate_from_others,
+    ),
+    "somebody behind a circle gives back": (
+        "{unpack(way, seen[one.name])}",
+        "way",
+        test_who_stands_behind_a_circle_keeps_its_place,
+    ),
+    "those at later locks are not the oldest": (
+        "local found = keeping(lock)",
+        "local found = {}",
+        test_the_oldest_makes_room_wherever_it_stands,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_broken_rule_is_found(rule):
+    """Without this rule its example fails."""
+    was, is_, example = RULES[rule]
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        example(Fleet(LuaServer(lambda text: text.replace(was, is_))))

@@ -1,0 +1,119 @@
+-- _circles.lua: find tickets that wait for each other, and open their circle.
+--
+-- Tasks that pass the same locks in different orders can wait for each other for ever: of two versions of the
+-- code, two tasks, or a task and a waiter in a slot.  A ticket can go on if anybody can for whom it waits: who
+-- runs or has its turn, or is first where only the time or an operator is in the way.  It is stuck if nobody
+-- like that can be reached from it.  The way from each who is stuck to the youngest of those it waits for comes
+-- to a circle, and the youngest ticket in that circle gives all back, and arrives anew.  The youngest of all who
+-- are stuck may stand behind the circle: it would give back and come again for ever.
+
+-- include: _parked
+
+local LOOKED_AT_MOST = 100  -- who wait for each other; of more, somebody is taken to go on
+
+-- A ticket that waits, given its member of a lock; nothing if it has its turn, or can go on now.
+local function waiting_ticket(at, member)
+  local ticket, beside = ticket_of(member)
+  local seen, its = pcall(open_whole, beside or at.name)
+  local parked = seen and not redis.call('ZSCORE', its.handed, ticket) and read_ticket(its, ticket)
+  local nth = parked and next_station(its, ticket, parked)
+  if not nth then return nil end
+  local where, there = station_of(its, ticket, parked.stations, nth)
+  return where and {
+    name = member_elsewhere(its.name, ticket), at = where, member = there, terms = parked.stations[nth].terms,
+    joined = parked.joined, lock = its, ticket = ticket, parked = parked, nth = nth,
+  }
+end
+
+-- The owners for whom one waits; nothing if it can go on by itself.
+local function waits_for(one)
+  local head = redis.call('ZRANGE', one.at.line, 0, 0)[1]
+  if head and head ~= one.member then return {head} end
+  local terms, is_full = one.terms, not one.terms or not has_room(count_leases(one.at), one.terms, limit_set(one.at))
+  if limit_set(one.at) == 0 or not is_full and (admits(one.at, terms) or starts_in(one.at, terms, 0) > 0) then return nil end
+  local owners = {}
+  for owner, lease in pairs(count_leases(one.at).leases) do
+    if is_full or has_gate(lease) then owners[#owners + 1] = owner end  -- else its gates are in the way
+  end
+  return owners
+end
+
+-- All for whom a ticket waits, those they wait for, and so on, by name; nothing if one of them can go on.
+local function stuck_with(start)
+  local found, lines, in_slots, nth = {}, {}, {}, 1
+  local function add(one)
+    if found[one.name] then return end
+    found[#found + 1], found[one.name] = one, one
+    lines[one.at.name] = one.at
+    for before = 1, one.ticket and one.nth - 1 or 0 do
+      local kept = station_of(one.lock, one.ticket, one.parked.stations, before)
+      lines[kept.name] = kept
+    end
+  end
+
+  -- Where a waiter in a slot stands in line, who holds a lock.
+  local function place_of(owner)
+    for _, lock in pairs(lines) do
+      if redis.call('ZSCORE', lock.line, owner) then return lock end
+    end
+  end
+
+  add(start)
+  while found[nth] do
+    local one = found[nth]
+    local owners = waits_for(one)
+    if not owners or #found > LOOKED_AT_MOST then return nil end
+    one.waits_for = {}
+    for _, owner in ipairs(owners) do
+      local other = is_parked(owner) and waiting_ticket(one.at, owner)
+      if is_parked(owner) and not other then return nil end
+      if other then add(other) else in_slots[#in_slots + 1] = owner end
+      table.insert(one.waits_for, other and other.name or owner)
+    end
+    nth = nth + 1
+    if not found[nth] then  -- the lines are known where waiters in slots may stand
+      for _, owner in ipairs(in_slots) do
+        local at = place_of(owner)
+        if at then add({name = owner, at = at, member = owner, joined = 0}) end
+      end
+    end
+  end
+  for _, owner in ipairs(in_slots) do
+    if not found[owner] then return nil end
+  end
+  return found
+end
+
+-- The circle to which the way of a ticket that keeps something leads; nothing if it is not stuck.
+local function circle_of(lock, ticket)
+  local one = waiting_ticket(lock, member_of(ticket))
+  local stuck = one and stuck_with(one)
+  if not stuck then return nil end
+  local way, seen = {}, {}
+  while one and not seen[one.name] do
+    way[#way + 1], seen[one.name] = one, #way + 1
+    local youngest
+    for _, name in ipairs(one.waits_for) do
+      if not youngest or stuck[name].joined > youngest.joined then youngest = stuck[name] end
+    end
+    one = youngest
+  end
+  return one and {unpack(way, seen[one.name])}
+end
+
+-- Have the youngest ticket of a circle begin anew.  Returns, for people, {ticket that does, ticket, task, stations, ...}
+local function open_circle(circle)
+  local youngest, told = nil, {}
+  for _, one in ipairs(circle) do
+    if one.ticket and (not youngest or one.joined > youngest.joined) then youngest = one end
+  end
+  told[1] = youngest.ticket
+  for _, one in ipairs(circle) do
+    for _, part in ipairs(one.ticket and {
+      one.ticket, string.match(one.parked.message, '"task":"([^"]*)"') or '?', write_stations(one.parked.stations),
+    } or {}) do told[#told + 1] = part end
+  end
+  arrive_anew(youngest.lock, youngest.ticket, youngest.parked)
+  recall_and_hand_off(youngest.lock)
+  return told
+end
