@@ -28,7 +28,8 @@ end
 -- The owners for whom one waits; nothing if it can go on by itself.
 local function waits_for(one)
   local head = redis.call('ZRANGE', one.at.line, 0, 0)[1]
-  if head and head ~= one.member then return {head} end
+  one.is_behind = head and head ~= one.member
+  if one.is_behind then return {head} end
   local terms, is_full = one.terms, not one.terms or not has_room(count_leases(one.at), one.terms, limit_set(one.at))
   if limit_set(one.at) == 0 or not is_full and (admits(one.at, terms) or starts_in(one.at, terms, 0) > 0) then return nil end
   local owners = {}
@@ -93,7 +94,8 @@ local function circle_of(lock, ticket)
   while one and not seen[one.name] do
     way[#way + 1], seen[one.name] = one, #way + 1
     local youngest
-    for _, name in ipairs(one.waits_for) do
+    local in_front = one.is_behind and stuck[one.waits_for[1]] or one
+    for _, name in ipairs(in_front.waits_for) do
       if not youngest or stuck[name].joined > youngest.joined then youngest = stuck[name] end
     end
     one = youngest

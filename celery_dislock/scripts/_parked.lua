@@ -226,8 +226,9 @@ local function next_station(lock, ticket, parked)
     local at, member = station_of(lock, ticket, parked.stations, nth)
     if not at then return nth end
     if lease_of(count_leases(at), member) then
-      if limit_set(at) == 0 then return nth end  -- paused since: it would be sent for nothing
-      early = math.max(early, starts_in(at, station.terms, 0))
+      local wait = starts_in(at, station.terms, 0)
+      if limit_set(at) == 0 or wait > SOON_US then return nth end  -- paused since: it would be sent for nothing
+      early = math.max(early, wait)
     else
       local can_publish = nth < #parked.stations or ticket == claimer or parked.home == home and #turns < 4 * TURNS_MOST
       if not (can_publish and is_in_front(at, member, station.arrived) and may_pass(at, station.terms)) then return nth end
@@ -271,6 +272,7 @@ end
 
 -- Take a parked task along its stations as far as they admit it, and give it its turn if it has passed them all.
 -- Safe at any time: what it has already stays, and if something was lost, it goes back to that line.
+-- Returns the lock at which it waits, if there is one.
 local function go_on(lock, ticket, parked)
   if redis.call('ZSCORE', lock.handed, ticket) and ticket ~= claimer then return end
   moves = moves + 1
@@ -280,13 +282,13 @@ local function go_on(lock, ticket, parked)
     local at, member = station_of(lock, ticket, stations, nth)
     keep_units(lock, ticket, stations, nth, KEPT_UNIT_MS, true, nth > 1 and stations[nth].name)
     give_up(lock, ticket, stations, at and lease_of(at, member) and nth or nth + 1)
-    if not at or redis.call('ZSCORE', at.line, member) then return end
+    if not at or redis.call('ZSCORE', at.line, member) then return at end
     if stations[nth].arrived == 0 then
       stations[nth].arrived = joins_at(at)
       write_ticket(lock, ticket, parked)
     end
     join(at, member, stations[nth].arrived)
-    return
+    return at
   end
   local delay = math.ceil(early / 1000)
   local lasts = delay + math.min(parked.ttl * 2 ^ parked.times, math.max(parked.ttl, TURN_MOST_MS))

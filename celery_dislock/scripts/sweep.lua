@@ -20,7 +20,9 @@ local lock = open_whole(KEYS[1])
 recall_and_hand_off(lock)
 for _, ticket in ipairs(keeping(lock)) do
   local parked = read_ticket(lock, ticket)
-  if parked then go_on(lock, ticket, parked) else drop(lock, lease_of(lock, member_of(ticket))) end
+  local waits_at = parked and go_on(lock, ticket, parked)
+  if waits_at then hand_on_later(waits_at) end  -- nobody else sweeps it: it may have no tickets
+  if not parked then drop(lock, lease_of(lock, member_of(ticket))) end
 end
 hand_on_all()
 local circles = {}

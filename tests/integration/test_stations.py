@@ -224,7 +224,7 @@ def test_a_queue_without_workers_keeps_nothing_of_a_rate_from_others(fleet):
 
 
 def test_two_orders_of_the_same_keys_do_not_wait_for_ever(fleet):
-    """The sweep finds the two, and the younger one gives back; the log has both, with their keys."""
+    """The sweep finds the two, and the younger one gives back; both are told, with their keys."""
     a, b = name_of("a"), name_of("b")
     circle_of(fleet, [a, b], [b, a])
     [circle] = fleet.lines.sweep([a])[a].circles
