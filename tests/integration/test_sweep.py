@@ -351,3 +351,21 @@ class TestWhoClaimsNoTurns:
         shop.sweep()
         assert shop.other.records().aside == {}
         assert ("Could not ask for the result" in caplog.text) == (how == "away")
+
+
+def test_a_circle_is_opened_and_logged_with_both_orders(shop, caplog):
+    """Two tasks that make the same keys in different ways wait for each other."""
+    one = shop.declare(name="shop.one", lock_key=[lambda *_: "a", "b"])
+    two = shop.declare(name="shop.two", lock_key=[lambda *_: "b", "a"])
+    for key in ("a", "b"):
+        shop.other.store.acquire([name_of(key)], "dead", EVERY, "{}")
+    shop.run(one, "1")
+    shop.run(two, "2")
+    shop.server.advance(EVERY)
+    shop.sweep()
+    [told] = [one for one in caplog.messages if "different orders" in one]
+    assert "shop.one[1] (a, b)" in told
+    assert "shop.two[2] (b, a)" in told
+    assert "shop.two[2] gives back what it has" in told
+    shop.work()
+    assert shop.ran == ["1", "2"]

@@ -7,7 +7,10 @@ from datetime import timedelta  # noqa: TC003 -- pydantic reads it
 import pytest
 from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
 
+from celery_dislock import Key
+from celery_dislock.config.settings import task_options
 from celery_dislock.exceptions import LockKeyError
+from celery_dislock.tasks.keys import TaskKeys
 from tests.declaring import declare
 from tests.unit.deliveries import deliver
 
@@ -131,3 +134,39 @@ def test_what_is_said_of_arguments_that_are_not_valid_is_one_line(app, broker, c
     [told] = caplog.messages
     assert "its key is unknown: 1 validation error for Order\\ncustomer.id\\n" in told
     assert "\n" not in told
+
+
+class Body:
+    """A task's class, as far as its keys need it."""
+
+    def run(self, t):
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("declared", "order"),
+    [
+        (["api", "tenant:<t>"], ["tenant:7", "api"]),
+        (["b", "a"], ["a", "b"]),
+        ([Key("a", limit=5), Key("b", limit=2), "z"], ["z", "b", "a"]),
+        ([Key("a:<t>", limit=10), "tenant:<t>", "api"], ["tenant:7", "a:7", "api"]),
+        ([Key("a", rate="100/s"), Key("b", limit=5), Key("c", rate="1/m")], ["c", "b", "a"]),
+        ([Key("a", rate="1/m"), Key("b", rate="1/h"), Key("c", rate="1/s")], ["b", "a", "c"]),
+        ([Key("a", rate="100/s", limit=3), Key("b", limit=2)], ["b", "a"]),
+        ([lambda t: f"shelf-{t}", "api"], ["shelf-7", "api"]),
+        (["api", "<t>", "<<api>>"], ["7", "<api>", "api"]),
+    ],
+)
+def test_narrow_keys_come_before_wide_ones(declared, order):
+    """Who has many tasks waits in a line of his own; a slow rate is narrower than a small limit."""
+    options = task_options("t", {"lock_key": declared}, {})
+    keys = TaskKeys("t", Body, options)
+    assert keys.in_order(keys.of([7], {}), options.terms)[0] == order
+
+
+def test_the_mode_does_not_change_the_order():
+    """A reader and a writer pass the same keys in one order, or they wait for each other."""
+    for mode in ("shared", "exclusive"):
+        options = task_options("t", {"lock_key": ["b", "a"], "lock_mode": mode}, {})
+        keys = TaskKeys("t", Body, options)
+        assert keys.in_order(keys.of([7], {}), options.terms)[0] == ["a", "b"]
