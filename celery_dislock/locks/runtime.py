@@ -64,6 +64,7 @@ class Runtime(Generic[P]):
             a plain :class:`Process`.
 
     Attributes:
+        orders: The keys of each task of several keys, in the order in which it takes their locks.
         unawaited_by: Who does not await the bodies of tasks here: a worker's pool; None: it does.
     """
 
@@ -79,6 +80,7 @@ class Runtime(Generic[P]):
         # Replaced as one, so that no thread finds the options of other settings.
         self._plain: tuple[object, int, dict[str, Any], dict[Any, Plain]] = (None, 0, {}, {})
         self.unawaited_by: str | None = "no worker"
+        self.orders: dict[str, Sequence[str]] = {}
 
     @property
     def conf(self) -> Mapping[str, Any]:

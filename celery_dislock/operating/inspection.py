@@ -152,8 +152,9 @@ def _locks_of_running_tasks() -> Iterator[tuple[Request, str]]:
         if guard is not None and guard.options.lock_limit is not None:
             with suppress(Exception):  # of a user's callable, for a key; then the body does not run
                 turn = guard.turn_of(Context(request.request_dict))
-                keys = () if turn else guard.keys(request.args, request.kwargs)
-                names = [turn[0]] if turn else guard.runtime.lock_names(keys)
+                names = guard.runtime.lock_names(guard.keys(request.args, request.kwargs))
+                if turn and turn[0] not in names:  # its code names other keys by now
+                    names = (turn[0],)
                 yield from ((request, name) for name in names)
 
 

@@ -49,6 +49,7 @@ class TaskKeys:
             ]
         except InvalidTemplate as exc:
             raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
+        self._declared = [one for one in options.keys if isinstance(one, str)]
         self._is_narrow = [one.reads != frozenset() for one in self._builders]
         self._received = Received(self._builders, signature)
         self._is_digest = options.keys == (None,)
@@ -85,6 +86,15 @@ class TaskKeys:
             return [digest.key([*map(_dumped, given)], plain)]
         except LockKeyError:  # a model may have what cannot be digested
             return [digest.key(args, kwargs)]
+
+    def declared_order(self, terms: Sequence[Terms]) -> Sequence[str]:
+        """
+        Return the templates of several keys in the order in which their locks are taken.
+
+        None for one key, and if callables make some of them: only they know the keys.
+        """
+        is_known = len(self._declared) == len(self._builders) > 1
+        return self.in_order(self._declared, terms)[0] if is_known else ()
 
     def in_order(
         self, keys: Sequence[str], terms: Sequence[Terms]

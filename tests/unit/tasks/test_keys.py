@@ -170,3 +170,16 @@ def test_the_mode_does_not_change_the_order():
         options = task_options("t", {"lock_key": ["b", "a"], "lock_mode": mode}, {})
         keys = TaskKeys("t", Body, options)
         assert keys.in_order(keys.of([7], {}), options.terms)[0] == ["a", "b"]
+
+
+def test_two_tasks_that_may_wait_for_each_other_are_told(app, caplog):
+    """Their limits put the same two keys in different orders; those that take one are no matter."""
+    for name, a, b in [("t.one", 2, 5), ("t.two", 5, 2), ("t.same", 1, 5)]:
+        keys = [Key("a", limit=a), Key("b", limit=b), "c:<t>"]
+        declare(app, lambda t: t, name=name, lock_key=keys, lock_on_conflict="queue")
+    declare(app, lambda t: t, name="t.alone", lock_key="b", lock_on_conflict="queue")
+    declare(app, lambda t: t, name="t.skips", lock_key=["b", "a"], lock_on_conflict="skip")
+    app.finalize()
+    told = [one for one in caplog.messages if "different orders" in one]
+    pairs = [one.partition(" take ")[0] for one in told]
+    assert pairs == ["Tasks t.one and t.two", "Tasks t.two and t.same"]
