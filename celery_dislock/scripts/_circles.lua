@@ -55,7 +55,8 @@ local function stuck_with(start)
   -- Where a waiter in a slot stands in line, who holds a lock.
   local function place_of(owner)
     for _, lock in pairs(lines) do
-      if redis.call('ZSCORE', lock.line, owner) then return lock end
+      if lock.has_places == nil then lock.has_places = redis.call('EXISTS', lock.places) == 1 end
+      if lock.has_places and redis.call('ZSCORE', lock.line, owner) then return lock end
     end
   end
 

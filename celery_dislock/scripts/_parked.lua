@@ -259,8 +259,9 @@ local function keep_units(lock, ticket, stations, nth, ttl_ms, has_gates, waits)
     local unit = lease_of(at, member)
     local holder = as_holder(ticket, {gate = has_gates and rate_of(at, terms) and true or nil, waits = waits})
     local lasts = before > 1 and ttl_ms + KEPT_UNIT_MS or ttl_ms
+    local is_fresh = unit and waits and unit.holder == holder and unit.expires > now + lasts / 2
     if not unit then grant(at, member, lasts, terms, holder)
-    else
+    elseif not is_fresh then
       put(at, {
         owner = member, expires = now + lasts, token = unit.token, acquired = unit.acquired, mode = unit.mode,
         holder = holder, version = unit.version,
