@@ -24,6 +24,14 @@ for _, ticket in ipairs(keeping(lock)) do
   if waits_at then hand_on_later(waits_at) end  -- nobody else sweeps it: it may have no tickets
   if not parked then drop(lock, lease_of(lock, member_of(ticket))) end
 end
+-- Those that stand nowhere, as a key of the lock was lost: in no line, without a turn, and with nothing kept.
+local known = redis.call('ZCARD', lock.line) + redis.call('ZCARD', lock.handed) + #keeping(lock)
+for _, ticket in ipairs(count_tickets(lock) > known and redis.call('HRANDFIELD', lock.tickets, TURNS_MOST) or {}) do
+  local member = member_of(ticket)
+  local stands = redis.call('ZSCORE', lock.line, member) or redis.call('ZSCORE', lock.handed, ticket) or lease_of(lock, member)
+  local parked = not stands and read_ticket(lock, ticket)
+  if parked then go_on(lock, ticket, parked) end
+end
 hand_on_all()
 local circles = {}
 for _, ticket in ipairs(keeping(lock)) do

@@ -2,7 +2,8 @@
 
 Random tasks, keys, limits and rates on a driven clock; shared and exclusive; waiters in slots
 beside them; tasks that are dropped, and processes that die; an operator who pauses and changes
-limits; two versions of the code with other orders; a failover that loses the newest writes;
+limits; two versions of the code with other orders; a failover that loses the newest writes, and
+keys that are lost;
 messages that are late, come twice or never; requests that are sent twice; queues without a worker.
 The scripts are the package's, see ``lua_server``; what is checked is written from the promise:
 
@@ -83,6 +84,7 @@ class History:
         self.faults = rng.random() < 0.6
         self.versions = rng.random() < 0.4 if versions is None else versions
         self.failover = versions is None and rng.random() < 0.2
+        self.damage = versions is None and rng.random() < 0.2
         self.lossy = False
         self.held, self.starts, self.limits = {}, {}, {}
         self.ended, self.gone, self.parked = set(), set(), set()
@@ -136,6 +138,8 @@ class History:
         if self.failover:
             self.at(5 + rng.random() * 15, self.server.replicate)
             self.at(20 + rng.random(), self.fail_over)
+        if self.damage:
+            self.at(5 + rng.random() * 15, self.lose)
         self.at(SWEEP, self.sweep)
         while self.events and self.clock < END and not self.is_over():
             when, _, what, about = heapq.heappop(self.events)
@@ -294,6 +298,14 @@ class History:
         for key in ("api", "disk", "quota", "tenant:0"):
             self.limit(key, None)
 
+    def lose(self):
+        """A key of a lock is gone: its line, its leases, turns, starts, or who waits in slots."""
+        ends = (":line", ":handed", ":starts", ":places", "}")
+        lost = [name for name in sorted(self.server.names()) if name.endswith(ends)]
+        for name in self.rng.sample(lost, min(3, len(lost))):
+            self.server.send("DEL", name)
+            self.lossy = True
+
     def sweep(self):
         for lock, swept in self.lines.sweep(list(self.lines.names())).items():
             self.opened += len(swept.circles)
@@ -324,6 +336,7 @@ def test_many_more_histories():
 
 BROKEN = {
     "circles stay closed": ("local circle = circle_of(lock, ticket)", "local circle = nil"),
+    "who stands nowhere is not looked for": ("count_tickets(lock) > known and", "false and"),
     "a claim may come early": (
         "local early, its = starts_when(stations)",
         "local early, its = 0, nil",
