@@ -60,7 +60,7 @@ def fill(url: str) -> None:
         assert isinstance(store.acquire([lock], owner, TTL, holder), Granted)
         if n % WAITED_FOR == 0:
             lines.enlist(lock)
-            ticket = Ticket(f"{task_id}x:0:0", f"{task_id}x@", marked=False, message=MESSAGE)
+            ticket = Ticket(f"{task_id}x:0:0", marked=False, message=MESSAGE)
             assert isinstance(lines.park([lock], f"{owner}x", TTL, "{}", ticket), Parked)
     store.close()
 

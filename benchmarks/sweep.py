@@ -236,7 +236,7 @@ def fill(process: Process) -> dict[str, str]:
         task_id = uuid.uuid4()
         assert isinstance(process.store.acquire([lock], owner, TTL, "{}"), Granted)
         process.lines.enlist(lock)
-        ticket = Ticket(f"{task_id}:0:0", f"{task_id}@", marked=False, message=MESSAGE)
+        ticket = Ticket(f"{task_id}:0:0", marked=False, message=MESSAGE)
         parked = process.lines.park([lock], f"{task_id}@bench:2/2.{n}", TTL, "{}", ticket)
         assert isinstance(parked, Parked)
         owners[lock] = owner
