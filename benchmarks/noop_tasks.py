@@ -21,9 +21,40 @@ from celery import Celery
 MARKS = "marks"  # a list: when the marking tasks ran
 EXPIRE = 3600  # seconds
 PROCESSES = 2  # of the pool
+NEVER = "100000/s"  # a rate that refuses nobody
 RELEASE = (
     "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 )
+# As people write it: the starts of the last window in a sorted set.  Returns when it started, or
+# how long to wait, below 0; in microseconds of the server.
+SLIDING_WINDOW = """
+local time, most, window = redis.call('TIME'), tonumber(ARGV[1]), tonumber(ARGV[2])
+local now = time[1] * 1000000 + time[2]
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', string.format('%.0f', now - window))
+if redis.call('ZCARD', KEYS[1]) >= most then
+  return now - window - redis.call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
+end
+redis.call('ZADD', KEYS[1], string.format('%.0f', now), ARGV[3])
+redis.call('PEXPIRE', KEYS[1], window / 1000)
+return now
+"""
+
+
+def starts_now(client: redis.Redis, task: Any, name: str, most: int) -> int:
+    """
+    Count a start in a window of a second, and return its time; or send the task again.
+
+    Args:
+        client: Of the server that counts.
+        task: The task, bound.
+        name: Of the rate.
+        most: Starts in a window.
+    """
+    script = client.register_script(SLIDING_WINDOW)
+    started = int(script(keys=[name], args=[most, 1_000_000, uuid.uuid4().hex]))
+    if started <= 0:
+        raise task.retry(countdown=-started / 1e6, max_retries=None)
+    return started
 
 
 def make_app(variant: str, url: str) -> Celery:
@@ -41,12 +72,20 @@ def make_app(variant: str, url: str) -> Celery:
         if client().set(name, token, nx=True, ex=EXPIRE):
             client().register_script(RELEASE)(keys=[name], args=[token])
 
-    options: dict[str, Any] = {}
-    if variant == "celery-dislock":
+    def windowed(self: Any, n: int) -> None:
+        starts_now(client(), self, "window", 100_000)
+
+    bodies = {"by-hand": by_hand, "sliding window": windowed}
+    options: dict[str, Any] = {"bind": variant == "sliding window"}
+    if variant.startswith("celery-dislock"):
         from celery_dislock import Dislock  # noqa: PLC0415  # not in a peer's environment
 
         Dislock(app)
         options = {"lock_key": "noop:<n>"}
+        if variant != "celery-dislock":
+            options = {"lock_key": "noop", "lock_rate": NEVER}
+    elif variant == "rate_limit":
+        options = {"rate_limit": NEVER}
     elif variant == "celery-once":
         from celery_once import QueueOnce  # noqa: PLC0415  # in one environment only
 
@@ -58,7 +97,7 @@ def make_app(variant: str, url: str) -> Celery:
 
         app.conf.singleton_backend_url = url
         options = {"base": Singleton, "lock_expiry": EXPIRE}
-    app.task(name="noop", **options)(by_hand if variant == "by-hand" else nothing)
+    app.task(name="noop", **options)(bodies.get(variant, nothing))
 
     @app.task(name="mark")
     def mark() -> None:
@@ -75,7 +114,7 @@ def main(variant: str, url: str, what: str, number: str = "0") -> None:
         arguments = ["worker", "--pool", "prefork", "--concurrency", str(PROCESSES)]
         arguments += ["--loglevel", "WARNING"]
         arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-        app.worker_main([*arguments, *(["--dislock"] if variant == "celery-dislock" else [])])
+        app.worker_main([*arguments, *(["--dislock"] if variant.startswith("celery-dislock") else [])])
         return
     base = time.time_ns()  # each has a key of its own
     app.tasks["mark"].delay()
