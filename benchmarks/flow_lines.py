@@ -129,8 +129,9 @@ class Tenants:
 
     def turn(self) -> float:
         """Park a task of another tenant, let it run; return the ms from parking to its turn."""
-        (busy, its), (task, mine) = ((str(uuid.uuid4()), ["dislock:{tenant:%s}" % name, API])
-                                     for name in "bc")
+        (busy, its), (task, mine) = (
+            (str(uuid.uuid4()), [f"dislock:{{tenant:{name}}}", API]) for name in "bc"
+        )
         owner = f"{busy}@bench:1/1.1"
         assert isinstance(self._ask(its, busy), Granted)
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The app of the section `flow`: 200 starts a second in three ways, and two ways to wait in line."""
+"""The app of the section `flow`: 200 starts a second in three ways, and lines of one or two keys."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ def note(started: int) -> None:
     lock_rate=f"{MOST}/s",
     lock_on_conflict="queue",
 )
-def paced(self: Any, n: int) -> None:
+def paced(self: Any, _n: int) -> None:
     """Start as our rate says; a lease's token is when it was counted."""
     note(self.lease.token)
 
 
 @app.task(bind=True)
-def windowed(self: Any, n: int) -> None:
+def windowed(self: Any, _n: int) -> None:
     """Start as the rate by hand says."""
     note(starts_now(client(LOCKS), self, "windowed", MOST))
 
 
 @app.task(rate_limit=f"{MOST // WORKERS}/s")
-def limited(n: int) -> None:
+def limited(_n: int) -> None:
     """Start as Celery's rate says, which is a worker's."""
     note(time.time_ns() // 1000)
 
 
 @app.task(base=SingletonTask, lock_key=Key("one", limit=2), lock_on_conflict="queue")
-def one_key(n: int) -> None:
+def one_key(_n: int) -> None:
     """Run, two at a time."""
     note(time.time_ns() // 1000)
 
 
 @app.task(
     base=SingletonTask,
-    lock_key=[Key("two", limit=2), "tenant:<n>"],
+    lock_key=[Key("two", limit=2), "tenant:<_n>"],
     lock_on_conflict="queue",
 )
-def two_keys(n: int) -> None:
+def two_keys(_n: int) -> None:
     """Run, two at a time, and one of each tenant."""
     note(time.time_ns() // 1000)

@@ -72,7 +72,7 @@ def make_app(variant: str, url: str) -> Celery:
         if client().set(name, token, nx=True, ex=EXPIRE):
             client().register_script(RELEASE)(keys=[name], args=[token])
 
-    def windowed(self: Any, n: int) -> None:
+    def windowed(self: Any, _n: int) -> None:
         starts_now(client(), self, "window", 100_000)
 
     bodies = {"by-hand": by_hand, "sliding window": windowed}
@@ -81,9 +81,8 @@ def make_app(variant: str, url: str) -> Celery:
         from celery_dislock import Dislock  # noqa: PLC0415  # not in a peer's environment
 
         Dislock(app)
-        options = {"lock_key": "noop:<n>"}
-        if variant != "celery-dislock":
-            options = {"lock_key": "noop", "lock_rate": NEVER}
+        rated = {"lock_key": "noop", "lock_rate": NEVER}
+        options = {"lock_key": "noop:<n>"} if variant == "celery-dislock" else rated
     elif variant == "rate_limit":
         options = {"rate_limit": NEVER}
     elif variant == "celery-once":
@@ -114,7 +113,9 @@ def main(variant: str, url: str, what: str, number: str = "0") -> None:
         arguments = ["worker", "--pool", "prefork", "--concurrency", str(PROCESSES)]
         arguments += ["--loglevel", "WARNING"]
         arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-        app.worker_main([*arguments, *(["--dislock"] if variant.startswith("celery-dislock") else [])])
+        app.worker_main(
+            [*arguments, *(["--dislock"] if variant.startswith("celery-dislock") else [])]
+        )
         return
     base = time.time_ns()  # each has a key of its own
     app.tasks["mark"].delay()

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import beats, coroutines, idle, locks, tasks
+from benchmarks import beats, coroutines, flow, flow_lines, idle, locks, tasks
 from benchmarks.environments import ROOT
 from benchmarks.many_leases import PEER_LOCKS
 from benchmarks.measuring import NETWORKS, Figure
@@ -36,6 +36,7 @@ SECTIONS: dict[
     "tasks": partial(tasks.measure, network="0 ms"),
     "tasks-delayed": partial(tasks.measure, network="1 ms"),
     "idle": idle.measure,
+    "flow": flow.measure,
     "beats": beats.measure,
 }
 KEPT = Path(__file__).with_name("measured.json")
@@ -49,6 +50,8 @@ NAMES = {  # of the floors
     "BLPOP": "*floor: bare BLPOP*",
     tasks.FLOOR: "*floor: plain Celery*",
     "by-hand": "SET NX and a script, by hand",
+    flow.BY_HAND: "a sorted set and `retry`, by hand",
+    flow.CELERYS: "Celery's `rate_limit`, per worker",
 }
 QUIET = 0.25  # of the cores: more is somebody else's work
 THEMES = {
@@ -158,6 +161,13 @@ def text(measured: dict[str, Measured]) -> str:
         table_worker=table(figures, idle.WORKER),
         table_parked=table(figures, idle.TICKETS),
         table_leases=table(figures, idle.LEASES),
+        table_rated=table(figures, flow.RATED),
+        table_paced=table(figures, flow.PACED),
+        table_keys=table(figures, flow.KEYS),
+        table_idle_line=table(figures, flow_lines.IDLE),
+        table_blocked=table(figures, flow_lines.BLOCKED),
+        table_start=table(figures, flow_lines.COUNTED),
+        table_remembered=table(figures, flow_lines.REMEMBERED),
         table_kills=table(figures, beats.KILLED),
         table_halts=table(figures, beats.HALTED),
         peer_locks=PEER_LOCKS,
