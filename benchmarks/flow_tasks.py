@@ -1,4 +1,4 @@
-"""The app of the section `flow`: 200 starts a second in three ways, and lines of one or two keys."""
+"""The app of the section `flow`: 200 starts a second, and lines of one key and of two."""
 
 from __future__ import annotations
 
