@@ -90,7 +90,7 @@ def of_idle(folder: Path) -> list[Figure]:
         for number in (FEW, MANY):
             for _ in range(number - parked):
                 recorded.app.tasks["queue"].apply_async(("parked",))
-            recorded.until(lambda noted, all_of=number: len(noted) >= all_of, PARKING)
+            recorded.until(lambda noted, more=number - parked: len(noted) >= more, PARKING)
             parked = number
             time.sleep(SETTLE)
             with client.monitor() as monitor:
