@@ -105,7 +105,7 @@ def test_a_turn_that_was_lost_is_one_for_the_lock_of_now(shop, turn, code):
     shop.server.lose()
     with shop.held("b"):
         shop.run(task, notes=turn)
-    state = "FAILURE" if code is CHANGED["argument"] else "RETRY"
+    state = "FAILURE" if code is CHANGED["argument"] else "PARKED"
     assert shop.app.AsyncResult("2").state == state
 
 
