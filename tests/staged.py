@@ -10,7 +10,8 @@ from celery_dislock.messages.message import Message
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.server import Member
-from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
+from celery_dislock.servers.view import Holder, LockState, ReservationState
+from celery_dislock.servers.waiters import Waiter
 from tests.driven import LockServer, new_app
 
 if TYPE_CHECKING:

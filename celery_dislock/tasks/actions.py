@@ -22,7 +22,7 @@ from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.rates import NO_RATE
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.view import parked_message
+from celery_dislock.servers.waiters import parked_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

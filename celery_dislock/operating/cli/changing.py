@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.locks import AppLocks
     from celery_dislock.servers.overview import Overview
-    from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
+    from celery_dislock.servers.view import Holder, LockState, ReservationState
+    from celery_dislock.servers.waiters import Waiter
 
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask, for scripts.")
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from celery_dislock.operating.cli.session import WhichLock
     from celery_dislock.operating.locks import ListedLock
     from celery_dislock.servers.rates import RateState
-    from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
+    from celery_dislock.servers.view import Holder, LockState, ReservationState
+    from celery_dislock.servers.waiters import Waiter
 
 SHOWN = 60  # characters of a task's arguments
 

@@ -9,10 +9,10 @@ import pytest
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.servers.view import (
     ReservationState,
-    parked_message,
     parse_reservation,
     state_of,
 )
+from celery_dislock.servers.waiters import parked_message
 from celery_dislock.words import for_people
 
 NOW = 1_700_000_000_000  # ms
