@@ -88,6 +88,11 @@ IN_LINE: Mapping[str, Callable[[Waiter], object]] = {
     "ARGUMENTS": lambda waiter: (waiter.args or "")[:SHOWN],
 }
 
+# And this, if a task of the line passes several locks.
+STATION: Mapping[str, Callable[[Waiter], object]] = {
+    "STATION": lambda waiter: _station(waiter) if waiter.stations else None,
+}
+
 
 @click.command()
 @click.argument("pattern", default="*")
@@ -209,6 +214,14 @@ def _chosen(
             yield row._replace(state=row.state._replace(holders=holders))
 
 
+def _station(waiter: Waiter) -> str:
+    """Say how far a parked task has come along its locks."""
+    if not waiter.place:
+        return f"has {', '.join(waiter.stations)}"
+    keeps = f", keeps {', '.join(waiter.keeps)}" if waiter.keeps else ""
+    return f"{len(waiter.keeps) + 1} of {len(waiter.stations)}{keeps}"
+
+
 def write_lines(lines: Iterable[str]) -> None:
     """Write lines, each made plain."""
     for one in lines:
@@ -219,6 +232,7 @@ def holder_lines(holder: Holder) -> Iterator[str]:
     """Yield all that is known of a lease, in words."""
     since = _as_date(holder.acquired_at)
     leads = is_beat(holder)
+    how = "led" if leads else "kept" if holder.is_kept else "held"
     host = holder.worker if holder.thread else holder.host
     known = {
         "task": holder.task,
@@ -226,13 +240,17 @@ def holder_lines(holder: Holder) -> Iterator[str]:
         "thread": None if leads else holder.thread,
         "worker": None if holder.thread else holder.worker,
         "process": f"{holder.pid} on {host or '?'}" if holder.pid else None,
-        "leads for" if leads else "held for": f"{for_people(holder.held)}, since {since}",
+        "leads for"
+        if leads
+        else "kept for"
+        if holder.is_kept
+        else "held for": f"{for_people(holder.held)}, since {since}",
         "mode": holder.mode if holder.mode != "exclusive" else None,
         "lease": _lease_in_words(holder),
         "token": holder.token,
         "owner": holder.owner,
     }
-    yield f"  {'led' if leads else 'held'} by {holder.who}"
+    yield f"  {how} {'for' if holder.is_kept else 'by'} {holder.who}"
     yield from (f"    {name:<9} {value}" for name, value in known.items() if value is not None)
 
 
@@ -240,6 +258,8 @@ def _lease_in_words(holder: Holder) -> str:
     left = f"ends in {for_people(holder.remaining)}"
     if holder.expiring:
         return f"its owner is done; {left}"
+    if holder.is_kept:
+        return f"{left} unless a worker's sweep renews it"
     if holder.turn:
         return f"a turn that is not claimed yet; {left}"
     if holder.renewed is None:
@@ -316,6 +336,8 @@ def _line_lines(lock: LockState) -> Iterator[str]:
         parked = f", parked as {place.ticket}" if place.parked else ""
         waits = " stands by" if is_beat(place) else f", for {for_people(place.waiting)}"
         yield f"    {place.place}. {place.who}{waits}{parked}"
+        if place.stations:
+            yield f"       lock {_station(place)}"
     if lock.waiting > len(lock.line):
         yield f"    ... celery dislock line {lock.key} --first {len(lock.line) + 1}"
 
@@ -342,7 +364,10 @@ def _write_line(lock: LockState, *, several: bool) -> None:
     if not (lock.waiting or lock.turns):
         tell(f"Nobody waits for lock {lock.key}.")
         return
-    write_table(IN_LINE, [(waiter,) for waiter in (*lock.turns, *lock.line)])
+    places = (*lock.turns, *lock.line)
+    passes_several = any(one.stations for one in places)
+    columns = {**IN_LINE, **(STATION if passes_several else {})}
+    write_table(columns, [(one,) for one in places])
     for told in [] if lock.rate is None else _rate_lines(lock.rate):
         tell(told.strip())
     last = lock.line[-1].place if lock.line else 0
