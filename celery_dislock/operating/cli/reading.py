@@ -43,7 +43,9 @@ def _held_by(row: ListedLock) -> str | None:
         return f"cannot be read: {row.problem.reason}"
     if row.holders:
         several = f"{len(row.holders)} leases: " if len(row.holders) > 1 else ""
-        return several + max(row.holders, key=lambda one: one.held).who
+        longest = max(row.holders, key=lambda one: one.held)
+        kept = f"kept for {longest.id}, waits for {longest.waits!r}"
+        return several + (kept if longest.is_kept else longest.who)
     told, reserved = [], row.state and row.state.reservation
     if reserved:
         told.append(f"reserved for {reserved.id}, {reserved.state}")
@@ -88,9 +90,10 @@ IN_LINE: Mapping[str, Callable[[Waiter], object]] = {
     "ARGUMENTS": lambda waiter: (waiter.args or "")[:SHOWN],
 }
 
-# And this, if a task of the line passes several locks.
-STATION: Mapping[str, Callable[[Waiter], object]] = {
-    "STATION": lambda waiter: _station(waiter) if waiter.stations else None,
+# The last of them, if a task of the line passes several locks: its keys tell of its arguments.
+LOCKS: Mapping[str, Callable[[Waiter], object]] = {
+    **{name: cell for name, cell in IN_LINE.items() if name != "ARGUMENTS"},
+    "LOCKS": lambda waiter: _station(waiter, "/"),
 }
 
 
@@ -214,12 +217,13 @@ def _chosen(
             yield row._replace(state=row.state._replace(holders=holders))
 
 
-def _station(waiter: Waiter) -> str:
-    """Say how far a parked task has come along its locks."""
-    if not waiter.place:
-        return f"has {', '.join(waiter.stations)}"
-    keeps = f", keeps {', '.join(waiter.keeps)}" if waiter.keeps else ""
-    return f"{len(waiter.keeps) + 1} of {len(waiter.stations)}{keeps}"
+def _station(waiter: Waiter, of: str) -> str | None:
+    """Say how far a parked task has come along its locks; None: it has one."""
+    keeps = f"keeps {', '.join(waiter.keeps)}" if waiter.keeps else ""
+    if not (waiter.stations and waiter.place):
+        return keeps or None
+    nth = f"{len(waiter.keeps) + 1}{of}{len(waiter.stations)}"
+    return f"{nth}, {keeps}" if keeps else nth
 
 
 def write_lines(lines: Iterable[str]) -> None:
@@ -329,15 +333,17 @@ def _lasting(remaining: float | None, note: str, since: float | None) -> str:
 
 def _line_lines(lock: LockState) -> Iterator[str]:
     for place in lock.turns:
-        yield f"  has its turn: {place.who} (turn {place.turns}, its message is on its way)"
+        keeps = f", keeps {', '.join(place.keeps)}" if place.keeps else ""
+        told = f"turn {place.turns}, its message is on its way{keeps}"
+        yield f"  has its turn: {place.who} ({told})"
     if lock.waiting:
         yield f"  {lock.waiting} in line"
     for place in lock.line:
         parked = f", parked as {place.ticket}" if place.parked else ""
         waits = " stands by" if is_beat(place) else f", for {for_people(place.waiting)}"
         yield f"    {place.place}. {place.who}{waits}{parked}"
-        if place.stations:
-            yield f"       lock {_station(place)}"
+        if station := _station(place, " of "):
+            yield f"       waits for lock {station}"
     if lock.waiting > len(lock.line):
         yield f"    ... celery dislock line {lock.key} --first {len(lock.line) + 1}"
 
@@ -366,8 +372,7 @@ def _write_line(lock: LockState, *, several: bool) -> None:
         return
     places = (*lock.turns, *lock.line)
     passes_several = any(one.stations for one in places)
-    columns = {**IN_LINE, **(STATION if passes_several else {})}
-    write_table(columns, [(one,) for one in places])
+    write_table(LOCKS if passes_several else IN_LINE, [(one,) for one in places])
     for told in [] if lock.rate is None else _rate_lines(lock.rate):
         tell(told.strip())
     last = lock.line[-1].place if lock.line else 0
