@@ -75,7 +75,7 @@ def test_each_lock_tells_where_a_task_stands(dislock):
     """The line where it waits tells what it keeps; what it keeps tells for whom, and until what."""
     head, place = dislock("line", "api").stdout.splitlines()
     assert head.split() == ["PLACE", "WAITING", "TURNS", "TICKET", "WHO", "QUEUE", "LOCKS"]
-    assert place.endswith("shop.call[a1]  celery  2/2, keeps tenant:a")
+    assert place.endswith("a1:0:0  shop.call  celery  2/2, keeps tenant:a")
     assert dislock("line", "tenant:a").stdout.splitlines()[1].endswith("  1/2")
     told = dislock("show", "tenant:a").stdout
     assert "\n  kept for task a1, which waits for lock 'api'\n    id        a1\n" in told
@@ -83,7 +83,7 @@ def test_each_lock_tells_where_a_task_stands(dislock):
     assert "  2 in line\n    1. shop.call[a2]" in told
     assert "\n       waits for lock 1 of 2\n" in told
     assert "\n       waits for lock 2 of 2, keeps tenant:a\n" in dislock("show", "api").stdout
-    assert dislock("ls").stdout.endswith("  kept for a1, waits for 'api'\n")
+    assert dislock("ls").stdout.endswith("  kept, waits for 'api': a1\n")
     troubles = {one["key"]: one["troubles"] for one in dislock.json("ls")}
     assert troubles == {"api": ["no worker"], "tenant:a": ["no worker"]}
 

@@ -44,7 +44,7 @@ def _held_by(row: ListedLock) -> str | None:
     if row.holders:
         several = f"{len(row.holders)} leases: " if len(row.holders) > 1 else ""
         longest = max(row.holders, key=lambda one: one.held)
-        kept = f"kept for {longest.id}, waits for {longest.waits!r}"
+        kept = f"kept, waits for {longest.waits!r}: {longest.id}"
         return several + (kept if longest.is_kept else longest.who)
     told, reserved = [], row.state and row.state.reservation
     if reserved:
@@ -90,9 +90,10 @@ IN_LINE: Mapping[str, Callable[[Waiter], object]] = {
     "ARGUMENTS": lambda waiter: (waiter.args or "")[:SHOWN],
 }
 
-# The last of them, if a task of the line passes several locks: its keys tell of its arguments.
+# If a task of the line passes several locks: its keys tell of its arguments, its ticket has its id.
 LOCKS: Mapping[str, Callable[[Waiter], object]] = {
     **{name: cell for name, cell in IN_LINE.items() if name != "ARGUMENTS"},
+    "WHO": lambda waiter: (waiter.parked and waiter.task) or waiter.who,
     "LOCKS": lambda waiter: _station(waiter, "/"),
 }
 

@@ -160,6 +160,19 @@ def test_a_line_is_stuck_that_nobody_is_before(about, stuck):
     assert not state_of(SERVER, NAME, reply(**about)).is_stuck
 
 
+@pytest.mark.parametrize("remaining", [1, 299_000])
+def test_what_is_kept_for_a_task_is_no_holders_fault(remaining):
+    """The sweep renews it: nobody is overdue or runs a body, and those behind it are not stuck."""
+    kept = lease(b"t:0:0#", remaining, parked=True, waits="dislock:{api}", timeout=None)
+    state = state_of(SERVER, NAME, reply(waiting=1, leases=kept))
+    (one,) = state.holders
+    assert (one.is_kept, one.waits, one.renewed, one.timeout) == (True, "api", None, None)
+    wrong = one.is_overdue, one.is_renewed, one.may_live, one.can_be_terminated
+    assert not any((*wrong, state.is_stuck, state.is_overdue))
+    turn = lease(b"t:0:0#", parked=True)
+    assert not state_of(SERVER, NAME, reply(leases=turn)).holders[0].is_kept
+
+
 @pytest.mark.parametrize(
     ("kept", "home"),
     [(parked(), "home"), (parked()[parked().index(b'1 {"') :], None), (b"damaged ", None)],
