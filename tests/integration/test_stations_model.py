@@ -106,8 +106,6 @@ class History:
         narrow += [(f"plan:{n}", rated("2/4s")) for n in range(3)]
         narrow += [(f"file:{n}", limited(1, shared=rng.random() < 0.5)) for n in range(2)]
         chosen = rng.sample(wide, rng.randint(0, 3)) + rng.sample(narrow, rng.randint(0, 2))
-        if kind == "slot":
-            chosen = [(key, terms) for key, terms in chosen if terms.rate is None]
         chosen = chosen or [wide[0]]
         own = {key for key, _ in narrow}
         chosen.sort(key=lambda one: (one[0] not in own, one[1].breadth, one[0]))
