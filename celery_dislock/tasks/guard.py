@@ -284,10 +284,10 @@ class Guard:
         except Exception as exc:
             if turn is None or isinstance(exc, THROWN) or not self._knows(turn):
                 raise
-            return [key_of(turn[0])], None
+            return [key_of(turn[0])], self._terms[:1]
         keys, terms = self._keys.in_order(built, self._terms)
         if turn is not None and keys[0] != key_of(turn[0]) and self._knows(turn):
-            return [key_of(turn[0])], None
+            return [key_of(turn[0])], self._terms[:1]
         return keys, terms
 
     def _knows(self, turn: tuple[str, str]) -> bool:
