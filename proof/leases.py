@@ -12,7 +12,9 @@ so that all times are exact:
 * "crash": when the main process has told of a death, nothing that the dead process held is there;
 * "cap": a lease is renewed ``max_renew_times``, neither more often nor for longer by the main
   process, and no more seldom;
-* "all or none": of several locks an owner has all, or has taken none.
+* "all or none": of several locks an owner has all, or has taken none;
+* "limit": a lock has no more leases at a time than anybody may have asked for, with those that are
+  kept for parked tasks.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from celery_dislock import scripts
 from celery_dislock.locks.lease import ENDED_BY_OWNER
 from celery_dislock.locks.watchdog import EARLY
 from celery_dislock.scripts import GRANTED, REFUSED
-from proof.order import ACQUIRES, FOREVER, RELEASES
+from proof.order import ACQUIRES, FOREVER, PARKS, RELEASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from celery_dislock.scripts import Script
     from proof.simulated import Net
 
-PROMISES = ("take-up", "at least", "crash", "cap", "all or none")
+PROMISES = ("take-up", "at least", "crash", "cap", "all or none", "limit")
 TAKE_UP = 5_000  # ms for which a hand-off grants a lock
 
 
@@ -60,6 +62,8 @@ class Leases:
     granted: dict[str, int] = field(default_factory=dict)  # when it began, if that was seen
     wanted: dict[str, int] = field(default_factory=dict)  # the timeout that a waiter asks for
     least: dict[str, int] = field(default_factory=dict)  # until when it is held beyond its end
+    most: int = 0  # the highest limit that was asked for, or set
+    is_shared: bool = False  # somebody has asked for a shared lease
 
 
 class Durations:
@@ -85,8 +89,10 @@ class Durations:
 
     def lost(self) -> None:
         """Know nothing more of what was there before the server has lost data."""
-        for name in self.locks:
-            self.locks[name] = Leases(until=self.net.leases(name))
+        for name, lock in self.locks.items():
+            self.locks[name] = Leases(
+                until=self.net.leases(name), most=lock.most, is_shared=lock.is_shared
+            )
         self.done.clear()
 
     # What clients tell.
@@ -142,9 +148,28 @@ class Durations:
         """Judge a request that has reached the server."""
         if not arguments or not keys[0].endswith("}"):  # of something else than a lock
             return
-        taken, there = zip(*(self._at(name, script, arguments) for name in keys), strict=True)
+        self._terms(script, keys, arguments)
+        at = {name: self._at(name, script, arguments) for name in self.net.touched(keys)}
         if script in ACQUIRES and len(keys) > 1:
+            taken, there = zip(*(at[name] for name in keys), strict=True)
             self._several(keys, arguments, reply, taken, there)
+        if script in PARKS and reply[0] == GRANTED:
+            granted = [name.decode() for name in reply[3::2]]
+            if not all(arguments[0] in self._live(name) for name in granted):
+                self.fail("all or none", f"{arguments[0]} was granted {granted}, and has {at}")
+
+    def _terms(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> None:
+        """Note the limits that are asked for, or set by an operator."""
+        if script is scripts.LIMIT:
+            lock = self.locks[keys[0]]
+            lock.most = max(lock.most, arguments[0] or 0)
+        elif script in ACQUIRES or script in PARKS:
+            words = arguments[3].split(",")  # their terms
+            for name, word in zip(keys, words * len(keys), strict=False):
+                mode, limit, *_ = word.split(":")
+                lock = self.locks[name]
+                lock.most = max(lock.most, int(limit))
+                lock.is_shared = lock.is_shared or mode == "s"
 
     def _at(self, name: str, script: Script, arguments: Sequence[Any]) -> tuple[bool, bool]:
         """Judge one lock; returns whether the asker was given it, and has it."""
@@ -152,6 +177,8 @@ class Durations:
         before, was = self._live(name), lock.until
         lock.until = self.net.leases(name)
         live = self._live(name)
+        if 0 < lock.most < len(live) and not lock.is_shared:
+            self.fail("limit", f"{name} has {live}, and {lock.most} are admitted")
         asker = self._asker(lock, script, arguments)
         goes_on = script is scripts.TAKE_OVER  # with what began when another was granted it
         for one in live - before - ({asker} & lock.granted.keys() if goes_on else set()):

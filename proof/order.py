@@ -8,14 +8,17 @@ hears it, and who has a lease then.  From these alone it knows who waits, and si
   pass the line, or goes on with what was its own: a place, or a task whose process died;
 * a place is kept for as long as the waiter asks again in time, and over a turn that nobody claims;
 * the line takes in no more parked tasks than it may: it is full only if it is, and then the
-  newcomer is told so, or those make room that came first.
+  newcomer is told so, or those make room that came first;
+* a parked task of several locks passes each in its turn, from when it has passed the one before,
+  and is granted all of them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock import scripts
 from celery_dislock.scripts import FULL, GRANTED, PARKED, REFUSED
@@ -34,6 +37,12 @@ LEAVES = (scripts.LEAVE, scripts.DROP)
 FOREVER = float("inf")
 
 
+def member(locks: Sequence[str], ticket: str, name: str) -> str:
+    """Return how a ticket, whose locks these are in their order, is called at one of them."""
+    first = locks[0]
+    return f"{ticket}#" if name == first else f"{len(first)}/{first}{ticket}##"
+
+
 def named(script: Script, arguments: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments by the names that the script gives them."""
     return dict(zip(script.names, arguments, strict=False))  # a script around it has more
@@ -41,7 +50,11 @@ def named(script: Script, arguments: Sequence[Any]) -> dict[str, Any]:
 
 @dataclass
 class Line:
-    """The line of one lock.  A parked task is in it under its ticket and "#", as its turn is."""
+    """
+    The line of one lock.
+
+    A parked task is in it under a name that ends in "#", as is what it keeps, and its turn.
+    """
 
     leases: dict[str, int] = field(default_factory=dict)  # until when, in ms
     waits: dict[str, float] = field(default_factory=dict)  # until when its place is kept
@@ -52,6 +65,14 @@ class Line:
     def live(self, now: int) -> set[str]:
         """Return who has a lease."""
         return {owner for owner, until in self.leases.items() if until > now}
+
+
+class Room(NamedTuple):
+    """Of a line: how many may wait, who did, and who has made room."""
+
+    most: int  # 0: any number
+    waiting: dict[str, int]
+    replaced: set[str]
 
 
 class Order:
@@ -66,10 +87,14 @@ class Order:
     def __init__(self, net: Net, fail: Callable[[str], None]) -> None:
         self.net, self.fail = net, fail
         self.lines: dict[str, Line] = defaultdict(Line)
+        self.tickets: dict[tuple[str, str], list[str]] = {}  # by first lock and name: the locks
         self.requests = 0
 
     def lost(self) -> None:
         """Know nothing more of those who came before the server has lost data."""
+        for (_, ticket), locks in self.tickets.items():
+            for name in locks:
+                self.lines[name].unknown.add(member(locks, ticket, name))
         for name, line in self.lines.items():
             line.unknown |= line.came.keys()
             line.waits.clear()
@@ -82,33 +107,47 @@ class Order:
         self.requests += 1
         if not arguments or not keys[0].endswith("}"):  # of something else than a lock
             return
-        for nth, name in enumerate(keys):
+        names, now = self.net.touched(keys), self.net.now_ms
+        before = {name: self.lines[name].live(now) for name in names}
+        for name in names:
+            self.ends(name, script, arguments)
+            self.lines[name].leases = self.net.leases(name)
+        if script is scripts.SWEEP:
+            self.begin_anew(reply)
+        asks = named(script, arguments) if script in PARKS else {}
+        waiting = self.waiting(keys[0]) if asks else {}
+        made_room = reply[-1][::2] if asks and reply[0] == PARKED else ()
+        replaced = {f"{one.decode()}#" for one in made_room}
+        for one in replaced:
+            self.lines[keys[0]].waits.pop(one, None)
+        self.move()
+        asker = str(arguments[script is scripts.TAKE_OVER])
+        passes = script is scripts.TAKE_OVER or (script in ACQUIRES and not arguments[5])
+        for nth, name in enumerate(names):
             line = self.lines[name]
-            self.ends(line, script, arguments)
-            live = self.judge(name, line, script, arguments)
-            for one in [one for one in live if one[-1] != "#"]:
+            mine = asker
+            if asks:
+                locks = self.tickets.get((keys[0], asks["ticket"]), keys)
+                mine = member(locks, asks["ticket"], name)
+            self.judge(name, before[name], asker, mine, passes=passes)
+            for one in [one for one in line.live(now) if one[-1] != "#"]:
                 line.waits.pop(one, None)
             if script in ACQUIRES and reply[:2] == [REFUSED, nth] and arguments[4]:
-                self.waits(line, arguments[0], self.net.now_ms + arguments[4])
-            elif script in PARKS:
-                asked = named(script, arguments)
-                self.parks(line, f"{asked['ticket']}#", asked["most"], reply)
+                self.waits(line, arguments[0], now + arguments[4])
+        if asks:
+            room = Room(asks["most"], waiting, replaced)
+            self.parks(keys, asks["ticket"], room, reply)
+            self.move()
 
-    def judge(self, name: str, line: Line, script: Script, arguments: Sequence[Any]) -> set[str]:
-        """Judge whether somebody was let in before his time; returns who has a lease."""
-        now, before = self.net.now_ms, line.live(self.net.now_ms)
-        line.leases = self.net.leases(name)
+    def judge(self, name: str, before: set[str], asker: str, mine: str, *, passes: bool) -> None:
+        """Judge whether somebody was let in before his time; *mine*: the asker, as in line."""
+        line, now = self.lines[name], self.net.now_ms
         live = line.live(now)
         new = {one for one in live - before if one[0] != "~"}
-        asker = member = arguments[script is scripts.TAKE_OVER]
-        if script in PARKS:
-            member = f"{named(script, arguments)['ticket']}#"
         if asker in new:
             new.discard(asker)
-            passes = script in ACQUIRES and not arguments[5]
-            its_own = member in before or member in line.claimed or script is scripts.TAKE_OVER
-            if not (passes or its_own):
-                new.add(member)
+            if not (passes or mine in before or mine in line.claimed):
+                new.add(mine)
         waiting = {
             one: line.came[one]
             for one, until in line.waits.items()
@@ -118,7 +157,35 @@ class Order:
             since = line.came.get(one, self.requests)
             if passed := [other for other, came in waiting.items() if came < since]:
                 self.fail(f"{one} has passed {passed} in the line of {name}")
-        return live
+
+    def move(self) -> None:
+        """Note which tickets stand in the line of a later lock, as they keep those before it."""
+        now = self.net.now_ms
+        for (first, ticket), locks in self.tickets.items():
+            keeps = f"{ticket}#" in self.lines[first].waits
+            for name, later in pairwise(locks):
+                keeps = keeps and member(locks, ticket, name) in self.lines[name].live(now)
+                line, mine = self.lines[later], member(locks, ticket, later)
+                if keeps and mine not in line.live(now):
+                    line.waits[mine] = FOREVER
+                    line.came.setdefault(mine, self.requests)
+                else:
+                    line.waits.pop(mine, None)
+
+    def begin_anew(self, reply: Sequence[Any]) -> None:
+        """Note who has given back all that he kept, at a sweep, to come again at the end."""
+        anew = {circle[0].decode() for circle in reply[4]}
+        for first, ticket in [key for key in self.tickets if key[1] in anew]:
+            if len(self.tickets[first, ticket]) == 1:
+                self.fail(f"{ticket}, of {first} alone, is in no circle")
+            self.comes_again(first, ticket)
+
+    def comes_again(self, first: str, ticket: str) -> None:
+        """Have a ticket come to its lines anew."""
+        locks = self.tickets.get((first, ticket), [first])
+        for name in locks:
+            self.lines[name].came.pop(member(locks, ticket, name), None)
+        self.lines[first].came[f"{ticket}#"] = self.requests
 
     def waits(self, line: Line, asker: str, until: float) -> None:
         """Note that somebody is in line."""
@@ -128,39 +195,71 @@ class Order:
             line.unknown.add(asker)
         line.waits[asker] = until
 
-    def parks(self, line: Line, member: str, most: int, reply: Sequence[Any]) -> None:
+    def parks(self, keys: Sequence[str], ticket: str, room: Room, reply: Sequence[Any]) -> None:
         """Note that a task is in line, or in its body; judge how many there are."""
-        live = line.live(self.net.now_ms)
-        parked = {one: line.came[one] for one in line.waits if one[-1] == "#" and one not in live}
+        first, mine = keys[0], f"{ticket}#"
+        line = self.lines[first]
+        if reply[0] in {GRANTED, PARKED}:
+            locks = self.tickets.get((first, ticket), list(keys))
+            if reply[0] == PARKED or reply[2]:
+                self.tickets[first, ticket] = locks
         if reply[0] == GRANTED:
-            line.waits.pop(member, None)
-            if reply[3]:
-                line.came.setdefault(member, self.requests)
-                line.claimed.add(member)
-        elif reply[0] == FULL and not line.unknown and not (most and len(parked) >= most):
-            self.fail(f"the line of {member} is not full, as it was told: {parked}")
+            self.granted(locks, ticket, [one.decode() for one in reply[3::2]], claims=reply[2])
+        elif reply[0] == FULL and not line.unknown and not 0 < room.most <= len(room.waiting):
+            self.fail(f"the line of {mine} is not full, as it was told: {room.waiting}")
         elif reply[0] == PARKED:
-            is_new = member not in line.came
-            line.waits[member] = FOREVER
-            line.came.setdefault(member, self.requests)
-            replaced = {f"{one.decode()}#" for one in reply[3][::2]}
-            for one in replaced:
-                line.waits.pop(one, None)
-            if not (is_new and most) or line.unknown:
-                return
-            stay = {one: came for one, came in parked.items() if one not in replaced}
-            is_in = member not in replaced
-            if is_in and len(stay) >= most:
-                self.fail(f"{member} is taken into a full line: {stay}")
-            gone = [line.came[one] for one in replaced & parked.keys()]
-            if max(gone, default=0) > min(stay.values(), default=FOREVER):
-                self.fail(f"{replaced} made room, and not those who came first: {parked}")
-            if gone and len(stay) + is_in < most:
-                self.fail(f"{replaced} made room, and there was room: {parked}")
+            is_new = mine not in line.came
+            if mine not in room.replaced:
+                line.waits[mine] = FOREVER
+            line.came.setdefault(mine, self.requests)
+            if is_new and room.most and not line.unknown:
+                self.judge_room(line, mine, room)
 
-    def ends(self, line: Line, script: Script, arguments: Sequence[Any]) -> None:
+    def granted(
+        self, locks: Sequence[str], ticket: str, granted: Sequence[str], *, claims: bool
+    ) -> None:
+        """Note that a task has its locks; judge whether these are all."""
+        first, mine = self.lines[locks[0]], f"{ticket}#"
+        if granted != locks and mine not in first.unknown:
+            self.fail(f"{ticket} was granted {granted}, in place of {locks}")
+        for name in granted:
+            self.lines[name].waits.pop(member(locks, ticket, name), None)
+            if claims:
+                self.lines[name].claimed.add(member(locks, ticket, name))
+        if claims:
+            first.came.setdefault(mine, self.requests)  # its place, if its process dies
+
+    def waiting(self, first: str) -> dict[str, int]:
+        """Return the tickets that wait for their turn, whose first lock this is, and since when."""
+        came = self.lines[first].came
+        return {one: since for one, since in came.items() if self.is_waiting(first, one)}
+
+    def is_waiting(self, first: str, one: str) -> bool:
+        """Return whether a ticket, whose first lock this is, waits for its turn."""
+        if one[-1] != "#" or one.endswith("##") or one not in self.lines[first].waits:
+            return False
+        locks = self.tickets.get((first, one[:-1]), [first])
+        return not all(
+            member(locks, one[:-1], name) in self.lines[name].live(self.net.now_ms)
+            for name in locks
+        )
+
+    def judge_room(self, line: Line, mine: str, room: Room) -> None:
+        """Judge who has made room for a task that has come to a line."""
+        most, waiting, replaced = room
+        stay = {one: came for one, came in waiting.items() if one not in replaced}
+        is_in = mine not in replaced
+        if is_in and len(stay) >= most:
+            self.fail(f"{mine} is taken into a full line: {stay}")
+        gone = [line.came[one] for one in replaced & waiting.keys()]
+        if max(gone, default=0) > min(stay.values(), default=FOREVER):
+            self.fail(f"{replaced} made room, and not those who came first: {waiting}")
+        if gone and len(stay) + is_in < most:
+            self.fail(f"{replaced} made room, and there was room: {waiting}")
+
+    def ends(self, name: str, script: Script, arguments: Sequence[Any]) -> None:
         """Note that somebody waits no more, or that another has the place."""
-        owner = arguments[0]
+        line, owner = self.lines[name], arguments[0]
         if script in RELEASES:
             line.waits.pop(owner, None)
             line.waits.pop(f"{arguments[3]}#", None)
@@ -169,8 +268,12 @@ class Order:
                 del line.waits[one]
         elif script in LEAVES:
             line.waits.pop(f"{named(script, arguments)['ticket']}#", None)
+        elif script is scripts.TAKE_OVER and owner in line.unknown:
+            line.unknown.add(arguments[1])
         elif script is scripts.TAKE_OVER and owner in line.waits:
             line.waits[arguments[1]] = line.waits.pop(owner)
             line.came[arguments[1]] = line.came[owner]
-        elif script is scripts.FREE and owner in line.waits:  # its turn
-            line.came[owner] = self.requests
+        elif script is scripts.FREE and owner[-1] == "#":  # its turn, or what it keeps
+            for (first, ticket), locks in self.tickets.items():
+                if name in locks and owner == member(locks, ticket, name):
+                    self.comes_again(first, ticket)

@@ -48,7 +48,7 @@ class Rates:
         self, script: Script, keys: Sequence[str], _arguments: Sequence[Any], _reply: Any
     ) -> None:
         """Judge a request that has reached the server."""
-        for name in [key for key in keys if key.endswith("}")]:
+        for name in [key for key in self.net.touched(keys) if key.endswith("}")]:
             owners = {one for one in self.net.leases(name) if one[-1] != "#" and one[0] != "~"}
             new = owners - self._owners[name]
             self._owners[name] |= owners

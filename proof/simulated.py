@@ -61,11 +61,16 @@ class Net(LuaServer):
     def __init__(self, changed: Callable[[str], str] = str) -> None:
         self.time = 0.0  # seconds of everybody's monotonic clock
         self.judges: Sequence[Order | Durations | Rates] = ()  # of what arrives
+        self.linked: list[str] = []  # locks of tasks of several keys: a script may touch all
         super().__init__(changed)
 
     def record(self) -> Any:
         """Return the record of the key of :mod:`proof.simulated_sending`."""
         return self.send("GET", simulated_sending.RECORD)
+
+    def touched(self, keys: Sequence[str]) -> list[str]:
+        """Return the locks that a script of these keys may have changed."""
+        return [*keys, *(name for name in self.linked if name not in keys)]
 
     def leases(self, lock: str) -> dict[str, int]:
         """Return the leases of a lock, each with the time in ms at which it ends."""

@@ -16,6 +16,7 @@ what ``docs/guarantees.md`` says, in terms of what clients were told:
 * a lease lasts as long as it may, and no longer, also when its owner is done, has died, or has not
   taken it up; of several locks all are taken, or none; for this see :mod:`proof.leases`;
 * where a lock has a rate, no window has more starts; for this see :mod:`proof.rates`;
+* a lock has no more leases than its limit, with what it keeps for tasks that wait for another one;
 * who waits is let in before those who came later, and a line takes in no more than it may; for this
   see :mod:`proof.order`;
 * a task that was revoked never begins, unless its process died, or the server has lost data;
@@ -51,7 +52,7 @@ from proof.leases import Durations, cap_of
 from proof.order import Order
 from proof.rates import Rates
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
-from proof.working import Copy, Worker, driven
+from proof.working import WIDE, Copy, Worker, driven
 from tests.integration.lua_server import START
 
 if TYPE_CHECKING:
@@ -71,10 +72,12 @@ DAY = 86400.0  # seconds
 PROCESSES = 3
 ACTORS_MOST = 9  # at work at a time
 RATED_MOST = 0.25  # of the histories
+SEVERAL_MOST = 0.5  # of the histories with tasks that park: these have tasks of two keys
 ONE = {"lock_limit": 1}  # which a rate alone does not have
 RATE = "3/20s"  # in some histories, of all locks
 UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
 IDLE_MOST = 900.0  # seconds in which something must have ended: no wait and no lease is as long
+KEPT_UNIT = 400.0  # seconds after which no key is left that has had what is kept for a task
 STILL_MOST = 2_000  # rounds in which time must have passed
 ROUNDS_MOST = 50_000  # after which a history is given up, though things end
 KEYS = ("a", "b")
@@ -102,6 +105,10 @@ CONFLICTS: list[dict[str, Any]] = [  # of tasks
     {"lock_on_conflict": "retry", "lock_retry_for": 1e6, "lock_key": ["<key>", "c"]},
     {"lock_on_conflict": "wait", "lock_wait_timeout": 1e5, "lock_key": ["<key>", "c"]},
 ]
+QUEUES = [one for one in CONFLICTS if one["lock_on_conflict"] == "queue"]
+OF_ONE_KEY = {"lock_limit", "lock_mode", *(name for one in CONFLICTS for name in one)}
+OTHERS = 0.5  # of the tasks of two keys: have another order in a worker of the other version
+NARROW, WIDER = (1, 1, 2), (2, 2, 3)  # limits of the two keys of a task
 UNIQUE: list[dict[str, Any]] = [  # when they are sent
     {},
     {},
@@ -147,7 +154,14 @@ class History:
         self.parks = rng.random() < 0.5
         self.rated = Rate.of(RATE) if random.Random(f"{seed} rate").random() < RATED_MOST else None
         self.late_acks = rng.random() < 0.7
-        self.kinds = [self.kind_of_task(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
+        several = random.Random(f"{seed} several")
+        self.several = self.parks and several.random() < SEVERAL_MOST
+        self.narrow, self.wide = several.choice(NARROW), several.choice(WIDER)
+        net.linked = [lock_name(key) for key in (*KEYS, WIDE)] if self.several else []
+        self.kinds = [
+            self.kind_of_task(rng, several=self.several and (not nth or rng.random() < 0.5))
+            for nth in range(rng.choice((1, 1, 2, 3)))
+        ]
         self.chosen: Counter[str] = Counter()  # how often something was chosen for each task
         self.revoked: set[str] = set()
         self.workers: dict[Process, Worker] = {}
@@ -168,7 +182,8 @@ class History:
         self.violation = ""
         self.kind = (
             f"{self.group} locks{' with a rate' if self.rated else ''}"
-            f"{', and tasks that park' if self.parks else ''}; "
+            f"{', and tasks that park' if self.parks else ''}"
+            f"{', some of two keys' if self.several else ''}; "
             f"faults: {', '.join(sorted(self.faults)) or 'none'}"
         )
         self.steps = self.generation = self.failed = 0
@@ -196,7 +211,7 @@ class History:
         self.chosen[f"{what} {task}"] += 1
         return random.Random(f"{self.seed} {what} {task} {self.chosen[f'{what} {task}']}")
 
-    def kind_of_task(self, rng: random.Random) -> str:
+    def kind_of_task(self, rng: random.Random, *, several: bool = False) -> str:
         """Choose the options of a task, which are its name."""
         options = {
             **rng.choice(GROUPS[self.group]), **rng.choice(CONFLICTS), **rng.choice(UNIQUE),
@@ -206,7 +221,18 @@ class History:
             options = {**ONE, **options, "lock_rate": RATE, "lock_key": "<key>"}
             if "lock_mode" in options:  # shared
                 del options["lock_limit"]
+        if several:
+            options = {
+                **{name: one for name, one in options.items() if name not in OF_ONE_KEY},
+                **rng.choice(QUEUES), **self.two_keys(rng),
+            }  # fmt: skip
         return json.dumps(options, sort_keys=True)
+
+    def two_keys(self, rng: random.Random) -> dict[str, Any]:
+        """Choose the keys of a task that has two; a second version may take them in turn."""
+        keys = [{"key": "<key>", "limit": self.narrow}, {"key": WIDE, "limit": self.wide}]
+        other = [{"key": "<wide>", "limit": self.wide}, {"key": KEYS[0], "limit": self.narrow}]
+        return {"lock_key": keys, **({"other_lock_key": other} if rng.random() < OTHERS else {})}
 
     # The steps.
 
@@ -226,7 +252,7 @@ class History:
                 ("kill", "kill", "freeze", "thaw", "thaw", "limit", "free", "failover")
             )
             if what in self.faults or (what == "thaw" and "freeze" in self.faults):
-                lock = rng.choice(KEYS)
+                lock = rng.choice((*KEYS, WIDE) if self.several else KEYS)
                 args: dict[str, list[Any]] = {
                     "limit": [lock, rng.choice((None, None, 0, 2, 3))],
                     "free": [lock],
@@ -491,6 +517,10 @@ class History:
             and self.net.time - task.lease.since < cap_of(task.lease.driver.options)
             and task.dislock_guard.options.lock_on_conflict
             != "wait"  # it may be handed for seconds
+            # Of a lock that the code does not name any more, the main process knows nothing.
+            and set(task.dislock_guard.keys(request.args, request.kwargs)).issuperset(
+                task.lease.driver.keys
+            )
         ):
             self.fail(f"task {name} has lost its lease, and its main process lives")
 
@@ -563,9 +593,16 @@ class History:
     def excludes(self, name: str, leases: Sequence[Lease]) -> bool:
         """Return whether a lock does not admit these leases together."""
         modes = {one.driver.options.lock_mode for one in leases}
-        limits = [one.driver.options.lock_limit or 1 for one in leases]
+        limits = [self.limit_of(one, name) for one in leases]
         most = max(limits + self.limits.get(name, []), default=1)
         return len(modes) > 1 or ("exclusive" in modes and len(leases) > most)
+
+    def limit_of(self, lease: Lease, name: str) -> int:
+        """Return how many leases the code admits at a lock, which asked for this one."""
+        options = lease.driver.options
+        if options.limits_keys:
+            return self.wide if name == lock_name(WIDE) else self.narrow
+        return options.lock_limit or 1
 
     def check_paused(self) -> None:
         """Check that a lock that is paused has let nobody in."""
@@ -583,7 +620,7 @@ class History:
             self.take(["late", 0])
         for nth in range(PROCESSES):
             self.take(["thaw", nth])
-        for key in KEYS:
+        for key in (*KEYS, WIDE):
             self.take(["limit", key, None])
         self.let_all_end()
         for task in self.sent:
@@ -592,7 +629,7 @@ class History:
             most = FOREVER if self.faults & {"kill", "freeze", "failover", "free"} else 1
             if self.ended[task] > most and f"{task} again" not in self.excused:
                 raise BrokenPromiseError(f"task {task} ran {self.ended[task]} times")
-        self.net.advance(100.0)  # places of those that died
+        self.net.advance(KEPT_UNIT if self.several else 100.0)  # places of those that died
         left = [name for name in self.keys() if not any(mark in name for mark in MARKS)]
         if left:
             raise BrokenPromiseError(f"these keys are left: {left}, of {self.net.contents()}")
@@ -668,9 +705,9 @@ class History:
 
 
 @cache
-def worker_of(_nth: int) -> Worker:
+def worker_of(nth: int) -> Worker:
     """Return a worker's app, which one history uses after the other."""
-    return Worker()
+    return Worker(is_other=nth == 0)
 
 
 def lock_name(key: str) -> str:

@@ -24,7 +24,7 @@ from celery.backends.base import KeyValueStoreBackend
 from kombu.message import Message
 from kombu.utils.imports import symbol_by_name
 
-from celery_dislock import SingletonTask
+from celery_dislock import Key, SingletonTask
 from celery_dislock.config.settings import AppSettings
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.messages import unrun
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.servers.replies import Turn
 
+WIDE = "c"  # the key that tasks of several keys share
 EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)  # at the simulation's time 0
 BY_WALL = (conflicts, acquisition, guard, sending, unrun)  # modules that use time
 
@@ -111,9 +112,15 @@ class WorkerRuntime(Runtime[Any]):
 
 
 class Worker:
-    """The app of simulated processes, of one after the other: to make an app takes long."""
+    """
+    The app of simulated processes, of one after the other: to make an app takes long.
 
-    def __init__(self) -> None:
+    Args:
+        is_other: It has another version of the tasks that have two.
+    """
+
+    def __init__(self, *, is_other: bool = False) -> None:
+        self.is_other = is_other
         app: Any = Celery("simulated", broker="memory://", set_as_current=False)
         self.app = app
         app.conf.dislock_url = "redis://nowhere"
@@ -163,10 +170,18 @@ class Worker:
         """Return a task; its name has its options."""
         if name not in self.app.tasks:
 
-            def run(task: Any, key: str) -> None:  # noqa: ARG001 -- names the lock
+            def run(task: Any, key: str, wide: str = WIDE) -> None:  # noqa: ARG001 -- name locks
                 self.body(task)
 
             declared = {"lock_key": "<key>", **json.loads(name)}
+            other = declared.pop("other_lock_key", declared["lock_key"])
+            keys = other if self.is_other else declared["lock_key"]
+            if isinstance(keys, list):
+                declared["lock_key"] = [
+                    Key(**one) if isinstance(one, dict) else one for one in keys
+                ]
+            else:
+                declared["lock_key"] = keys
             self.app.task(name=name, base=SingletonTask, shared=False, bind=True, **declared)(run)
 
         return self.app.tasks[name]

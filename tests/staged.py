@@ -10,8 +10,10 @@ from celery_dislock.messages.message import Message
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.server import Member
-from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
+from celery_dislock.servers.view import Holder, LockState, ReservationState
+from celery_dislock.servers.waiters import Waiter
 from tests.driven import LockServer, new_app
+from tests.holding import name_of
 
 if TYPE_CHECKING:
     import pytest
@@ -177,6 +179,7 @@ class Staged(LockServer):
     def _lease(self, name: str, one: Holder) -> None:
         about = {field: getattr(one, field) for field in ("task", "id", "worker", "pid", "host")}
         about |= {"thread": one.thread, "parked": one.turn or None}
+        about["waits"] = one.waits and name_of(one.waits)
         about["timeout"] = None if one.renewed is None else one.renewed + one.remaining
         written = json.dumps({field: value for field, value in about.items() if value is not None})
         ends, mode = self._since(-one.remaining), one.mode[0].replace("e", "x")
@@ -186,6 +189,8 @@ class Staged(LockServer):
     def _place(self, state: LockState, nth: int, one: Waiter) -> None:
         name = state.name
         member = f"{one.ticket}#" if one.parked else f"waiter-{nth:09}"
+        if one.beside:
+            member = f"{len(one.beside)}/{one.beside}{member}#"
         joined = self._since(one.waiting) * 1000 + nth
         super().send("ZADD", f"{name}:line", joined, member)
         if one.parked:
@@ -202,8 +207,11 @@ class Staged(LockServer):
         message = Message(*to, headers, "application/json", "utf-8", {}, True, b"[[], {}, {}]")
         joined, terms = self._since(one.waiting) * 1000, _terms(state, one)
         home, written = one.broker or self.home, message.to_bytes()
+        if one.stations:
+            terms = json.dumps([[name_of(key), terms, str(joined)] for key in one.stations])
         head = f"1 {joined} {one.turns} 60000 {home} {len(written)} {terms} "
-        super().send("HSET", f"{state.name}:tickets", one.ticket, head.encode() + written)
+        record, beside = head.encode() + written, one.beside or state.name
+        super().send("HSET", f"{beside}:tickets", one.ticket, record)
 
     def _beside(self, state: LockState) -> None:
         if (kept := state.reservation) is not None:

@@ -269,10 +269,11 @@ class TaskOptions:
     #: What a task does when its lock is held. `skip`: it does not run and ends as REVOKED. `raise`:
     #: it fails with LockHeldError. `retry`: it is sent again later under its own id. `wait`: it
     #: waits in line and occupies its worker slot. `queue`: it is parked in line and occupies no
-    #: slot. `reject`: its message goes to the broker's dead-letter exchange. A callable takes the
+    #: slot; with several keys it passes one after the other, not in a cluster. `reject`: its
+    #: message goes to the broker's dead-letter exchange. A callable takes the
     #: task and the conflict, and returns one of these names. With `lock_unique_until='start'` or
-    #: `lock_on_duplicate='replace'` the default is `queue` (`retry` with several keys): a message
-    #: that was sent while an older one ran is not lost.
+    #: `lock_on_duplicate='replace'` the default is `queue` (`retry` with several keys in a
+    #: cluster): a message that was sent while an older one ran is not lost.
     lock_on_conflict: str | Callable[[Any, Any], str | None] = declare("skip", lock_on_conflict)
     #: Maximum wait with `lock_on_conflict='wait'`. On timeout the task fails as with `raise`.
     lock_wait_timeout: float = declare(10.0, seconds(at_least=0), unit="s")

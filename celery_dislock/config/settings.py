@@ -58,6 +58,8 @@ NEAR_SETTING = 0.91  # minimum difflib ratio of two settings, which share most o
 # A lock server under a misspelt name must not be replaced by the broker without a word.
 URL_WORDS = {"url", "urls", "uri"}
 
+# Why several keys with a rate are refused in a cluster.
+ONE_BY_ONE = "nodes of a cluster count for themselves: give one key, or no rate"
 STARTS_MANY = 10_000  # in the window of a rate
 
 # If a name contains one of these, its value is never shown.
@@ -150,7 +152,7 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
         values["lock_limit"] = LIMIT_MOST
     options = TaskOptions(**values)
     if "lock_on_conflict" not in values and options.newest_counts:
-        apart = len(options.keys) > 1 and _is_cluster(conf)  # these have no line
+        apart = len(options.keys) > 1 and is_cluster(conf)  # these have no line
         options = replace(options, lock_on_conflict="retry" if apart else "queue")
     check_servers(owner, options, conf)
     _check_together(owner, declared, options)
@@ -203,9 +205,6 @@ def _check_rate(owner: str, options: TaskOptions) -> None:
     if options.lock_hold_on_retry:
         remedy = "a retry that keeps its lease is not counted: leave it out, or the rate"
         raise _refused(owner, "lock_hold_on_retry", options.lock_hold_on_retry, remedy)
-    if len(options.keys) > 1 and options.lock_on_conflict == "wait":
-        remedy = "several keys with a rate cannot be waited for: use 'retry', or one key"
-        raise _refused(owner, "lock_on_conflict", "wait", remedy)
     if any(one.rate and one.rate.most >= STARTS_MANY for one in options.terms):
         logger.warning(
             "%s has a rate of very many starts: the lock server keeps the time of each, in ten "
@@ -302,10 +301,9 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
         SettingsError: Names the option.
     """
     url = conf.get("dislock_url")
-    if len(options.keys) > 1 and _is_cluster(conf):
+    if len(options.keys) > 1 and is_cluster(conf):
         if options.has_rate:
-            remedy = "nodes of a cluster count for themselves: give one key, or no rate"
-            raise SettingsError(owner, "lock_key", options.lock_key, remedy)
+            raise SettingsError(owner, "lock_key", options.lock_key, ONE_BY_ONE)
         if options.lock_on_conflict == "queue":
             remedy = (
                 "several keys have no line in a cluster: give one key, or use 'wait' or 'retry'"
@@ -323,7 +321,8 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
         raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
 
 
-def _is_cluster(conf: Mapping[str, Any]) -> bool:
+def is_cluster(conf: Mapping[str, Any]) -> bool:
+    """Tell whether the lock server of an app's configuration is a cluster."""
     url = conf.get("dislock_url")
     return isinstance(url, str) and url.startswith(CLUSTER)
 

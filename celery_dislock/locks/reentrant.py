@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from celery_dislock.config.options import seconds
+from celery_dislock.config.settings import ONE_BY_ONE, is_cluster
 from celery_dislock.exceptions import (
     EventLoopError,
     LockLostError,
@@ -89,8 +90,8 @@ class ReentrantLock:
             key, options, on_lost
         )
         self.keys = (check_written(key),) if isinstance(key, str) else keys_of(key)
-        if len(self.keys) > 1 and self._options.has_rate:
-            raise self._refusal("rate", options.get("rate"), "give one key, or no rate")
+        if len(self.keys) > 1 and self._options.has_rate and is_cluster(runtime.conf):
+            raise self._refusal("rate", options.get("rate"), ONE_BY_ONE)
         self._runtime = runtime
         self._made: Lock | None = None
         # What this object has acquired, in order, and the block: see CallerLease.entries.

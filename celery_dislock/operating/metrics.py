@@ -77,7 +77,7 @@ def _parked(lock: LockState) -> Iterable[tuple[tuple[str | None], float]]:
 
 
 def _oldest(lock: LockState) -> Iterable[tuple[tuple[str | None], float]]:
-    return [((one.task,), one.waiting) for one in lock.line if one.parked][:1]
+    return [((one.task,), one.parked_for or 0.0) for one in lock.line if one.parked][:1]
 
 
 def _reserved(number: Callable[[ReservationState], float]) -> Source:

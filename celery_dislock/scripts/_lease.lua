@@ -39,6 +39,7 @@ local function member_elsewhere(lock, ticket) return string.format('%d/', #lock)
 local function ticket_of(member)
   if string.byte(member, -2) ~= TICKET_ENDS then return string.sub(member, 1, -2) end
   local length, rest = string.match(member, '^(%d+)/(.*)##$')
+  if not length then return member, '' end  -- written by hand: no lock has such a ticket
   return string.sub(rest, length + 1), string.sub(rest, 1, length)
 end
 

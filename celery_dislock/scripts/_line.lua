@@ -46,7 +46,7 @@ local function serve(lock, waiter, asker)
   if place and not (place.terms and admits(lock, place.terms)) then return false end
   leave_line(lock, waiter)
   if not place then return true end
-  count_start(lock, place.terms)
+  if not has_gate(place) then count_start(lock, place.terms) end
   if waiter == asker then
     return true, false, grant(lock, waiter, place.ttl, place.terms, place.holder, place.version)
   end

@@ -48,7 +48,7 @@ local TOTAL = 'bytes'            -- the field beside the tickets
 local home                      -- the caller's; nothing or empty: it cannot publish
 local turns = {}                -- given here: lock, ticket, message, delay_ms, and so on; no message: its record
                                 -- was damaged and is set aside (empty), or is gone (nil)
-local claimer                   -- ticket that claims its turn here: its message need not be published
+local claimer                   -- {lock, ticket} that claims its turn here: its message need not be published
 local opened, behind = {}, {}   -- the locks of this script by name, and those to be handed on
 local moves = 0
 
@@ -214,6 +214,8 @@ local function may_pass(lock, terms)
   return lock.early and (lock.early < AHEAD_US or lock.early <= SOON_US and lock.gates == 0)
 end
 
+local function is_claimer(lock, ticket) return claimer and claimer.lock == lock and claimer.ticket == ticket end
+
 local function is_in_front(lock, member, arrived)
   local head, since = unpack(redis.call('ZRANGE', lock.line, 0, 0, 'WITHSCORES'))
   return not head or head == member or arrived > 0 and tonumber(since) > arrived
@@ -225,12 +227,13 @@ local function next_station(lock, ticket, parked)
   for nth, station in ipairs(parked.stations) do
     local at, member = station_of(lock, ticket, parked.stations, nth)
     if not at then return nth end
+    if nth > 1 and recall(at) then hand_on_later(at) end  -- these come first
     if lease_of(count_leases(at), member) then
       local wait = starts_in(at, station.terms, 0)
       if limit_set(at) == 0 or wait > SOON_US then return nth end  -- paused since: it would be sent for nothing
       early = math.max(early, wait)
     else
-      local can_publish = nth < #parked.stations or ticket == claimer or parked.home == home and #turns < 4 * TURNS_MOST
+      local can_publish = nth < #parked.stations or is_claimer(lock, ticket) or parked.home == home and #turns < 4 * TURNS_MOST
       if not (can_publish and is_in_front(at, member, station.arrived) and may_pass(at, station.terms)) then return nth end
       early = math.max(early, at.early or 0)
     end
@@ -275,13 +278,13 @@ end
 -- Safe at any time: what it has already stays, and if something was lost, it goes back to that line.
 -- Returns the lock at which it waits, if there is one.
 local function go_on(lock, ticket, parked)
-  if redis.call('ZSCORE', lock.handed, ticket) and ticket ~= claimer then return end
+  if redis.call('ZSCORE', lock.handed, ticket) and not is_claimer(lock, ticket) then return end
   moves = moves + 1
   local nth, early = next_station(lock, ticket, parked)
   local stations = parked.stations
   if nth then
     local at, member = station_of(lock, ticket, stations, nth)
-    keep_units(lock, ticket, stations, nth, KEPT_UNIT_MS, true, nth > 1 and stations[nth].name)
+    keep_units(lock, ticket, stations, nth, KEPT_UNIT_MS, parked.times == 0, nth > 1 and stations[nth].name)
     give_up(lock, ticket, stations, at and lease_of(at, member) and nth or nth + 1)
     if not at or redis.call('ZSCORE', at.line, member) then return at end
     if stations[nth].arrived == 0 then
@@ -298,7 +301,7 @@ local function go_on(lock, ticket, parked)
   keep(lock.handed)
   parked.times = parked.times + 1
   write_ticket(lock, ticket, parked)
-  if ticket ~= claimer then publish(lock, ticket, parked.message, delay) end
+  if not is_claimer(lock, ticket) then publish(lock, ticket, parked.message, delay) end
 end
 
 function give_turn(lock, member)

@@ -1,7 +1,8 @@
 -- _rate.lua: how often a lock is taken.
 --
--- A start is an acquisition that begins a body.  At most so many are counted in any window of a rate.  The
--- first turn of a parked task keeps a gate until it is claimed: room for one start, which nobody else takes.
+-- A start is an acquisition that begins a body.  At most so many are counted in any window of a rate.  A parked
+-- task in its first turn, and whoever waits for the next of several locks, keeps a gate until its body begins: room
+-- for one start, which nobody else takes.
 --   <lock>:starts   see _starts.lua
 --   <lock>:rate     "1 until_ms most window_ms since_ms note", as people or a body have set it
 --     until_ms      Redis TIME until which nobody starts

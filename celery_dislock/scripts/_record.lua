@@ -46,7 +46,7 @@ local function read_place(record)
     string.match(record or '', '^(%d+) (%d+) (%d+) (%S+) (.*)$')
   if not deadline or tonumber(deadline) <= now then return nil end
   return {
-    deadline = tonumber(deadline), ttl = tonumber(ttl), terms = parse_terms(terms), holder = holder,
+    owner = '', deadline = tonumber(deadline), ttl = tonumber(ttl), terms = parse_terms(terms), holder = holder,
     version = version,
   }
 end

@@ -14,7 +14,8 @@
 --                               values as in_the_way() has them
 -- Touches beside each lock its line and places, and the wake lists of those who wait.
 -- An asker that does not wait gets all of the locks or none.  One that waits stands in line at the lock that
--- refused it, and keeps those before it: as all take them in one order, no two wait for each other.
+-- refused it, and keeps those before it: as all take them in one order, no two wait for each other.  Its start
+-- is counted when it has them all, and it keeps room for that.
 -- Safe to send twice: an owner that has a lock already gets the same token again, and its expiry is reset;
 -- one that waits already keeps its place.
 --
@@ -44,6 +45,7 @@ end
 -- Returns the token, whether its lease is a new one, and whether its start is still to be counted; nothing
 -- if the lock refuses.
 local function take(lock, terms)
+  local holder = waits and #KEYS > 1 and rate_of(lock, terms) and with_gate(holder) or holder
   local mine = lease_of(lock, owner)
   if mine then
     renew(lock, mine, ttl)
@@ -103,8 +105,11 @@ for nth, key in ipairs(KEYS) do
 end
 
 local granted, new, starting = {GRANTED}, {}, {}
-local function count_starts()
-  for lock, terms in pairs(starting) do count_start(lock, terms) end
+
+local function refuse(nth, copy)
+  for later = nth + 1, #locks do give_up(locks[later]) end
+  if copy then return {REFUSED, nth - 1, about(copy)} end
+  return {REFUSED, nth - 1, in_the_way(locks[nth])}
 end
 
 for nth, lock in ipairs(locks) do
@@ -112,18 +117,33 @@ for nth, lock in ipairs(locks) do
   local token, is_new, starts
   if not copy then token, is_new, starts = take(lock, terms_of(nth)) end
   if not token then
-    if waits then
-      count_starts()  -- of what it keeps, though its body does not begin yet
-    else
+    if not waits then
       for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end
     end
-    for later = nth + 1, #locks do give_up(locks[later]) end
-    if copy then return {REFUSED, nth - 1, about(copy)} end
-    return {REFUSED, nth - 1, in_the_way(lock)}
+    return refuse(nth, copy)
   end
   granted[nth + 1] = token
   if is_new then new[#new + 1] = lock end
-  if starts then starting[lock] = terms_of(nth) end
+  starting[nth] = starts
 end
-count_starts()
+
+-- It has them all, and its body begins, if it may start at all of them.
+for nth, lock in ipairs(locks) do
+  local early = has_gate(lease_of(lock, owner)) and starts_in(lock, terms_of(nth), 0) or 0
+  if early > 0 then
+    lock.early, lock.asked = early, terms_of(nth)
+    return {REFUSED, nth - 1, in_the_way(lock)}
+  end
+end
+for nth, lock in ipairs(locks) do
+  local mine = lease_of(lock, owner)
+  if has_gate(mine) then
+    put(lock, {
+      owner = owner, expires = mine.expires, token = mine.token, acquired = mine.acquired, mode = mine.mode,
+      holder = holder, version = mine.version,
+    })
+    starting[nth] = true
+  end
+  if starting[nth] then count_start(lock, terms_of(nth)) end
+end
 return granted

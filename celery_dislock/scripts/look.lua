@@ -10,21 +10,24 @@
 --   leases         {owner, expires_ms, token, mode, holder, acquired_ms, ...}   six for each live lease
 --   waiting        how many stand in line
 --   line           {member, joined_us, record, ...}   of an owner what it waits for, see _record.lua; of a
---                  ticket what is parked, see _parked.lua, in two lines: the second has the head of its message
+--                  ticket what is parked, see _parked.lua, in two lines: the second has the head of its message;
+--                  nothing if its member cannot be read, or the lock that has its record
 --   turns          {ticket, ends_ms, record, ...}     of those whose message is on its way
 --   aside          how many tickets were set aside
 --   ticked_ms      since a beat that leads has claimed or noted a tick; -1: no beat has, for thirty days
 --   rate           {set, set_ms, in_effect, early_ms}
 --                  set, set_ms   what people have set, see _rate.lua, and until that ends, as limit_ms
---                  in_effect     "most/window_ms", of the first in line, else of those who came last; or empty
+--                  in_effect     "most/window_ms", of the first in line at this lock, else of those who came last;
+--                                or empty
 --                  early_ms      until the next start; 0: it may be now
 --   reservation, limit   see _unique.lua and limit.lua; empty: there is none
 --   limit_ms       until that ends; negative: it does not, or is not there
--- Touches the lock, its line and what belongs to it; changes nothing.
+-- Touches the lock, its line and what belongs to it, and the tickets beside other locks that stand in this line;
+-- changes nothing.
 
 -- include: _rate
 
-local HEAD_MOST = 1000  -- bytes of a record that come before its message
+local HEAD_MOST = 65536  -- bytes of a record that come before its message: hundreds of locks
 local HEADER_MOST = 16384  -- bytes of a message; what is cut off cannot be read, and is shown as such
 local lock, first, most = open(KEYS[1]), tonumber(ARGV[1]), tonumber(ARGV[2])
 local name = lock.name
@@ -38,6 +41,7 @@ local function leases()
   for i = 1, #found, 2 do
     local lease = read(found[i], found[i + 1])
     if lease.expires > now then
+      if has_gate(lease) then lock.gates = lock.gates + 1 end
       add(live, lease.owner, lease.expires, lease.token, lease.mode, lease.holder, tonumber(lease.acquired))
     end
   end
@@ -45,7 +49,9 @@ local function leases()
 end
 
 local function parked(ticket, beside)
-  local record = redis.call('HGET', (beside or name) .. TICKETS, ticket) or ''
+  local seen, record = pcall(redis.call, 'HGET', (beside or name) .. TICKETS, ticket)
+  if not seen and not beside then error(record) end
+  record = seen and record or ''
   local length = string.match(record, '^%d+ %d+ %d+ %d+ %S+ (%d+) ')
   local starts = #record - (length or 0)
   local message = string.sub(record, starts + 1, starts + HEADER_MOST)
@@ -53,7 +59,10 @@ local function parked(ticket, beside)
 end
 
 local function waits_for(member)
-  if is_parked(member) then return parked(ticket_of(member)) end
+  if is_parked(member) then
+    local seen, ticket, beside = pcall(ticket_of, member)
+    return seen and parked(ticket, beside) or ''
+  end
   return redis.call('HGET', lock.places, member) or ''
 end
 
@@ -73,31 +82,40 @@ if most >= 0 then
 end
 if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', -1, {'', -2, '', 0}, '', -2} end
 
+-- The terms of a parked task at this lock, given its record; nothing if they cannot be read.
+local function terms_here(record)
+  local stations = string.match(record, '^%d+ %d+ %d+ %d+ %S+ %d+ ([^\n]*)') or ''
+  local seen, found = pcall(cjson.decode, stations)
+  for _, one in ipairs(seen and type(found) == 'table' and found or {}) do
+    if type(one) == 'table' and one[1] == name then return type(one[2]) == 'string' and parse_terms(one[2]) end
+  end
+  return parse_terms(string.match(stations, '^%S*'))
+end
+
 -- The terms of the first in line; else a rate that its starts are kept for.
 local function next_terms()
   local member = redis.call('ZRANGE', lock.line, 0, 0)[1]
-  local record, found = member and waits_for(member) or ''
-  if member and is_parked(member) then found = string.match(record, '^%d+ %d+ %d+ %d+ %S+ %d+ (%S+)')
-  else found = string.match(record, '^%d+ %d+ %d+ (%S+)') end
-  local terms = found and parse_terms(found)
+  local record, terms = member and waits_for(member) or ''
+  if member and is_parked(member) then terms = terms_here(record)
+  else terms = parse_terms(string.match(record, '^%d+ %d+ %d+ (%S+)') or '') end
   if terms then return terms end
   local most, window = string.match(redis.call('LINDEX', name .. STARTS, -1) or '', '^%d+ (%d+) (%d+)')
   return {most = tonumber(most), window = tonumber(window)}
 end
 
 lock.seen = true  -- the starts as they are: this script changes nothing
-local terms = next_terms()
+local terms, live = next_terms(), leases()
 local most, window = rate_of(lock, terms)
 local ends_ms = redis.call('PTTL', name .. BEAT)
 return {
-  now, leases(), redis.call('ZCARD', lock.line), listed(lock.line, first, waits_for),
+  now, live, redis.call('ZCARD', lock.line), listed(lock.line, first, waits_for),
   listed(lock.handed, 0, parked), redis.call('HLEN', name .. ASIDE),
   redis.call('GET', name .. UNIQUE) or '',
   ends_ms < 0 and -1 or KEPT_MS - ends_ms,
   {
     redis.call('GET', name .. RATE) or '', redis.call('PTTL', name .. RATE),
     most and string.format('%.0f/%.0f', most, window) or '',
-    math.ceil(starts_in(lock, terms, redis.call('ZCARD', lock.handed)) / 1000),
+    math.ceil(starts_in(lock, terms, lock.gates) / 1000),
   },
   redis.call('GET', name .. LIMIT) or '', redis.call('PTTL', name .. LIMIT),
 }

@@ -209,7 +209,7 @@ end
 local function parked_before(record)
   local parked = parse_ticket(record)
   local may_claim = not parked or marked ~= '0' and not is_done(lock, owner)
-  if may_claim then claimer = ticket end
+  if may_claim then claimer = {lock = lock, ticket = ticket} end
   recall_and_hand_off(lock)
   if parked and may_claim then
     parked = read_ticket(lock, ticket)

@@ -8,16 +8,14 @@ ends.
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.options import MISSED, RENEWALS_PER_TIMEOUT
 from celery_dislock.config.terms import ALONE, NAMES
-from celery_dislock.config.terms import parsed as parsed_terms
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.keys.names import task_id_of, task_id_of_reserved
+from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.keys.templates import key_of
 from celery_dislock.scripts import LOOK
 from celery_dislock.servers.rates import rate_state
@@ -26,14 +24,13 @@ from celery_dislock.servers.records import (
     bounded_text,
     holder_of,
     in_words,
-    parsed,
     renewed_ago,
     text,
 )
-from celery_dislock.words import plain
+from celery_dislock.servers.waiters import COUNT, MS, Waiter, in_line, parked_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from celery_dislock.servers.rates import RateState
     from celery_dislock.servers.server import Server
@@ -41,21 +38,13 @@ if TYPE_CHECKING:
 LEASES_ALONE = -1  # an argument of look.lua
 OVERDUE = MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
 
-# Numbers as the scripts bound them; see _record.lua.
-_MS, _US, _COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
 # Later versions of a record begin with the same fields; what comes after them is not known here.
-LIMIT_RECORD = re.compile(rb"\d{1,9} %b %b (.*)" % (_COUNT, _MS), re.DOTALL)
-_WAITS = re.compile(rb"\d{1,9} %b %b (\S+) (.*)" % (_MS, _MS), re.DOTALL)
-_PARKED = re.compile(
-    rb"\d{1,9} %b %b %b (\S+) %b (\S*).*\n\d{1,9} (.*)" % (_US, _COUNT, _MS, _COUNT)
-)
+LIMIT_RECORD = re.compile(rb"\d{1,9} %b %b (.*)" % (COUNT, MS), re.DOTALL)
 _RESERVED = re.compile(
-    rb"\d{1,9} (\S) %b (\S+)(?: %b \d+ \S+ %b [01] (\S{1,100}))? .*" % (_MS, _MS, _COUNT)
+    rb"\d{1,9} (\S) %b (\S+)(?: %b \d+ \S+ %b [01] (\S{1,100}))? .*" % (MS, MS, COUNT)
 )
-HOME = 4  # index of the broker among those fields
 _FREE = b"-"
 _STATES = {"s": "being sent", "w": "waiting", "r": "running", "d": "ended"}
-_MESSAGE = re.compile(rb'\d{1,9} {"')  # how a message begins, after the fields of such a record
 
 
 class Holder(NamedTuple):
@@ -98,6 +87,11 @@ class Holder(NamedTuple):
     waits: str | None = None
 
     @property
+    def is_kept(self) -> bool:
+        """Whether a parked task keeps it while it waits for another lock; the sweep renews it."""
+        return self.turn and self.waits is not None
+
+    @property
     def can_be_terminated(self) -> bool:
         """Whether it is a task that a worker runs, which a worker can be told to end."""
         return bool(self.id and self.worker) and not (self.turn or self.expiring)
@@ -123,42 +117,6 @@ class Holder(NamedTuple):
     def may_live(self) -> bool:
         """Whether its process may still run, as far as the lease tells; a fixed expiry does not."""
         return not (self.is_overdue or self.expiring or self.turn)
-
-
-class Waiter(NamedTuple):
-    """
-    One who waits in line, or has its turn.
-
-    Attributes:
-        place: Place in line, from 1; 0: it has its turn, and its message is on its way.
-        waiting: Seconds since it joined the line.
-        mode: "exclusive" or "shared".
-        parked: Whether it is a parked task; else a worker slot or a thread waits.
-        ticket: The ticket of a parked task; empty: it is not parked.
-        turns: How often the parked task was given its turn.
-        who: The waiter in words.
-        task, id: The task; None if a thread waits, or the message cannot be read.
-        thread: The thread; None if a task waits.
-        args: The task's arguments, as Celery describes them in the message; None: not known.
-        exchange, routing_key: Where its message goes when it has its turn; None: it is not parked,
-            or its message cannot be read.
-        broker: Digest of the URL of the broker that its message came from; None as above.
-    """
-
-    place: int
-    waiting: float
-    mode: str
-    who: str
-    task: str | None
-    id: str | None
-    thread: str | None = None
-    parked: bool = False
-    ticket: str = ""
-    turns: int = 0
-    args: str | None = None
-    exchange: str | None = None
-    routing_key: str | None = None
-    broker: str | None = None
 
 
 class ReservationState(NamedTuple):
@@ -317,11 +275,11 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
         holders=[_holder(now_ms, *lease) for lease in zip(*[iter(leases)] * 6, strict=True)],
         waiting=waiting,
         line=[
-            _waiter(now_ms, nth, *one)
+            in_line(name, now_ms, nth, *one)
             for nth, one in enumerate(zip(*[iter(line)] * 3, strict=True), first + 1)
         ],
         turns=[
-            _parked(now_ms, 0, text(ticket), record)
+            parked_place(name, now_ms, 0, ticket + b"#", record)
             for ticket, _, record in zip(*[iter(turns)] * 3, strict=True)
         ],
         aside=aside,
@@ -373,65 +331,6 @@ def _holder(
     )
 
 
-def _waiter(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) -> Waiter:
-    if member.endswith(b"#"):
-        return _parked(now_ms, nth, text(_ticket(member)), record)
-    waits = _WAITS.fullmatch(record)
-    about: Mapping[str, Any] = holder_of(waits[4]) if waits else {}
-    return Waiter(
-        place=nth,
-        waiting=_since(now_ms, joined),
-        mode=parsed_terms(waits[3]).mode if waits else ALONE.mode,
-        who=in_words(about),
-        task=bounded_text(about.get("task")),
-        id=bounded_text(about.get("id")),
-        thread=bounded_text(about.get("thread")),
-    )
-
-
-def _ticket(member: bytes) -> bytes:
-    """Return the ticket of a member of a line; see ``_line.lua``."""
-    if not member.endswith(b"##"):
-        return member[:-1]
-    length, _, rest = member.partition(b"/")
-    return rest[int(length) : -2]
-
-
-def _since(now_ms: int, joined: bytes) -> float:
-    """Return the seconds since somebody joined a line; 0 if its score is no time."""
-    try:
-        seconds = now_ms / 1000 - float(joined) / 1e6
-    except ValueError:
-        return 0.0
-    return seconds if math.isfinite(seconds) and abs(seconds) < now_ms else 0.0
-
-
-def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Waiter:
-    parked = _PARKED.fullmatch(record)
-    message: Mapping[str, Any] = parsed(parked[7]) if parked else {}
-    headers = message.get("headers")
-    if not isinstance(headers, dict):
-        message, headers = {}, {}
-    task = bounded_text(headers.get("task"))
-    task_id = bounded_text(headers.get("id")) or task_id_of(ticket)
-    given = [bounded_text(headers.get(name)) for name in ("argsrepr", "kwargsrepr")]
-    return Waiter(
-        place=nth,
-        waiting=max(0.0, now_ms / 1000 - int(parked[1]) / 1e6) if parked else 0.0,
-        mode=parsed_terms(parked[6]).mode if parked else ALONE.mode,
-        parked=True,
-        ticket=ticket,
-        turns=int(parked[2]) if parked else 0,
-        who=plain(f"{task or '?'}[{task_id}]"),
-        task=task,
-        id=task_id,
-        args=" ".join(filter(None, given)) or None,
-        exchange=bounded_text(message.get("exchange")),
-        routing_key=bounded_text(message.get("routing_key")),
-        broker=bounded_text(text(parked[4])) if parked else None,
-    )
-
-
 def parse_reservation(now_ms: int, written: bytes) -> ReservationState | None:
     """Parse a record of ``_unique.lua``; None if the key is not reserved."""
     found = _RESERVED.fullmatch(written)
@@ -446,16 +345,3 @@ def parse_reservation(now_ms: int, written: bytes) -> ReservationState | None:
         mark or "-",
         int(number or 0),
     )
-
-
-def parked_message(kept: bytes) -> tuple[bytes, str | None]:
-    """
-    Take the message out of what was set aside: the record of a parked task, or a message alone.
-
-    Returns:
-        The message, as it was stored, and the digest of its broker's URL; None: not known.
-    """
-    begins = _MESSAGE.search(kept)
-    start = begins.start() if begins else 0
-    record = kept[:start].split()
-    return kept[start:], text(record[HOME]) if len(record) > HOME else None

@@ -22,7 +22,7 @@ from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.rates import NO_RATE
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.view import parked_message
+from celery_dislock.servers.waiters import parked_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -191,7 +191,7 @@ class Actions:
                 return same[0] if same else None
             self._pause(LOOK_EVERY)
 
-    def drop(self, name: str, ticket: str) -> bool:
+    def drop(self, name: str, ticket: str, *, beside: str = "") -> bool:
         """
         End a parked task, with the result REVOKED; no copy of its message runs.
 
@@ -199,8 +199,10 @@ class Actions:
         next sweep.
 
         Args:
-            name: The lock's name in Redis.
+            name: The name in Redis of the lock in whose line it was seen.
             ticket: The task's ticket.
+            beside: The lock that has its record, if it is another one; see
+                :class:`celery_dislock.servers.waiters.Waiter`.
 
         Returns:
             False if it is not in line any more: it was dropped, or runs, or has run.
@@ -211,15 +213,16 @@ class Actions:
         process = self._process
         if not process.store.lock_server.keeps_lines:
             return False
+        home = beside or name
         reason = f"dropped by an operator from the line for lock {key_of(name)!r}"
-        dropped = process.lines.drop(name, ticket, json.dumps({REPLACED: reason})[1:-1])
+        dropped = process.lines.drop(home, ticket, json.dumps({REPLACED: reason})[1:-1])
         if dropped is None:
             return False
         with contextlib.suppress(ValueError):  # who stores its end reports that
             headers = Message.from_bytes(dropped.message).headers
             process.end_reservation(Context(headers))
         if dropped.ours:
-            tell_revoked(self._app, process.tell_replaced(name, {ticket: dropped.message}))
+            tell_revoked(self._app, process.tell_replaced(home, {ticket: dropped.message}))
         return True
 
     def put_back(self, name: str, ticket: str = "") -> Iterator[tuple[str, str]]:

@@ -204,7 +204,7 @@ def wait(asking: Acquisition, conflict: Conflict) -> Lease | None:
 
 
 def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
-    """Park the task; an eager task or one with several keys fails, as it cannot be parked."""
+    """Park the task; one that has no line, such as an eager one, fails."""
     delivery, options = asking.delivery, asking.delivery.options
     if asking.parking is None:
         _count(delivery, conflict, "raise")

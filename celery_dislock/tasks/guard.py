@@ -272,9 +272,9 @@ class Guard:
 
     def _keys_and_terms(
         self, turn: tuple[str, str] | None, args: Any, kwargs: Any, serializer: str
-    ) -> tuple[Sequence[str], tuple[Terms, ...] | None]:
+    ) -> tuple[Sequence[str], tuple[Terms, ...]]:
         """
-        Return the keys of a delivery, perhaps of a *turn*, and their terms; None: of the options.
+        Return the keys of a delivery, perhaps of a *turn*, and their terms, or those of all.
 
         A task that was parked has the lock that it waited for, whatever its code says by now.  If
         nothing is known of it there, its message is all that says so, and anybody can write that.
@@ -284,10 +284,10 @@ class Guard:
         except Exception as exc:
             if turn is None or isinstance(exc, THROWN) or not self._knows(turn):
                 raise
-            return [key_of(turn[0])], None
+            return [key_of(turn[0])], self._terms[:1]
         keys, terms = self._keys.in_order(built, self._terms)
         if turn is not None and keys[0] != key_of(turn[0]) and self._knows(turn):
-            return [key_of(turn[0])], None
+            return [key_of(turn[0])], self._terms[:1]
         return keys, terms
 
     def _knows(self, turn: tuple[str, str]) -> bool:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
-    from celery_dislock.servers.view import LockState, ReservationState, Waiter
+    from celery_dislock.servers.view import LockState, ReservationState
+    from celery_dislock.servers.waiters import Waiter
 
 HELD_BACK = _seconds(at_least=0)  # check of a time
 

@@ -138,11 +138,23 @@ class Fleet:
 
     def revoke(self, task_id: str, **options: Any) -> list[Any] | None:
         """Tell these workers; with ``reply=True``, wait until all of them have answered."""
+        return self._tell("revoke", task_id, **options)
+
+    def serve(self, queue: str) -> None:
+        """Have these workers serve another queue, too; wait until they do."""
+        self._tell("add_consumer", queue, reply=True)
+
+    def leave(self, queue: str) -> None:
+        """Have these workers serve a queue no more; wait until they do not."""
+        self._tell("cancel_consumer", queue, reply=True)
+
+    def _tell(self, command: str, *args: Any, **options: Any) -> list[Any] | None:
         url = self.broker_url or scenarios.app.conf.broker_url
         # A control command goes to its app's own broker, whatever connection it is given.
         with Celery(broker=url, set_as_current=False) as client:
             names = [f"{worker.name}@here" for worker in self.workers]
-            return client.control.revoke(task_id, destination=names, timeout=LIMIT, **options)
+            tell = getattr(client.control, command)
+            return tell(*args, destination=names, timeout=LIMIT, **options)
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[Connection | None]:

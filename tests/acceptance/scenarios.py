@@ -28,7 +28,7 @@ import redis
 from celery import Celery, current_task
 from celery.exceptions import Ignore, Reject
 
-from celery_dislock import Dislock, LockLostError, SingletonTask, current_lease
+from celery_dislock import Dislock, Key, LockLostError, SingletonTask, current_lease
 from celery_dislock.signals import lock_released
 
 if TYPE_CHECKING:
@@ -105,15 +105,15 @@ def report_release(lease: Lease, **_: Any) -> None:
 
 
 @contextmanager
-def reported(key: str) -> Iterator[None]:
+def reported(key: str, **more: Any) -> Iterator[None]:
     """Report the begin and the end of a body, and what ended it."""
-    report(key, "begin")
+    report(key, "begin", **more)
     try:
         yield
     except BaseException as exc:
-        report(key, "end", error=type(exc).__name__)
+        report(key, "end", error=type(exc).__name__, **more)
         raise
-    report(key, "end", error=None)
+    report(key, "end", error=None, **more)
 
 
 def be_brief(key: str) -> None:
@@ -144,6 +144,16 @@ def lease_in_words() -> dict[str, Any]:
 
 
 # Bodies.  Those with ``self`` belong to tasks with ``bind=True``.
+
+
+def call_the_api(key: str, tenant: str, gate: str | None = None) -> dict[str, Any]:
+    """Work for a tenant until a gate, mostly the tenant's, is open; tell under which locks."""
+    lease = current_lease()
+    locks = lease.key.split(" + ") if lease else []
+    with reported(key, tenant=tenant, locks=locks):
+        while not reports.exists(gate_of(gate or tenant)):
+            time.sleep(GATE_POLL)
+        return {"held": lease is not None and lease.held}
 
 
 def compute_until(key: str, gate: str) -> dict[str, Any]:
@@ -381,6 +391,33 @@ hold_or_queue = locked("hold_or_queue", **QUEUE)
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
+
+# Several keys in line: the *key* is that of the reports.
+TENANT = "tenant:<tenant>"
+
+
+def calling(name: str, *keys: str | Key, **options: Any) -> Task:
+    """Declare a task that calls the API for a tenant under these keys."""
+    return locked(name, call_the_api, lock_key=[*keys], **{**QUEUE, **options})
+
+
+call = calling("call", Key("api", limit=2), TENANT)
+call_or_wait = calling("call_or_wait", Key("api", limit=2), TENANT, **WAITING)
+call_and_survive = calling("call_and_survive", Key("api", limit=2), TENANT, **SURVIVING)
+call_widely = calling("call_widely", Key("api", limit=2), Key(TENANT, limit=10))
+call_by_quota = calling("call_by_quota", Key("api", limit=5), Key("quota:<tenant>", rate="10/h"))
+call_often = calling("call_often", Key("often", rate="100/s"))
+call_seldom = calling("call_seldom", Key("seldom", rate="1/h"), Key("often", rate="100/s"))
+call_rated = calling("call_rated", Key("rated", rate="10/s"), TENANT)
+read = calling("read", "document:<tenant>", "index", lock_mode="shared")
+write = calling("write", "document:<tenant>", "index")
+
+# A key more, one less, and another order, since the release before.
+IS_OLD = os.environ.get("SCENARIOS_RELEASE") == "old"
+BOTH = TENANT, "api"
+grown = calling("grown", *(BOTH[:1] if IS_OLD else BOTH))
+shrunk = calling("shrunk", *(BOTH if IS_OLD else BOTH[:1]))
+turned = calling("turned", Key("left:<tenant>", limit=1 if IS_OLD else 2), "right:<tenant>")
 
 # So often at most.
 rated = locked("rated", be_brief, lock_rate="10/s", **QUEUE)

@@ -40,11 +40,32 @@ BROKEN = {
     ),
     "a newcomer passes the line": ("(not line_is_there or passes_line) then", "true then"),
     "a turn that ran out goes to the end": (
-        "join(lock, ticket, parked and parked.joined or 0)",
-        "join(lock, ticket, now_us)",
+        "join(lock, member_of(ticket), parked and parked.joined or 0)",
+        "join(lock, member_of(ticket), now_us)",
     ),
     "a line is longer than it may be": ("waiting() - most + 1", "waiting() - most"),
-    "a turn that ran out is forgotten": ("join(lock, ticket, parked and parked.joined or 0)", ""),
+    "a turn that ran out is forgotten": (
+        "join(lock, member_of(ticket), parked and parked.joined or 0)",
+        "",
+    ),
+    "a later lock is not taken": (
+        (
+            "  for nth, station in ipairs(stations) do\n    local at = nth == 1 and lock or "
+            "open_whole(station.name)\n    answer"
+        ),
+        (
+            "  for nth, station in ipairs({stations[1]}) do\n    local at = nth == 1 and lock or "
+            "open_whole(station.name)\n    answer"
+        ),
+    ),
+    "the line of a later lock is passed": (
+        "is_in_front(at, member, station.arrived)",
+        "(nth > 1 or is_in_front(at, member, station.arrived))",
+    ),
+    "what is kept is not counted": (
+        "if not unit then grant(",
+        "if not unit and nth == 0 then grant(",
+    ),
 }
 
 

@@ -16,6 +16,10 @@ STRANGE = [
     '{"task": ["t"], "id": {}, "worker": 7, "pid": "7", "host": [], "timeout": true}',
     '{"parked": true, "id": "\\ud800"}',
 ]
+MEMBERS = [
+    *("#", "##", "x##", "-1/x##", "9/##", f"{HUGE}/x##"),
+    *(f"18/{name_of('limited')}t:0:0##", f"24/{name_of('limited')}:limit##"),
+]
 
 
 def damage(client: Any) -> None:
@@ -32,5 +36,7 @@ def damage(client: Any) -> None:
         message = f'1 {{"headers": {one}, "routing_key": NaN}}'
         record = f"1 {FAR} 9 60000 home {len(message.encode())} x:1 {message}"
         client.hset(tickets, f"t{number}:0:0", record)
+    for member in MEMBERS:
+        client.zadd(line, {member: 1})
     client.zadd(line, {"w@w:1/1": "+inf"})
     client.hset(name_of("lined") + ":places", "w@w:1/1", f"1 {'9' * 5000} {HUGE} x {HUGE} []")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from celery_dislock import Key
 from celery_dislock.parking.store import ENDED
 from tests.driven import KEY, Shop
 from tests.integration.lua_server import LuaServer
@@ -12,6 +13,7 @@ from tests.integration.parked import Line
 CHANGED = {
     "key": {"lock_key": "new"},
     "several keys": {"lock_key": ["a", "b"]},
+    "keys of several limits": {"lock_key": ["a", Key("b", limit=2)]},
     "mode": {"lock_mode": "shared"},
     "argument": {"lock_key": lambda *_: {}["renamed"]},
 }
@@ -54,8 +56,6 @@ class TestOtherOptions:
 
     @pytest.fixture
     def task(self, shop, turn, changed, strategy):
-        if changed == "several keys" and strategy == "queue":
-            strategy = "retry"  # they have no line
         return shop.declare(self.look, lock_on_conflict=strategy, **CHANGED[changed])
 
     @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_a_turn_that_was_lost_is_one_for_the_lock_of_now(shop, turn, code):
     shop.server.lose()
     with shop.held("b"):
         shop.run(task, notes=turn)
-    state = "FAILURE" if code is CHANGED["argument"] else "RETRY"
+    state = "FAILURE" if code is CHANGED["argument"] else "PARKED"
     assert shop.app.AsyncResult("2").state == state
 
 

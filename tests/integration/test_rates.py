@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 
 import pytest
 from celery import states
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from celery_dislock import Dislock, Key
 from celery_dislock.config.terms import Rate, Terms
 from celery_dislock.exceptions import LockHeldError, SettingsError
+from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from celery_dislock.signals import lock_conflict
 from tests.driven import KEY, LockServer, Shop, new_app
+from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, Line
 
@@ -370,7 +373,6 @@ def test_a_pause_and_a_rate_are_both_kept(shop):
         ({"lock_rate": "1/m", "lock_limit": None, "lock_unique_until": "end"}, "no effect"),
         ({"lock_rate": "1/m", "lock_hold_on_retry": True}, "not counted"),
         ({"lock_key": [Key("a", rate="x"), "b"]}, "the rate of"),
-        ({"lock_key": [Key("a", rate="1/m"), "b"], "lock_on_conflict": "wait"}, "cannot be waited"),
     ],
 )
 def test_a_rate_that_cannot_be_is_refused_when_a_task_is_bound(shop, options, says):
@@ -411,10 +413,40 @@ def test_starts_are_those_of_a_log_of_all(most, window, pauses):
         assert all(later - sooner >= window * 10**6 for sooner, later in pairwise(times[::most]))
 
 
-def test_several_keys_of_a_program_have_no_rate(shop):
-    """A lock of several keys, which can be waited for, is refused with a rate."""
+def test_several_keys_of_a_program_have_no_rate_in_a_cluster(shop):
+    """Each of its nodes would count for itself."""
+    shop.app.conf.dislock_url = "redis+cluster://localhost"
     with pytest.raises(SettingsError, match="give one key, or no rate"):
         shop.dislock.lock(["a", "b"], rate="1/m")
+
+
+def test_a_program_waits_for_several_keys_and_counts_one_start_of_each(shop):
+    """While it waits for the second it keeps room for one start of the first, and counts none."""
+
+    def take(key):
+        owner, terms = f"x@h:1/{next(numbers)}", (Terms(limit=9, rate=Rate.of("2/m")),)
+        lease = shop.other.store.acquire([name_of(key)], owner, 1.0, "{}", terms=terms)
+        return isinstance(lease, Granted)
+
+    numbers = count(1)
+    both = shop.dislock.lock(["a", "b"], rate="2/m", limit=1)
+    hour = shop.other.store.acquire([name_of("b")], "h", 3600.0, "{}")
+    assert isinstance(hour, Granted)
+    assert not both.acquire(timeout=1)
+    assert [take("a"), take("a"), take("a")] == [True, True, False]
+    shop.server.advance(61)
+    owner, locks = "p@h:1/1", [name_of("a"), name_of("b")]
+    terms = (Terms(rate=Rate.of("2/m")),)
+    ask = partial(shop.other.store.acquire, locks, owner, 90.0, "{}", place=90.0, terms=terms)
+    assert isinstance(ask(), Conflict)  # of b
+    assert [take("a"), take("a")] == [True, False]  # it keeps room
+    shop.server.advance(50)
+    shop.other.store.release([name_of("b")], "h")
+    assert isinstance(ask(), Granted)
+    assert isinstance(ask(), Granted)  # sent twice
+    assert not take("a")  # two within a minute
+    shop.server.advance(11)
+    assert [take("a"), take("a")] == [True, False]  # its start is 11 s old
 
 
 @pytest.mark.parametrize("ending", [":starts", ":rate"])

@@ -458,3 +458,13 @@ def test_a_broken_rule_is_found(rule):
     was, is_, example = RULES[rule]
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         example(Fleet(LuaServer(lambda text: text.replace(was, is_))))
+
+
+@pytest.mark.parametrize("member", ["x##", "##", "9/ab##", "3/abcd##", "99999999999999999999/x##"])
+def test_a_member_that_nobody_has_written_holds_up_nobody(fleet, member):
+    """It is passed over, as one whose record is gone."""
+    fleet.send("h1", [API])
+    fleet.server.send("ZADD", f"{API}:line", "1", member)
+    fleet.send("a1", of("a1"))
+    fleet.end("h1")
+    assert fleet.run_all() == ["a1"]

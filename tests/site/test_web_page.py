@@ -277,6 +277,26 @@ def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
     assert page.faults == []
 
 
+def test_a_task_of_several_keys_is_told_at_each_and_dropped_at_a_later_one(opened):
+    """The line tells what it keeps, and what it keeps tells what it waits for."""
+    stations = ["tenant:a", "api"]
+    waits = place(1, stations=stations, keeps=stations[:1], beside="dislock:{tenant:a}")
+    kept = {"turn": True, "waits": "api", "renewed": None, "task": None, "worker": None}
+    unit = holder(1, id="parked-1", owner="parked-1:0:0#", **kept)
+    page = opened(lock("api", waiting=1, line=[waits]), lock("tenant:a", holders=[unit]))
+    told = "kept for task parked-1, which waits for lock 'api'"
+    expect(page.tab.get_by_role("row", name="tenant:a")).to_contain_text(told)
+    page.show("api")
+    line = page.tab.get_by_role("listitem").filter(has_text="shop.pay[parked-1]")
+    expect(line).to_contain_text("lock 2 of 2, keeps tenant:a")
+    page.tab.get_by_role("button", name="Drop shop.pay[parked-1] from the line").click()
+    page.tab.get_by_role("button", name="Drop it").click()
+    expect(page.tab.get_by_role("status")).to_contain_text("Dropped the parked task")
+    assert not page.state("api").line
+    assert not page.state("tenant:a").holders
+    assert page.faults == []
+
+
 def test_rates_are_told_set_and_taken_back(opened):
     """The code's and that of people, until when, and when the next may start; a form sets one."""
     rate = RateState(Rate(100, 60.0), 12.0)

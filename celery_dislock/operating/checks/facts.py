@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from celery_dislock.operating.site import Site
     from celery_dislock.servers.server import Server
     from celery_dislock.servers.trial import Complaint
-    from celery_dislock.servers.view import Holder, LockState, Waiter
+    from celery_dislock.servers.view import Holder, LockState
+    from celery_dislock.servers.waiters import Waiter
 
     # What a process tells of an app's locks: see celery_dislock.operating.inspection.
     Description = Mapping[str, Any]

@@ -8,6 +8,7 @@ import click
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import check_written, key_of
 from celery_dislock.operating.cli.reading import holder_lines, reservation_line, write_lines
 from celery_dislock.operating.cli.session import (
@@ -28,15 +29,17 @@ from celery_dislock.operating.locks import (
     unreserved,
 )
 from celery_dislock.servers.overview import SEARCHED, look_at_all
+from celery_dislock.servers.waiters import ticket_of
 from celery_dislock.tasks.actions import ENDED, FREED, RUNS, TERMINATED, WAIT
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from celery_dislock.operating.locks import AppLocks
     from celery_dislock.servers.overview import Overview
-    from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
+    from celery_dislock.servers.view import Holder, LockState, ReservationState
+    from celery_dislock.servers.waiters import Waiter
 
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask, for scripts.")
 
@@ -167,6 +170,8 @@ def _free(
 def _question(holder: Holder, *, terminate: bool) -> str:
     if terminate:
         return f"Terminate {holder.who} and free the lock?"
+    if holder.is_kept:
+        return "Take it away? The task gives back all that it keeps, and waits anew."
     if holder.turn:
         return "Take its turn away? It goes to the end of the line."
     if holder.expiring:
@@ -221,11 +226,12 @@ def drop(
     with session(context) as opened:
         for name, place in _parked(opened, ticket, key):
             at = f"place {place.place}" if place.place else "its turn"
-            since = for_people(place.waiting)
-            tell(f"{place.who}, {at} in line for lock {key_of(name)}, parked for {since}")
+            since = for_people(place.parked_for or 0.0)
+            keeps = f", keeps {', '.join(place.keeps)}" if place.keeps and place.place else ""
+            tell(f"{place.who}, {at} in line for lock {key_of(name)}{keeps}, parked for {since}")
             gone = False
             if agrees("Drop it? It does not run.", sure=yes):
-                gone = opened.actions.drop(name, place.ticket)
+                gone = opened.actions.drop(name, place.ticket, beside=place.beside)
                 if gone:
                     audit(dropped(name, place.ticket))
                 tell("Dropped." if gone else "It has left the line meanwhile.")
@@ -265,37 +271,57 @@ def put_back(context: click.Context, /, *, which: WhichLock, ticket: str, json_:
 
 
 def _parked(opened: AppLocks, wanted: str, key: str | None) -> Iterator[tuple[str, Waiter]]:
-    """Yield each parked task of that ticket or id, with its lock's name in Redis."""
+    """Yield each parked task of that ticket or id, with the lock at which it waits."""
     if not opened.process.store.lock_server.keeps_lines:
         raise click.UsageError("Several independent lock servers keep no parked tasks.")
     names = opened.process.lines.names() if key is None else [opened.name_of(check_written(key))]
+    seen: set[tuple[str, str]] = set()
     for name in names:
         try:
-            for place in _find_parked(opened.overview, name, wanted):
-                yield name, place
+            for at, place in _find_parked(opened.overview, name, wanted):
+                record = place.beside or at, place.ticket
+                if record not in seen:  # it is found from each lock that it keeps
+                    seen.add(record)
+                    yield at, place
         except DamagedLockError as exc:
             if key is not None:
                 raise
             tell(f"Not looked into: {exc}")
 
 
-def _find_parked(overview: Overview, name: str, wanted: str) -> list[Waiter]:
+def _find_parked(overview: Overview, name: str, wanted: str) -> list[tuple[str, Waiter]]:
     """
-    Return the parked tasks of a ticket or a task id in one line, read in pages.
+    Return the parked tasks of a ticket or a task id that wait for a lock, or keep it.
+
+    Each comes with the name of the lock in whose line it stands.
 
     Raises:
         StoreError: The server did not answer.
     """
-    found: dict[str, Waiter] = {}
+    found, holders = _in_line(overview, name, wanted)
+    there = {place.ticket for _, place in found}
+    for holder in holders:
+        ticket, beside = ticket_of(holder.owner.encode())
+        if holder.turn and wanted in {ticket, task_id_of(ticket)} and ticket not in there:
+            waits_at = f"{name.partition('{')[0]}{{{holder.waits}}}" if holder.is_kept else beside
+            found += _in_line(overview, waits_at or name, ticket)[0]
+    return found
+
+
+def _in_line(
+    overview: Overview, name: str, wanted: str
+) -> tuple[list[tuple[str, Waiter]], Sequence[Holder]]:
+    """Read one line in pages; return those of this ticket or id, and who holds the lock."""
+    found: dict[str, tuple[str, Waiter]] = {}
     first, seen_all = 0, False
     while not seen_all:
         lock = overview.lock(name, first, SEARCHED)
         for place in (*lock.turns, *lock.line):
             if place.parked and wanted in {place.ticket, place.id}:
-                found[place.ticket] = place
+                found[place.ticket] = name, place
         first += SEARCHED
         seen_all = first >= lock.waiting
-    return list(found.values())
+    return list(found.values()), lock.holders
 
 
 def agrees(question: str, *, sure: bool) -> bool:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from celery_dislock.operating.cli.session import WhichLock
     from celery_dislock.operating.locks import ListedLock
     from celery_dislock.servers.rates import RateState
-    from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
+    from celery_dislock.servers.view import Holder, LockState, ReservationState
+    from celery_dislock.servers.waiters import Waiter
 
 SHOWN = 60  # characters of a task's arguments
 
@@ -42,7 +43,9 @@ def _held_by(row: ListedLock) -> str | None:
         return f"cannot be read: {row.problem.reason}"
     if row.holders:
         several = f"{len(row.holders)} leases: " if len(row.holders) > 1 else ""
-        return several + max(row.holders, key=lambda one: one.held).who
+        longest = max(row.holders, key=lambda one: one.held)
+        kept = f"kept, waits for {longest.waits!r}: {longest.id}"
+        return several + (kept if longest.is_kept else longest.who)
     told, reserved = [], row.state and row.state.reservation
     if reserved:
         told.append(f"reserved for {reserved.id}, {reserved.state}")
@@ -85,6 +88,13 @@ IN_LINE: Mapping[str, Callable[[Waiter], object]] = {
     "WHO": lambda waiter: waiter.who,
     "QUEUE": lambda waiter: waiter.routing_key,
     "ARGUMENTS": lambda waiter: (waiter.args or "")[:SHOWN],
+}
+
+# If a task of the line passes several locks: its keys tell of its arguments, its ticket has its id.
+LOCKS: Mapping[str, Callable[[Waiter], object]] = {
+    **{name: cell for name, cell in IN_LINE.items() if name != "ARGUMENTS"},
+    "WHO": lambda waiter: (waiter.parked and waiter.task) or waiter.who,
+    "LOCKS": lambda waiter: _station(waiter, "/"),
 }
 
 
@@ -208,6 +218,15 @@ def _chosen(
             yield row._replace(state=row.state._replace(holders=holders))
 
 
+def _station(waiter: Waiter, of: str) -> str | None:
+    """Say how far a parked task has come along its locks; None: it has one."""
+    keeps = f"keeps {', '.join(waiter.keeps)}" if waiter.keeps else ""
+    if not (waiter.stations and waiter.place):
+        return keeps or None
+    nth = f"{len(waiter.keeps) + 1}{of}{len(waiter.stations)}"
+    return f"{nth}, {keeps}" if keeps else nth
+
+
 def write_lines(lines: Iterable[str]) -> None:
     """Write lines, each made plain."""
     for one in lines:
@@ -218,6 +237,7 @@ def holder_lines(holder: Holder) -> Iterator[str]:
     """Yield all that is known of a lease, in words."""
     since = _as_date(holder.acquired_at)
     leads = is_beat(holder)
+    how = "led" if leads else "kept" if holder.is_kept else "held"
     host = holder.worker if holder.thread else holder.host
     known = {
         "task": holder.task,
@@ -225,13 +245,17 @@ def holder_lines(holder: Holder) -> Iterator[str]:
         "thread": None if leads else holder.thread,
         "worker": None if holder.thread else holder.worker,
         "process": f"{holder.pid} on {host or '?'}" if holder.pid else None,
-        "leads for" if leads else "held for": f"{for_people(holder.held)}, since {since}",
+        "leads for"
+        if leads
+        else "kept for"
+        if holder.is_kept
+        else "held for": f"{for_people(holder.held)}, since {since}",
         "mode": holder.mode if holder.mode != "exclusive" else None,
         "lease": _lease_in_words(holder),
         "token": holder.token,
         "owner": holder.owner,
     }
-    yield f"  {'led' if leads else 'held'} by {holder.who}"
+    yield f"  {how} {'for' if holder.is_kept else 'by'} {holder.who}"
     yield from (f"    {name:<9} {value}" for name, value in known.items() if value is not None)
 
 
@@ -239,6 +263,8 @@ def _lease_in_words(holder: Holder) -> str:
     left = f"ends in {for_people(holder.remaining)}"
     if holder.expiring:
         return f"its owner is done; {left}"
+    if holder.is_kept:
+        return f"{left} unless a worker's sweep renews it"
     if holder.turn:
         return f"a turn that is not claimed yet; {left}"
     if holder.renewed is None:
@@ -308,13 +334,17 @@ def _lasting(remaining: float | None, note: str, since: float | None) -> str:
 
 def _line_lines(lock: LockState) -> Iterator[str]:
     for place in lock.turns:
-        yield f"  has its turn: {place.who} (turn {place.turns}, its message is on its way)"
+        keeps = f", keeps {', '.join(place.keeps)}" if place.keeps else ""
+        told = f"turn {place.turns}, its message is on its way{keeps}"
+        yield f"  has its turn: {place.who} ({told})"
     if lock.waiting:
         yield f"  {lock.waiting} in line"
     for place in lock.line:
         parked = f", parked as {place.ticket}" if place.parked else ""
         waits = " stands by" if is_beat(place) else f", for {for_people(place.waiting)}"
         yield f"    {place.place}. {place.who}{waits}{parked}"
+        if station := _station(place, " of "):
+            yield f"       waits for lock {station}"
     if lock.waiting > len(lock.line):
         yield f"    ... celery dislock line {lock.key} --first {len(lock.line) + 1}"
 
@@ -341,7 +371,9 @@ def _write_line(lock: LockState, *, several: bool) -> None:
     if not (lock.waiting or lock.turns):
         tell(f"Nobody waits for lock {lock.key}.")
         return
-    write_table(IN_LINE, [(waiter,) for waiter in (*lock.turns, *lock.line)])
+    places = (*lock.turns, *lock.line)
+    passes_several = any(one.stations for one in places)
+    write_table(LOCKS if passes_several else IN_LINE, [(one,) for one in places])
     for told in [] if lock.rate is None else _rate_lines(lock.rate):
         tell(told.strip())
     last = lock.line[-1].place if lock.line else 0

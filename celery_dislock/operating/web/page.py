@@ -327,7 +327,8 @@ class Page:
         return next((one for one in holders if (one.owner, one.token) == shown), None)
 
     def _drop(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
-        is_done = self._locks.actions.drop(name, form["ticket"])
+        beside = self._lock_name({"name": form["beside"]}) if form.get("beside") else ""
+        is_done = self._locks.actions.drop(name, form["ticket"], beside=beside)
         return dropped(name, form["ticket"]) if is_done else None
 
     def _limit(self, form: Mapping[str, str], name: str, user: str) -> str | None:

@@ -9,10 +9,10 @@ import pytest
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.servers.view import (
     ReservationState,
-    parked_message,
     parse_reservation,
     state_of,
 )
+from celery_dislock.servers.waiters import parked_message
 from celery_dislock.words import for_people
 
 NOW = 1_700_000_000_000  # ms
@@ -158,6 +158,19 @@ def test_a_line_is_stuck_that_nobody_is_before(about, stuck):
     """Whoever releases a lock hands it on, so a free lock has no line."""
     assert state_of(SERVER, NAME, reply(waiting=1, **about)).is_stuck is stuck
     assert not state_of(SERVER, NAME, reply(**about)).is_stuck
+
+
+@pytest.mark.parametrize("remaining", [1, 299_000])
+def test_what_is_kept_for_a_task_is_no_holders_fault(remaining):
+    """The sweep renews it: nobody is overdue or runs a body, and those behind it are not stuck."""
+    kept = lease(b"t:0:0#", remaining, parked=True, waits="dislock:{api}", timeout=None)
+    state = state_of(SERVER, NAME, reply(waiting=1, leases=kept))
+    (one,) = state.holders
+    assert (one.is_kept, one.waits, one.renewed, one.timeout) == (True, "api", None, None)
+    wrong = one.is_overdue, one.is_renewed, one.may_live, one.can_be_terminated
+    assert not any((*wrong, state.is_stuck, state.is_overdue))
+    turn = lease(b"t:0:0#", parked=True)
+    assert not state_of(SERVER, NAME, reply(leases=turn)).holders[0].is_kept
 
 
 @pytest.mark.parametrize(

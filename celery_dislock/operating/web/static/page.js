@@ -266,7 +266,7 @@ function fillRow(row, lock) {
   }
   const [first] = lock.holders;
   const others = lock.held_by - 1;
-  setText(by, first ? (first.turn ? "given to " : "") + plain(first.who) + (others > 0 ? `, and ${others} more` : "") : "nobody");
+  setText(by, first ? givenTo(first) + plain(first.who) + (others > 0 ? `, and ${others} more` : "") : "nobody");
   if (first) time(held, first.held, 1);
   else noTime(held);
   if (first) time(left, first.remaining, -1);
@@ -373,11 +373,13 @@ function makeHolder() {
   return item;
 }
 
+const givenTo = (holder) => (holder.waits ? "kept for " : holder.turn ? "given to " : "");
+
 function fillHolder(item, holder) {
   item.dislockHolder = holder;
-  setText(item.querySelector("strong"), (holder.turn ? "given to " : "") + plain(holder.who));
+  setText(item.querySelector("strong"), givenTo(holder) + plain(holder.who));
   const [held, renewed, left, more] = item.querySelector(".more").children;
-  time(held, holder.held, 1, "held for ", ", ");
+  time(held, holder.held, 1, holder.waits ? "for " : "held for ", ", ");
   if (holder.renewed === null) noTime(renewed);
   else time(renewed, holder.renewed, 1, "renewed ", " ago, ");
   time(left, holder.remaining, -1, "", holder.expiring || holder.renewed === null ? " left, " : " left unless renewed again, ");
@@ -408,6 +410,8 @@ function fillPlace(item, place) {
     "",
     place.parked ? "parked" : "in its slot",
     place.mode === "shared" ? "shared" : "",
+    place.stations.length && place.place ? `lock ${place.keeps.length + 1} of ${place.stations.length}` : "",
+    place.keeps.length ? `keeps ${plain(place.keeps.join(", "))}` : "",
     place.turns ? countOf(place.turns, "turn", "turns") : "",
     place.args ? plain(place.args) : "",
   ].filter((text, nth) => text || !nth).join(", "));
@@ -454,7 +458,10 @@ async function act(path, fields) {
 async function free(holder, button) {
   const lock = lastLock;
   const first = holder.can_be_terminated ? "End the task first, with the other button: then nothing runs twice. " : "";
-  const text = `${first}${plain(holder.who)} holds it for ${duration(holder.held)}. Its body may still run: it is told that its lease is lost, and the next in line gets the lock.`;
+  const goesOn = holder.waits
+    ? "It gives back all that it keeps, and waits anew."
+    : "Its body may still run: it is told that its lease is lost, and the next in line gets the lock.";
+  const text = `${first}${plain(holder.who)} holds it for ${duration(holder.held)}. ${goesOn}`;
   if (await confirmed(`Free lock ${plain(lock.key)}?`, text, "Free it")) {
     await act("api/free", { name: lock.name, owner: holder.owner, token: holder.token });
   }
@@ -485,7 +492,7 @@ async function drop(place, button) {
   const lock = lastLock;
   const text = `${plain(place.who)} does not run, and its result is REVOKED.`;
   if (await confirmed("Drop this task?", text, "Drop it")) {
-    await act("api/drop", { name: lock.name, ticket: place.ticket });
+    await act("api/drop", { name: lock.name, ticket: place.ticket, beside: place.beside });
   }
   refocus(button);
 }

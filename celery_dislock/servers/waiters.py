@@ -1,0 +1,207 @@
+"""Who waits in a line, for people: waiters and parked tasks, as ``look.lua`` tells of them.
+
+A parked task of several locks passes them one after the other, each a station.  Its record is
+beside the first one, and it stands in the line of one of them; see ``_parked.lua``.  What is shown
+is that of the lock that was looked at.  Keys, ids and messages are of strangers, and a record may
+be damaged: it is shown as far as it can be read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery_dislock.config.terms import ALONE
+from celery_dislock.config.terms import parsed as parsed_terms
+from celery_dislock.keys.names import task_id_of
+from celery_dislock.keys.templates import key_of
+from celery_dislock.servers.records import bounded_text, holder_of, in_words, parsed, text
+from celery_dislock.words import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+UNREAD = "?"  # stands for stations that cannot be read
+
+# Numbers as the scripts bound them; see _record.lua.
+MS, US, COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
+# Later versions of a record begin with the same fields; what comes after them is not known here.
+_WAITS = re.compile(rb"\d{1,9} %b %b (\S+) (.*)" % (MS, MS), re.DOTALL)
+_PARKED = re.compile(rb"\d{1,9} %b %b %b (\S+) %b (.*)\n\d{1,9} (.*)" % (US, COUNT, MS, COUNT))
+_MEMBER = re.compile(rb"(\d{1,9})/(.*)##", re.DOTALL)
+HOME = 4  # index of the broker among those fields
+_MESSAGE = re.compile(rb'\d{1,9} {"')  # how a message begins, after the fields of such a record
+
+
+class Waiter(NamedTuple):
+    """
+    One who waits in line, or has its turn.
+
+    Attributes:
+        place: Place in line, from 1; 0: it has its turn, and its message is on its way.
+        waiting: Seconds since it joined the line; if it has its turn, since it was parked.
+        mode: "exclusive" or "shared": how it wants this lock.
+        parked: Whether it is a parked task; else a worker slot or a thread waits.
+        ticket: The ticket of a parked task; empty: it is not parked.
+        turns: How often the parked task was given its turn.
+        who: The waiter in words.
+        task, id: The task; None if a thread waits, or the message cannot be read.
+        thread: The thread; None if a task waits.
+        args: The task's arguments, as Celery describes them in the message; None: not known.
+        exchange, routing_key: Where its message goes when it has its turn; None: it is not parked,
+            or its message cannot be read.
+        broker: Digest of the URL of the broker that its message came from; None as above.
+        stations: Keys of all locks of a parked task, in the order in which it passes them; empty:
+            it has one.
+        keeps: Keys of those it has passed, and keeps while it waits.
+        parked_for: Seconds since the task was parked; None: it is not parked.
+        beside: Name in Redis of the lock that has the record of the parked task; empty: it is the
+            lock that was looked at.
+    """
+
+    place: int
+    waiting: float
+    mode: str
+    who: str
+    task: str | None
+    id: str | None
+    thread: str | None = None
+    parked: bool = False
+    ticket: str = ""
+    turns: int = 0
+    args: str | None = None
+    exchange: str | None = None
+    routing_key: str | None = None
+    broker: str | None = None
+    stations: Sequence[str] = ()
+    keeps: Sequence[str] = ()
+    parked_for: float | None = None
+    beside: str = ""
+
+
+def in_line(
+    name: str, now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes
+) -> Waiter:
+    """
+    Parse a place in line.
+
+    Args:
+        name: Name in Redis of the lock whose line it is.
+        now_ms: Redis TIME.
+        nth: The place, from 1.
+        member: Of the line; see ``_line.lua``.
+        joined: Its score.
+        record: What it waits for; see look.lua.
+    """
+    if member.endswith(b"#"):
+        place = parked_place(name, now_ms, nth, member, record)
+        return place._replace(waiting=max(0.0, _since(now_ms, joined)))
+    waits = _WAITS.fullmatch(record)
+    about: Mapping[str, Any] = holder_of(waits[4]) if waits else {}
+    return Waiter(
+        place=nth,
+        waiting=_since(now_ms, joined),
+        mode=parsed_terms(waits[3]).mode if waits else ALONE.mode,
+        who=in_words(about),
+        task=bounded_text(about.get("task")),
+        id=bounded_text(about.get("id")),
+        thread=bounded_text(about.get("thread")),
+    )
+
+
+def parked_place(name: str, now_ms: int, nth: int, member: bytes, record: bytes) -> Waiter:
+    """Parse a parked task, as :func:`in_line`; without a place, 0, it has passed all its locks."""
+    ticket, beside = ticket_of(member)
+    parked = _PARKED.fullmatch(record)
+    message: Mapping[str, Any] = parsed(parked[7]) if parked else {}
+    headers = message.get("headers")
+    if not isinstance(headers, dict):
+        message, headers = {}, {}
+    task = bounded_text(headers.get("task"))
+    task_id = bounded_text(headers.get("id")) or task_id_of(ticket)
+    given = [bounded_text(headers.get(name)) for name in ("argsrepr", "kwargsrepr")]
+    parked_for = max(0.0, now_ms / 1000 - int(parked[1]) / 1e6) if parked else 0.0
+    names, words = _stations(parked[6] if parked else b"")
+    here = names.index(name) if name in names else 0
+    stations = list(map(_shown_key, names))
+    return Waiter(
+        place=nth,
+        waiting=parked_for,
+        mode=parsed_terms(words[here]).mode,
+        parked=True,
+        ticket=ticket,
+        turns=int(parked[2]) if parked else 0,
+        who=plain(f"{task or '?'}[{task_id}]"),
+        task=task,
+        id=task_id,
+        args=" ".join(filter(None, given)) or None,
+        exchange=bounded_text(message.get("exchange")),
+        routing_key=bounded_text(message.get("routing_key")),
+        broker=bounded_text(text(parked[4])) if parked else None,
+        stations=stations,
+        keeps=stations[:here] if nth else stations,
+        parked_for=parked_for,
+        beside=beside,
+    )
+
+
+def _stations(written: bytes) -> tuple[list[str], list[bytes]]:
+    """
+    Parse what a record has of a parked task's locks.
+
+    Returns:
+        Their names, in their order; none if it has one lock, UNREAD if they cannot be read; and
+        the terms of each.
+    """
+    if not written.startswith(b"["):
+        return [], [written.partition(b" ")[0]]
+    try:
+        found = [(name, word.encode()) for name, word, *_ in json.loads(written)]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        found = []
+    if not found or not all(isinstance(name, str) for name, _ in found):
+        found = [(UNREAD, b"")]
+    return [name for name, _ in found], [word for _, word in found]
+
+
+def _shown_key(name: str) -> str:
+    return bounded_text(key_of(name)) or UNREAD
+
+
+def ticket_of(member: bytes) -> tuple[str, str]:
+    """
+    Return the ticket of a member of a line, which is also the owner of what it keeps.
+
+    Returns:
+        The ticket, and the name in Redis of the lock that has its record; empty: it is the lock
+        where the member is.
+    """
+    elsewhere = _MEMBER.fullmatch(member)
+    if elsewhere is None:  # or nobody can read it
+        return text(member.removesuffix(b"#")), ""
+    length, rest = int(elsewhere[1]), elsewhere[2]
+    return text(rest[length:]), text(rest[:length])
+
+
+def _since(now_ms: int, joined: bytes) -> float:
+    """Return the seconds since somebody joined a line; 0 if its score is no time."""
+    try:
+        seconds = now_ms / 1000 - float(joined) / 1e6
+    except ValueError:
+        return 0.0
+    return seconds if math.isfinite(seconds) and abs(seconds) < now_ms else 0.0
+
+
+def parked_message(kept: bytes) -> tuple[bytes, str | None]:
+    """
+    Take the message out of what was set aside: the record of a parked task, or a message alone.
+
+    Returns:
+        The message, as it was stored, and the digest of its broker's URL; None: not known.
+    """
+    begins = _MESSAGE.search(kept)
+    start = begins.start() if begins else 0
+    record = kept[:start].split()
+    return kept[start:], text(record[HOME]) if len(record) > HOME else None

@@ -1,0 +1,107 @@
+"""What the lock server tells of those who wait in line, as people are shown it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from celery_dislock.servers.waiters import UNREAD, in_line, parked_place, ticket_of
+
+NOW = 1_700_000_000_000  # ms
+TENANT, DISK, API = "dislock:{tenant:a}", 'dislock:{the "disk" }', "dislock:{api}"
+JOINED = str((NOW - 2000) * 1000).encode()
+BESIDE = b"%d/%b" % (len(TENANT), TENANT.encode())
+
+
+def record(stations):
+    """Return what look.lua tells of a task that was parked eight seconds ago."""
+    message = {"headers": {"task": "shop.call", "id": "a1"}, "routing_key": "celery"}
+    head = f"1 {(NOW - 8000) * 1000} 0 30000 home 99 {stations} \n1 {json.dumps(message)}"
+    return head.encode()
+
+
+STATIONS = json.dumps([[TENANT, "x:1", "1"], [DISK, "s:1", "2"], [API, "x:5:9/1000", "3"]])
+
+
+@pytest.mark.parametrize(
+    ("name", "member", "mode", "keeps"),
+    [
+        (TENANT, b"a1:0:0#", "exclusive", []),
+        (DISK, BESIDE + b"a1:0:0##", "shared", ["tenant:a"]),
+        (API, BESIDE + b"a1:0:0##", "exclusive", ["tenant:a", 'the "disk" ']),
+    ],
+)
+def test_a_parked_task_is_shown_as_it_stands_at_this_lock(name, member, mode, keeps):
+    """Its mode is that of the lock that was looked at, and it keeps those before it."""
+    place = in_line(name, NOW, 3, member, JOINED, record(STATIONS))
+    assert (place.ticket, place.place, place.mode, place.keeps) == ("a1:0:0", 3, mode, keeps)
+    assert place.stations == ["tenant:a", 'the "disk" ', "api"]
+    assert (place.waiting, place.parked_for) == (2.0, 8.0)
+    assert place.beside == ("" if name == TENANT else TENANT)
+    assert (place.task, place.id, place.routing_key) == ("shop.call", "a1", "celery")
+
+
+def test_a_task_that_has_its_turn_keeps_all():
+    """It has passed the last of its locks, beside whichever it is shown."""
+    turn = parked_place(API, NOW, 0, b"a1:0:0#", record(STATIONS))
+    assert (turn.place, turn.keeps) == (0, ["tenant:a", 'the "disk" ', "api"])
+
+
+def test_a_task_of_one_lock_names_none():
+    """Its lock is the one that was looked at."""
+    place = in_line(API, NOW, 1, b"a1:0:0#", JOINED, record("s:4"))
+    assert (place.stations, place.keeps, place.mode, place.beside) == ([], [], "shared", "")
+
+
+@pytest.mark.parametrize(
+    "stations",
+    [
+        "[",
+        "[]",
+        "[1]",
+        "[[]]",
+        '[["a"]]',
+        '[["a", 1, "1"]]',
+        '[[{}, "x:1", "1"]]',
+        '[["a", "\\ud800", "1"]]',
+        "[" * 5000,
+        STATIONS[:-30],
+    ],
+)
+def test_stations_that_cannot_be_read_are_told_as_such(stations):
+    """The task is shown all the same, with what its message tells, so that it can be dropped."""
+    place = in_line(API, NOW, 1, b"a1:0:0#", JOINED, record(stations))
+    assert (place.stations, place.keeps, place.mode) == ([UNREAD], [], "exclusive")
+    assert (place.ticket, place.who) == ("a1:0:0", "shop.call[a1]")
+
+
+@pytest.mark.parametrize("stations", ['[["\\ud800", "x:0", "1"]]', '[["", "", ""], ["{", "", ""]]'])
+def test_names_of_strangers_are_shown_as_text(stations):
+    """A key that is none, and terms that are none, hide nothing else."""
+    place = in_line(API, NOW, 1, b"a1:0:0#", JOINED, record(stations))
+    assert all(place.stations)
+    assert place.keeps == []
+
+
+@pytest.mark.parametrize(
+    ("member", "ticket", "beside"),
+    [
+        (b"a1:0:0#", "a1:0:0", ""),
+        (b"13/dislock:{a#/}a1:0:0##", "a1:0:0", "dislock:{a#/}"),
+        ("12/dislock:{ü}x:0:0##".encode(), "x:0:0", "dislock:{ü}"),
+        (b"#", "", ""),
+        (b"##", "#", ""),
+        (b"x##", "x#", ""),
+        (b"9/ab##", "", "ab"),
+        (b"0/ab##", "ab", ""),
+        (b"-1/ab##", "-1/ab#", ""),
+        (b"%b/ab##" % (b"9" * 5000), "9" * 5000 + "/ab#", ""),
+        (b"2/\xff\xfe\xfd##", "\ufffd", "\ufffd\ufffd"),
+    ],
+)
+def test_no_member_stops_the_others_from_being_shown(member, ticket, beside):
+    """One that nobody can read is told as it stands."""
+    assert ticket_of(member) == (ticket, beside)
+    place = in_line(API, NOW, 1, member, b"nan", b"")
+    assert (place.ticket, place.parked, place.waiting) == (ticket, True, 0.0)
