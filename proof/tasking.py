@@ -11,7 +11,9 @@ from typing import Any
 
 from celery import Celery
 
-from celery_dislock import Dislock, SingletonTask
+from celery_dislock import Dislock, Key, SingletonTask
+from celery_dislock.config.settings import is_cluster
+from celery_dislock.config.terms import Rate
 from proof.history import History
 from proof.holding import Holding
 from proof.site import Site
@@ -29,6 +31,8 @@ LATER = {"lock_retry_for": 6 * 3600}  # its end goes by the workers' clocks, whi
 UNIQUE = {"lock_on_conflict": "queue", "lock_unique_until": "start"}
 REPLACES = {"lock_on_duplicate": "replace"}
 AT_LEAST = {"lock_at_least_for": 0.7}  # seconds: less than a timeout, so that no kill excuses less
+WIDE, WIDE_LIMIT = "wide", 3  # a key of all tasks of two keys in line: fewer than the narrow admit
+IN_LINE = "two in line"
 DIES = "dies"  # in its body, now and then; what it holds must not stay for its timeout
 DIES_TIMEOUT = 8.0  # seconds
 
@@ -51,6 +55,12 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
     DIES: {"lock_on_conflict": "skip", "lock_watchdog_timeout": DIES_TIMEOUT},
     "reads": {"lock_key": "book:<number>", "lock_on_conflict": "queue", "lock_mode": "shared"},
     "writes": {"lock_key": "book:<number>", "lock_on_conflict": "queue"},
+    IN_LINE: {
+        "lock_key": [Key(WIDE, limit=WIDE_LIMIT), f"{IN_LINE}:<number>"],
+        "lock_on_conflict": "queue",
+        "lock_limit": 2,
+    },
+    "rated": {"lock_on_conflict": "queue", "lock_rate": "3/3s"},
     "two or skip": {**PAIR, "lock_on_conflict": "skip"},
     "two or retry": {**PAIR, "lock_on_conflict": "retry", **LATER},
     "two or wait": {**PAIR, "lock_on_conflict": "wait", "lock_wait_timeout": 600},
@@ -95,6 +105,8 @@ def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the ke
     options = TASKS[task.name]
     terms = {
         "limit": options.get("lock_limit", 1),
+        "limits": {WIDE: WIDE_LIMIT},
+        "rate": Rate.of(rate) if (rate := options.get("lock_rate")) else None,
         "mode": options.get("lock_mode", "exclusive"),
         "timeout": options.get("lock_watchdog_timeout", site.timeout),
         "at_least": options.get("lock_at_least_for", 0.0),
@@ -118,6 +130,7 @@ TASKS = {
     name: {"lock_key": f"{name}:<number>", **options}
     for name, options in ALL_TASKS.items()
     if site.has_lines or name not in PARKS
+    if name != IN_LINE or not is_cluster(app.conf)  # refused there
 }
 for _name, _options in TASKS.items():
     app.task(body, name=_name, base=SingletonTask, bind=True, **_options)
