@@ -45,7 +45,6 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "| it is refused one of several keys": ("all or none",),
     "| runs for longer than its cap": ("cap",),
     "What holds with a [rate]": ("rate",),
-    'What holds for a task of several keys with "queue"': ("exclusion", "nothing lost"),
     "| the reply that a message is replaced is late": ("newest",),
     "| several beats run": ("tick",),
     "| the leader is killed | another": ("silent", "end"),

@@ -12,7 +12,6 @@ from typing import Any
 from celery import Celery
 
 from celery_dislock import Dislock, Key, SingletonTask
-from celery_dislock.config.settings import is_cluster
 from celery_dislock.config.terms import Rate
 from proof.history import History
 from proof.holding import Holding
@@ -32,7 +31,7 @@ UNIQUE = {"lock_on_conflict": "queue", "lock_unique_until": "start"}
 REPLACES = {"lock_on_duplicate": "replace"}
 AT_LEAST = {"lock_at_least_for": 0.7}  # seconds: less than a timeout, so that no kill excuses less
 WIDE, WIDE_LIMIT = "wide", 3  # a key of all tasks of two keys in line: fewer than the narrow admit
-IN_LINE = "two in line"
+IN_LINE, RATED = "two in line", "rated"
 DIES = "dies"  # in its body, now and then; what it holds must not stay for its timeout
 DIES_TIMEOUT = 8.0  # seconds
 
@@ -60,7 +59,7 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
         "lock_on_conflict": "queue",
         "lock_limit": 2,
     },
-    "rated": {"lock_on_conflict": "queue", "lock_rate": "3/3s"},
+    RATED: {"lock_on_conflict": "queue", "lock_rate": "3/4s", "lock_limit": 2},
     "two or skip": {**PAIR, "lock_on_conflict": "skip"},
     "two or retry": {**PAIR, "lock_on_conflict": "retry", **LATER},
     "two or wait": {**PAIR, "lock_on_conflict": "wait", "lock_wait_timeout": 600},
@@ -130,7 +129,7 @@ TASKS = {
     name: {"lock_key": f"{name}:<number>", **options}
     for name, options in ALL_TASKS.items()
     if site.has_lines or name not in PARKS
-    if name != IN_LINE or not is_cluster(app.conf)  # refused there
+    if name != IN_LINE or not str(site.url).startswith("redis+cluster:")  # refused there
 }
 for _name, _options in TASKS.items():
     app.task(body, name=_name, base=SingletonTask, bind=True, **_options)
