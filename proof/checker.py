@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-from proof.durations import caps, crashes, held_on
+from proof.durations import caps, crashes, held_on, rates
 from proof.events import (
     MOMENTS,
     Hold,
@@ -162,32 +162,6 @@ def clock_of(granted: Sequence[Hold]) -> float:
 def ahead(hold: Hold) -> float:
     """Return by how many seconds a token is ahead of the history's clock."""
     return (hold.token or 0) / MICROSECONDS - hold.since
-
-
-def rates(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
-    """
-    In no window of a rate more bodies begin than it admits.
-
-    The lock server counts each start by its clock: after the body's process has asked for the lock,
-    and before its body begins.  A reply may take any time in between.  So there are surely too many
-    if the first of them had not asked yet less than a window before the last had begun.
-    """
-    excused = faults(events, "loses_data") + faults(events, "ends_leases")
-    by_key: dict[str, list[Hold]] = defaultdict(list)
-    for hold in holds(events):
-        if hold.rate:
-            by_key[hold.key].append(hold)
-    for key, of_key in by_key.items():
-        for nth, last in enumerate(of_key):
-            most, window = last.rate or (0, 0.0)
-            counts["starts under a rate"] += 1
-            if nth < most:
-                continue
-            since = min(one.since for one in of_key[nth - most : nth + 1])
-            took = last.begin - since
-            if took < window and not any(b <= last.begin and since <= e for b, e in excused):
-                text = f"{key}: {most + 1} begin within {took:.3f} s, {last} the last"
-                yield Violation("rate", text, last.begin)
 
 
 def limited(events: Iterable[Event]) -> dict[str, list[tuple[int, float, float]]]:
@@ -548,11 +522,11 @@ def clean(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
 
 JUDGES: tuple[Callable[[Sequence[Event], Counter[str]], Iterator[Violation]], ...] = (
     exclusion,
-    rates,
     kept,
     held_on,
     caps,
     crashes,
+    rates,
     free,
     order,
     ends,
