@@ -18,7 +18,6 @@ from proof.tasking import (
     BURSTS,
     COUNTDOWN,
     DIES,
-    IN_LINE,
     KEYS,
     MAY_FAIL,
     PARKS,
@@ -53,7 +52,7 @@ def main() -> None:
             reserved.add(headers["id"])
 
     before_task_publish.connect(look, weak=False)
-    often = (DIES, IN_LINE, RATED, *BURSTS)
+    often = (DIES, RATED, *BURSTS)
     names = [*TASKS, *(name for name in often if name in TASKS)]  # these more often
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
         name, number = chance.choice(names), chance.randrange(KEYS)
