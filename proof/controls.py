@@ -299,7 +299,7 @@ CONTROLS: dict[str, Control] = {
         Control(a_beat_that_stands_by_for_ever, "silent"),
         Control(a_reservation_that_never_ends, "free"),
         Control(a_limit_that_is_one_higher, "exclusion"),
-        Control(a_task_in_line_that_takes_the_first_lock_only, "exclusion", FORGET),
+        Control(a_task_in_line_that_takes_the_first_lock_only, "kept", FORGET),
         Control(a_start_that_is_not_counted, "rate", FORGET),
         Control(a_cancelled_acquisition_that_stays, "free", FORGET, alone=True),
         Control(a_lock_that_is_not_held_at_least, "at least", shown_in=BOTH),
