@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-from proof.durations import caps, crashes, held_on
+from proof.durations import caps, crashes, held_on, rates
 from proof.events import (
     MOMENTS,
     Hold,
@@ -526,6 +526,7 @@ JUDGES: tuple[Callable[[Sequence[Event], Counter[str]], Iterator[Violation]], ..
     held_on,
     caps,
     crashes,
+    rates,
     free,
     order,
     ends,

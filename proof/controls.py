@@ -223,6 +223,27 @@ def some_of_several_locks() -> None:
     _rewrite([ACQUIRE, ACQUIRE_UNIQUE], drop, "")
 
 
+def a_task_in_line_that_takes_the_first_lock_only() -> None:
+    """Grant a task in line the first of its locks, and say that it has all."""
+    grants = "answer[#answer + 1], answer[#answer + 2] = at.name, grant("
+    _rewrite(
+        [PARK, PARK_UNIQUE],
+        f"{grants}at, owner, ttl, station.terms, holder)",
+        "answer[#answer + 1] = at.name\n"
+        "    answer[#answer + 1] = nth > 1 and now_as_token or "
+        "grant(at, owner, ttl, station.terms, holder)",
+    )
+
+
+def a_start_that_is_not_counted() -> None:
+    """Begin a body, and do not count it."""
+    _rewrite(
+        [PARK, PARK_UNIQUE],
+        "local function count_start(lock, terms)",
+        "local function count_start(lock, terms)\n  if true then return end",
+    )
+
+
 def a_message_that_is_never_replaced() -> None:
     """Run each message, also if a newer one has replaced it."""
     _rewrite(
@@ -278,6 +299,8 @@ CONTROLS: dict[str, Control] = {
         Control(a_beat_that_stands_by_for_ever, "silent"),
         Control(a_reservation_that_never_ends, "free"),
         Control(a_limit_that_is_one_higher, "exclusion"),
+        Control(a_task_in_line_that_takes_the_first_lock_only, "kept", FORGET),
+        Control(a_start_that_is_not_counted, "rate", FORGET),
         Control(a_cancelled_acquisition_that_stays, "free", FORGET, alone=True),
         Control(a_lock_that_is_not_held_at_least, "at least", shown_in=BOTH),
         Control(a_hand_off_that_lasts, "take-up", shown_in=(SIMULATION,)),

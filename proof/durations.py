@@ -1,4 +1,4 @@
-"""Judge how long locks are held in a run: at least, at most, and after a death.
+"""Judge how long locks are held in a run, at least, at most, and after a death; and how often.
 
 Nothing here is exact, as it is in a simulation; see :mod:`proof.leases`.  The machine is busy, and
 each process knows only when it has asked and when it was told.  So each bound is one that a lock
@@ -81,3 +81,29 @@ def crashes(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation
         elif not probe.is_refused:
             free_since[key] = told
             counts["locks of the dead that were free at once"] += calm and took > 0
+
+
+def rates(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """
+    In no window of a rate more bodies begin than it admits.
+
+    The lock server counts each start by its clock: after the body's process has asked for the lock,
+    and before its body begins.  A reply may take any time in between.  So there are surely too many
+    if the first of them had not asked yet less than a window before the last had begun.
+    """
+    excused = faults(events, "loses_data") + faults(events, "ends_leases")
+    by_key: dict[str, list[Hold]] = defaultdict(list)
+    for hold in holds(events):
+        if hold.rate:
+            by_key[hold.key].append(hold)
+    for key, of_key in by_key.items():
+        for nth, last in enumerate(of_key):
+            most, window = last.rate or (0, 0.0)
+            counts["starts under a rate"] += 1
+            if nth < most:
+                continue
+            since = min(one.since for one in of_key[nth - most : nth + 1])
+            took = last.begin - since
+            if took < window and not any(b <= last.begin and since <= e for b, e in excused):
+                text = f"{key}: {most + 1} begin within {took:.3f} s, {last} the last"
+                yield Violation("rate", text, last.begin)

@@ -25,7 +25,7 @@ class Violation(NamedTuple):
     Attributes:
         promise: Which one: "exclusion", "token", "kept", "free", "order", "end", "cancelled",
             "once", "nothing lost", "newest", "clean", "written", "tick", "again",
-            "missed", "silent", "at least", "cap", "crash", "all or none".
+            "missed", "silent", "at least", "cap", "crash", "all or none", "rate".
         text: What happened, for people.
         at: When it happened, in seconds of the history's clock.
     """
@@ -50,6 +50,7 @@ class Hold:
         timeout: Seconds after which its lease expires unless it is renewed; 0: it never does.
         at_least: Seconds for which its lock is held, however soon its body ends.
         cap: How often it is renewed; 0: without a limit.
+        rate: How many begin in a window of how many seconds at most; None: any number.
     """
 
     key: str
@@ -66,6 +67,7 @@ class Hold:
     left: float | None = None
     at_least: float = 0.0
     cap: int = 0
+    rate: tuple[int, float] | None = None
 
     @property
     def is_capped(self) -> bool:
@@ -108,6 +110,7 @@ def holds(events: Iterable[Event]) -> list[Hold]:
                 event.at,
                 at_least=more.get("at_least", 0.0),
                 cap=more.get("cap", 0),
+                rate=more.get("rate"),
             )
             continue
         hold = found[event.about]

@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from celery_dislock.locks.lease import Lease
     from proof.history import History
@@ -32,10 +32,19 @@ class Holding:
         history: Where it is noted.
         lease: The lease.
         asked: When the lock was asked for.
-        terms: Limit, mode and timeout, as the checker wants to know them.
+        limits: By key, the limit of each that has one of its own.
+        terms: Limit, mode, rate and timeout, as the checker wants to know them.
     """
 
-    def __init__(self, history: History, lease: Lease, asked: float, **terms: object) -> None:
+    def __init__(
+        self,
+        history: History,
+        lease: Lease,
+        asked: float,
+        *,
+        limits: Mapping[str, int] = {},
+        **terms: object,
+    ) -> None:
         self._names = {key: name() for key in lease.tokens}
         self._history = history
         self._lease = lease
@@ -45,6 +54,8 @@ class Holding:
         if self._begun:
             for key, token in lease.tokens.items():
                 more = {"key": key, "asked": asked, "since": lease.since, "token": token, **terms}
+                if key in limits:
+                    more["limit"] = limits[key]
                 history.add("hold", self._names[key], "begin", at=at, **more)
 
     def trust(self, seconds: float) -> None:

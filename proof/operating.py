@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from celery_dislock.exceptions import DislockError
 from celery_dislock.operating.locks import AppLocks
 from proof.holding import name
-from proof.tasking import DIES, DIES_TIMEOUT, KEYS, TASKS, app, dislock, history, site
+from proof.tasking import DIES, DIES_TIMEOUT, KEYS, TASKS, WIDE, app, dislock, history, site
 
 if TYPE_CHECKING:
     import random
@@ -23,7 +23,7 @@ def operate(chance: random.Random, stop: threading.Event) -> None:
     """Set one limit after the other, until it is told to stop."""
     locks, noted = AppLocks(app), history()
     keys = [f"{one}:{number}" for one in TASKS for number in range(KEYS) if one != DIES]
-    keys += ["mutex:0", *["semaphore:0"] * site.has_lines]
+    keys += ["mutex:0", *["semaphore:0", WIDE] * site.has_lines]
     while not stop.wait(chance.uniform(0.5, 3.0)):
         key, limit = chance.choice(keys), chance.randrange(2)
         (lock,) = locks.runtime.lock_names([key])

@@ -44,6 +44,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "| whole worker killed while it waits in line": ("take-up",),
     "| it is refused one of several keys": ("all or none",),
     "| runs for longer than its cap": ("cap",),
+    "What holds with a [rate]": ("rate",),
     "| the reply that a message is replaced is late": ("newest",),
     "| several beats run": ("tick",),
     "| the leader is killed | another": ("silent", "end"),
@@ -56,6 +57,7 @@ SEEN = {
     "at least": "held on after the body",
     "crash": "locks of the dead that were free at once",
     "cap": "holds that reach their cap",
+    "rate": "starts under a rate",
     "all or none": "refusals of several locks",
 }
 PARTS = {
@@ -77,6 +79,7 @@ PARTS = {
     "at least": "a lock is given to another before `lock_at_least_for` is over, or held for longer",
     "take-up": "a hand-off lasts longer than the time in which it is taken up, or is shorter",
     "crash": "a lock refuses somebody though the pool process that had it has died",
+    "rate": "more bodies begin in a window than the rate admits",
     "cap": "a lease is renewed beyond its cap, or ends before it",
     "all or none": "somebody who was refused one of several locks keeps another",
     "newest": "an older message runs after a newer one that replaces it",

@@ -12,7 +12,7 @@ from proof.site import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-BACK = 20  # commits, as long as nothing was released
+BACK = 10  # commits, as long as nothing was released; it must know the options of all tasks
 MISSING = "The history of this repository is not here: no earlier version is deployed."
 
 

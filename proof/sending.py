@@ -21,6 +21,7 @@ from proof.tasking import (
     KEYS,
     MAY_FAIL,
     PARKS,
+    RATED,
     TASKS,
     app,
     history,
@@ -51,7 +52,8 @@ def main() -> None:
             reserved.add(headers["id"])
 
     before_task_publish.connect(look, weak=False)
-    names = [*TASKS, *(name for name in (DIES, *BURSTS) if name in TASKS)]  # these more often
+    often = (DIES, RATED, *BURSTS)
+    names = [*TASKS, *(name for name in often if name in TASKS)]  # these more often
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
         name, number = chance.choice(names), chance.randrange(KEYS)
         for _ in range(chance.randint(2, BURST) if name in BURSTS else 1):

@@ -11,7 +11,8 @@ from typing import Any
 
 from celery import Celery
 
-from celery_dislock import Dislock, SingletonTask
+from celery_dislock import Dislock, Key, SingletonTask
+from celery_dislock.config.terms import Rate
 from proof.history import History
 from proof.holding import Holding
 from proof.site import Site
@@ -29,6 +30,8 @@ LATER = {"lock_retry_for": 6 * 3600}  # its end goes by the workers' clocks, whi
 UNIQUE = {"lock_on_conflict": "queue", "lock_unique_until": "start"}
 REPLACES = {"lock_on_duplicate": "replace"}
 AT_LEAST = {"lock_at_least_for": 0.7}  # seconds: less than a timeout, so that no kill excuses less
+WIDE, WIDE_LIMIT = "wide", 2  # a key of all tasks of two keys in line: fewer than the narrow admit
+IN_LINE, RATED = "two in line", "rated"
 DIES = "dies"  # in its body, now and then; what it holds must not stay for its timeout
 DIES_TIMEOUT = 8.0  # seconds
 
@@ -51,6 +54,12 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
     DIES: {"lock_on_conflict": "skip", "lock_watchdog_timeout": DIES_TIMEOUT},
     "reads": {"lock_key": "book:<number>", "lock_on_conflict": "queue", "lock_mode": "shared"},
     "writes": {"lock_key": "book:<number>", "lock_on_conflict": "queue"},
+    IN_LINE: {
+        "lock_key": [Key(WIDE, limit=WIDE_LIMIT), f"{IN_LINE}:<number>"],
+        "lock_on_conflict": "queue",
+        "lock_limit": 2,
+    },
+    RATED: {"lock_on_conflict": "queue", "lock_rate": "3/4s", "lock_limit": 2},
     "two or skip": {**PAIR, "lock_on_conflict": "skip"},
     "two or retry": {**PAIR, "lock_on_conflict": "retry", **LATER},
     "two or wait": {**PAIR, "lock_on_conflict": "wait", "lock_wait_timeout": 600},
@@ -58,7 +67,7 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
 PARKS = {name for name, options in ALL_TASKS.items() if options["lock_on_conflict"] == "queue"}
 MAY_FAIL = {"raise", "reject"}
 COUNTDOWN = {"debounce": 0.2}  # seconds
-BURSTS = {"debounce", "latest"}  # several are sent at a time, to replace each other
+BURSTS = {"debounce", "latest", IN_LINE}  # several are sent at a time, to meet each other
 DEATHS = 1 / 2  # of the bodies that may die
 RUNAWAY = 8  # timeouts: a body that goes on beyond its cap
 
@@ -95,6 +104,8 @@ def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the ke
     options = TASKS[task.name]
     terms = {
         "limit": options.get("lock_limit", 1),
+        "limits": {WIDE: WIDE_LIMIT},
+        "rate": Rate.of(rate) if (rate := options.get("lock_rate")) else None,
         "mode": options.get("lock_mode", "exclusive"),
         "timeout": options.get("lock_watchdog_timeout", site.timeout),
         "at_least": options.get("lock_at_least_for", 0.0),
@@ -106,6 +117,8 @@ def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the ke
         ctypes.PyDLL(None).usleep(int(2e6 * site.timeout))
     if task.name == "capped" and random.random() < 1 / 2:
         how = "runaway"
+    if task.name == IN_LINE and random.random() < 1 / 6:
+        how = "long"
     holding.trust({"long": 2, "runaway": RUNAWAY}.get(how, 0.05) * site.timeout)
     if task.name == DIES and random.random() < DEATHS:
         mine.add("process", str(os.getpid()), "killed", by="itself")
@@ -118,6 +131,7 @@ TASKS = {
     name: {"lock_key": f"{name}:<number>", **options}
     for name, options in ALL_TASKS.items()
     if site.has_lines or name not in PARKS
+    if name != IN_LINE or not str(site.url).startswith("redis+cluster:")  # refused there
 }
 for _name, _options in TASKS.items():
     app.task(body, name=_name, base=SingletonTask, bind=True, **_options)

@@ -35,10 +35,10 @@ if free then return {GRANTED, free} end
 local place_ms, passes_line = tonumber(ARGV[5]), ARGV[6] == '0'
 local waits = place_ms > 0
 
--- The lease of another delivery of the same task.  If the code admits one lease, that is in the way
--- anyway; if an operator admits more, the task would run twice at a time.
-local function copy_in(lock)
-  local task = limit_set(lock) and string.match(owner, '^[^@]*@')
+-- The lease of another delivery of the same task.  If the lock admits one lease, that is in the way
+-- anyway; if it admits more, the task would run twice at a time.
+local function copy_in(lock, terms)
+  local task = (limit_set(lock) or not are_alone(terms)) and string.match(owner, '^[^@]*@')
   return task and leases_of(lock, task)[1]
 end
 
@@ -113,7 +113,7 @@ local function refuse(nth, copy)
 end
 
 for nth, lock in ipairs(locks) do
-  local copy = not lease_of(lock, owner) and copy_in(lock)
+  local copy = not lease_of(lock, owner) and copy_in(lock, terms_of(nth))
   local token, is_new, starts
   if not copy then token, is_new, starts = take(lock, terms_of(nth)) end
   if not token then

@@ -111,11 +111,7 @@ class Guard:
         self.interval = None if options.lock_limit is None else options.renewal_interval
         self._keys = TaskKeys(name, task, options)
         self._only_key = self._keys.only
-        self._looks_for_copies = (
-            options.lock_mode == "shared"
-            or options.admits_several
-            or options.lock_dedupe_redelivered
-        )
+        self._looks_for_marks = options.lock_dedupe_redelivered
         self._locks = options.lock_limit is not None
         self._terms = options.terms
         if options.lock_on_conflict in WAITING:
@@ -265,10 +261,10 @@ class Guard:
                 forget_notes(delivery.request)
         if delivery.reservation is not None:
             self._begin(delivery, delivery.reservation, lease)
-        if asking is None or lease is None or not self._looks_for_copies or delivery.is_eager:
+        if asking is None or lease is None or not self._looks_for_marks or delivery.is_eager:
             return lease
         store = self.runtime.process.store
-        return asking.answer(partial(redelivery.look_for_others, delivery, lease, store))
+        return asking.answer(partial(redelivery.look_for_mark, delivery, lease, store))
 
     def _keys_and_terms(
         self, turn: tuple[str, str] | None, args: Any, kwargs: Any, serializer: str

@@ -2,7 +2,7 @@
 
 A copy never runs beside the execution that it repeats.  It is not dropped either, because it may be
 the only message left of that work.  An exclusive lock keeps a copy from running by itself.  If a
-lock admits several leases, a copy looks for the task among the holders.
+lock admits several leases, it refuses one more of the same task.
 
 With ``lock_dedupe_redelivered``, a task that succeeds leaves a mark in Redis, beside its lock.  A
 later copy that finds the mark is acknowledged without running.  The mark is set in two steps,
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 from celery.states import SUCCESS
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.names import shown_id
 from celery_dislock.messages.unrun import acknowledge, put_off
 
 if TYPE_CHECKING:
@@ -40,9 +39,9 @@ DONE = "done"
 logger = logging.getLogger("celery_dislock")
 
 
-def look_for_others(delivery: Delivery, lease: Lease, store: Store) -> Lease:
+def look_for_mark(delivery: Delivery, lease: Lease, store: Store) -> Lease:
     """
-    Return the lease, unless another delivery of the task runs or has succeeded.
+    Return the lease, unless another delivery of the task has succeeded.
 
     Args:
         delivery: The delivery, which has its lock.
@@ -53,32 +52,19 @@ def look_for_others(delivery: Delivery, lease: Lease, store: Store) -> Lease:
         Ignore: This delivery is a copy; it was put off, or is acknowledged without running.
         StoreError: The lock server did not answer.
     """
-    lock, options, owner = delivery.lock, delivery.lock.options, delivery.attempt.owner
-    if options.lock_mode == "shared" or options.admits_several:
-        for other in store.holders(lock.names[0]):
-            # One that is left to expire has no body: else two that were put off, and leave
-            # their leases for lock_at_least_for, would put each other off for ever.
-            is_copy = other.id == shown_id(delivery.id) and other.owner != owner
-            if is_copy and not other.expiring:
-                _put_off(delivery, "another delivery of this task holds", other.remaining)
-    if not options.lock_dedupe_redelivered:
-        return lease
+    lock = delivery.lock
     mark = store.recall(lock.names[0], delivery.id)
     state, _, retries = (mark or "").partition(" ")
     if not retries.isdecimal() or int(retries) < delivery.request.retries:
         return lease  # no mark, or one of an earlier retry
     if state == ENDED:
-        _put_off(delivery, "this task has just succeeded under", lock.timeout)
+        delivery.settle()  # before its message comes again
+        reason = f"this task has just succeeded under lock {lock.key!r}"
+        put_off(delivery, reason, at_most=lock.timeout, level=logging.WARNING)
     if state == DONE:
         delivery.end_reservation()
         acknowledge(delivery, f"it has succeeded under lock {lock.key!r} before")
     return lease
-
-
-def _put_off(delivery: Delivery, why: str, at_most: float) -> None:
-    delivery.settle()  # before its message comes again
-    reason = f"{why} lock {delivery.lock.key!r}"
-    put_off(delivery, reason, at_most=at_most, level=logging.WARNING)
 
 
 def body_succeeded(delivery: Delivery, store: Store) -> None:

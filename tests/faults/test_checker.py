@@ -169,6 +169,12 @@ def overtaken(since, confirmed=2.5, **lasts):
     return events + (fault(lasts["begin"], lasts["end"]) if lasts else [])
 
 
+def starts(*at, asked=0.0):
+    """Make holds under a rate of two in two seconds; each was asked for some time before."""
+    of_each = [hold(f"s{n}", n, n + 0.1, since=n - asked, limit=9, rate=[2, 2.0]) for n in at]
+    return [event for events in of_each for event in events]
+
+
 BODY = ("begin", "end")
 LEAST, CAPPED = {"at_least": 2.0, "timeout": 4.0}, {"cap": 3, "timeout": 1.0}
 REVOKED = {"state": "REVOKED", "parks": True}
@@ -267,6 +273,10 @@ TOO_SOON = hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)
         ("at least", hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4, **SHARED)),
         ("at least", TOO_SOON + fault(1.2, 1.4)),
         ("at least", TOO_SOON + fault(3, 4, **FORGETS)),
+        ("rate", starts(1, 2, 2.9)),
+        ("rate", starts(1, 2, 3.5, 3.9)),
+        ("rate", starts(1, 2, 2.9) + fault(0, 0.9, **FORGETS)),
+        ("rate", starts(1, 2, 2.9) + fault(1, 2, **HARMLESS)),
         ("cap", hold("a", 1, 9, **CAPPED)),
         ("cap", hold("a", 1, 6.5, **CAPPED) + fault(1, 6)),
         ("kept", calm_loss(2, 2.5, {"since": 1.9, "cap": 9})),
@@ -375,6 +385,10 @@ def test_a_planted_violation_is_found(promise, events):
         hold("a", 1, 2, **SHARED, **LEAST) + hold("b", 2.5, 4, **SHARED),
         TOO_SOON + fault(1.9, 2.2, **FORGETS),
         TOO_SOON + fault(1.9, 2.2, **JUMPS),
+        starts(1, 2, 3.1, 4.1),
+        starts(1, 2, 2.9, asked=0.2),
+        starts(1, 2, 2.9) + fault(1.2, 1.4, **FORGETS),
+        starts(1, 2, 2.9) + fault(1.2, 1.4, **JUMPS),
         hold("a", 1, 6, **CAPPED),
         hold("a", 1, 3.8, **CAPPED) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
         calm_loss(1, 5, {"cap": 9}),

@@ -24,7 +24,7 @@ from tests.integration.parked import LOCK, TURN, Broker
 
 HISTORIES = 60
 RARE = "a key stays reserved"
-SHRINK_STEPS = 10_000  # to be taken: enough for half of a history
+SHRINK_STEPS = 25_000  # to be taken: enough for half of a history
 SECONDS = 300.0  # until a script that is broken must have been found; each takes a few
 
 BROKEN = {

@@ -424,7 +424,7 @@ def test_a_program_waits_for_several_keys_and_counts_one_start_of_each(shop):
     """While it waits for the second it keeps room for one start of the first, and counts none."""
 
     def take(key):
-        owner, terms = f"x@h:1/{next(numbers)}", (Terms(limit=9, rate=Rate.of("2/m")),)
+        owner, terms = f"x{next(numbers)}@h:1/1", (Terms(limit=9, rate=Rate.of("2/m")),)
         lease = shop.other.store.acquire([name_of(key)], owner, 1.0, "{}", terms=terms)
         return isinstance(lease, Granted)
 
