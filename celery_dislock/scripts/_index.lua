@@ -10,7 +10,6 @@
 -- include: _record
 
 local LISTED_US = 30000000
-local YOUNG_US = 60000000
 
 local function list_line(index, lock)
   local number = redis.call('HGET', index, lock)

@@ -37,11 +37,8 @@
 -- include: _line
 
 local TURNS_MOST = 100           -- given by one script; the script that claims one of them gives more
-local MOVES_MOST = 200           -- of tickets along their stations, in one script; the sweep does the rest
 local KEPT_UNIT_MS = 300000      -- for which a unit is kept without a sweep
-local TURN_MOST_MS = 300000      -- longest turn
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
-local UNREPORTED_MOST, UNREPORTED_BYTES = 100, 262144  -- replaced tasks in one reply
 local IN_BODY = 0                -- settles_ms of a claim
 local TOTAL = 'bytes'            -- the field beside the tickets
 
@@ -77,13 +74,11 @@ local function station_of(home_lock, ticket, stations, nth)
   if seen then return lock, member_elsewhere(home_lock.name, ticket) end
 end
 
-local MEMBER_SHORT = 8  -- characters of "task":" in a message's headers
-
 -- Whether a record is that of a task of this name, as park.lua is given it; empty: of any.  Anybody who
 -- knows the id of a task may send another task under it.
 local function is_of(record, task)
   local head = string.match(record, '^[^\n]*')
-  local has_name = string.find(head, string.sub(task, 1, MEMBER_SHORT), 1, true)
+  local has_name = string.find(head, string.sub(task, 1, #'"task":"'), 1, true)
   return task == '' or not has_name or string.find(head, task, 1, true) ~= nil
 end
 
@@ -118,16 +113,6 @@ local function parse_claim(record)
     joined = tonumber(joined) or 0, claimed = tonumber(claimed) or 0, settles = tonumber(settles) or IN_BODY,
     stations = parse_stations(rest or '', tonumber(joined)) or {{terms = ALONE, arrived = 0}}, is_later = version and version ~= '1',
   }
-end
-
--- End the claims of processes that died, and of which no copy has come in time.  If nobody sweeps, all end.
-local function tidy_claims(lock)
-  local claims = redis.call('HGETALL', lock.running)
-  for i = 1, #claims, 2 do
-    local claim = parse_claim(claims[i + 1])
-    local ends = claim.settles ~= IN_BODY and claim.settles + COPY_MS or claim.claimed + CLAIMED_MS
-    if ends <= now and not claim.is_later then redis.call('HDEL', lock.running, claims[i]) end
-  end
 end
 
 local function write_claim(lock, ticket, claim)
@@ -185,6 +170,7 @@ end
 -- Some of the tasks that were replaced, and whose end is not reported yet: {ticket, message, ...}.
 -- They are chosen at random, so that one whose end cannot be reported does not keep the others waiting.
 local function unreported(lock)
+  local UNREPORTED_MOST, UNREPORTED_BYTES = 100, 262144  -- in one reply
   local key, found, bytes = lock.name .. REPLACED, {}, 0
   for _, ticket in ipairs(redis.call('HRANDFIELD', key, UNREPORTED_MOST) or {}) do
     local message = redis.call('HGET', key, ticket)
@@ -294,6 +280,7 @@ local function go_on(lock, ticket, parked)
     join(at, member, stations[nth].arrived)
     return at
   end
+  local TURN_MOST_MS = 300000  -- longest turn
   local delay = math.ceil(early / 1000)
   local lasts = delay + math.min(parked.ttl * 2 ^ parked.times, math.max(parked.ttl, TURN_MOST_MS))
   keep_units(lock, ticket, stations, #stations + 1, lasts, parked.times == 0)
@@ -305,6 +292,7 @@ local function go_on(lock, ticket, parked)
 end
 
 function give_turn(lock, member)
+  local MOVES_MOST = 200  -- of tickets along their stations, in one script; the sweep does the rest
   local ticket, beside = ticket_of(member)
   local home_lock = lock
   if beside then

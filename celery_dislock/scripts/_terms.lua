@@ -27,13 +27,15 @@ local function are_alone(terms) return terms and terms.mode == 'x' and terms.lim
 
 -- Whether a lease keeps a gate; see _rate.lua.  That of a ticket says so in its holder, as only scripts write its
 -- owner; that of a waiter for several locks, or its place, before its holder.
-local GATE = '{"gate":true'
+local GATE = '{"gate"'
 local function has_gate(lease)
   if string.sub(lease.holder, 1, #GATE) == GATE then return true end
   return string.byte(lease.owner, -1) == TICKET_ENDS and string.find(lease.holder, '"gate"', 1, true)
 end
 
-local function with_gate(holder) return GATE .. (holder == '{}' and '' or ',') .. string.sub(holder, 2) end
+local function with_gate(holder)
+  return string.format('%s:true%s', GATE, holder == '{}' and '' or ',') .. string.sub(holder, 2)
+end
 
 -- A lease takes room of its mode.  One of a mode that only a later version knows takes room of each.
 local function take_room(lock, lease, many)

@@ -10,6 +10,8 @@
 
 -- include: _index
 
+local YOUNG_US = 60000000
+
 redis.call('PEXPIRE', KEYS[1], KEPT_MS)
 local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
 local found = page[2]

@@ -48,13 +48,16 @@ home, most, most_bytes = its_home, tonumber(most), tonumber(most_bytes)
 
 local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
 local lock = open_whole(name)
-local asked, same = {}, nil  -- terms: one for each lock, or one for all
-for word in string.gmatch(terms, '[^,]+') do
-  same = parse_terms(word)
-  asked[#asked + 1] = {name = KEYS[#asked + 1], terms = same, arrived = 0}
+local asked = {}
+do
+  local words = string.gmatch(terms, '[^,]+')  -- one for each lock, or one for all
+  local word
+  for nth, key in ipairs(KEYS) do
+    word = words() or word
+    asked[nth] = {name = key, terms = parse_terms(word), arrived = 0}
+    open_whole(key)
+  end
 end
-for nth = #asked + 1, #KEYS do asked[nth] = {name = KEYS[nth], terms = same, arrived = 0} end
-for _, station in ipairs(asked) do open_whole(station.name) end
 
 -- How many wait for their turn.
 local function waiting() return count_tickets(lock) - redis.call('ZCARD', lock.handed) end
@@ -121,32 +124,33 @@ local function put_in_line(joined, stations, its_home, its_message)
   return in_line()
 end
 
--- When a message was sent, if its first line says so: our header comes first, as Message.to_bytes() writes it.
-local SENT = '^[^\n]*,"headers":{"dislock":{"v":1,"sent":(%d+)'
-local function sent_at(stored) return tonumber(string.match(stored, SENT)) end
-
-local function was_sent_before(other)
-  local mine, its = sent_at(message), sent_at(redis.call('HGET', lock.tickets, other) or '')
-  return mine and its and mine < its
-end
-
 local NO_ROOM, ROOM, OLDEST = 0, 1, 2
-local TAKEN_MOST = 100    -- that make room for one
-local LOOKED_MOST = 1000  -- places, at the head of the line
-
--- Tickets that wait, the oldest first: those that have passed this lock and wait at a later one, then its line.
-local function waiting_longest()
-  local found = keeping(lock)
-  for _, member in ipairs(redis.call('ZRANGE', lock.line, 0, LOOKED_MOST - 1)) do
-    local other, beside = ticket_of(member)
-    if is_parked(member) and not beside then found[#found + 1] = other end
-  end
-  return found
-end
-
 -- Make room in line for a record of this size; if the line is full, by taking out the oldest, if that is wanted.
 -- Returns NO_ROOM, and nothing is changed; ROOM; or OLDEST: the task that comes is the one that makes room.
 local function make_room(size)
+  local TAKEN_MOST = 100    -- that make room for one
+  local LOOKED_MOST = 1000  -- places, at the head of the line
+
+  -- When a message was sent, if its first line says so: our header comes first, as Message.to_bytes() writes it.
+  local function sent_at(stored)
+    return tonumber(string.match(stored, '^[^\n]*,"headers":{"dislock":{"v":1,"sent":(%d+)'))
+  end
+
+  local function was_sent_before(other)
+    local mine, its = sent_at(message), sent_at(redis.call('HGET', lock.tickets, other) or '')
+    return mine and its and mine < its
+  end
+
+  -- Tickets that wait, the oldest first: those that have passed this lock and wait at a later one, then its line.
+  local function waiting_longest()
+    local found = keeping(lock)
+    for _, member in ipairs(redis.call('ZRANGE', lock.line, 0, LOOKED_MOST - 1)) do
+      local other, beside = ticket_of(member)
+      if is_parked(member) and not beside then found[#found + 1] = other end
+    end
+    return found
+  end
+
   local goes, is_oldest = {}, false
   local too_many = most > 0 and waiting() - most + 1 or 0
   local too_long = tonumber(redis.call('HGET', lock.tickets, TOTAL) or 0) + size - most_bytes

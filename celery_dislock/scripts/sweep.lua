@@ -15,6 +15,16 @@
 
 local UNCLAIMED = 3  -- turns: the caller finds out whether anybody can still claim the next one
 
+-- End the claims of processes that died, and of which no copy has come in time.  If nobody sweeps, all end.
+local function tidy_claims(lock)
+  local claims = redis.call('HGETALL', lock.running)
+  for i = 1, #claims, 2 do
+    local claim = parse_claim(claims[i + 1])
+    local ends = claim.settles ~= IN_BODY and claim.settles + COPY_MS or claim.claimed + CLAIMED_MS
+    if ends <= now and not claim.is_later then redis.call('HDEL', lock.running, claims[i]) end
+  end
+end
+
 home = ARGV[1]
 local lock = open_whole(KEYS[1])
 recall_and_hand_off(lock)

@@ -21,14 +21,15 @@ CHANGES = {
     "scripts/_line.lua": {
         "'1 %.0f %.0f %s %s'": "'2 %.0f %.0f %s %s'",
         "is_later = version ~= '1'": "is_later = version ~= '1' and version ~= '2'",
-        "parse_terms(between)": "parse_terms((string.gsub(between, ' new$', '')))",
+        "parse_stations(between,": "parse_stations((string.gsub(between, ' new$', '')),",
     },
     "scripts/_parked.lua": {
         "parked.version or '1'": "parked.version or '2'",
-        "or write_terms(parked.terms))": "or write_terms(parked.terms) .. ' new')",
-        "'1 %.0f %.0f %.0f %s'": "'2 %.0f %.0f %.0f %s new'",
+        "or write_stations(parked.stations))": "or write_stations(parked.stations) .. ' new')",
+        "'1 %.0f %.0f %.0f '": "'2 %.0f %.0f %.0f '",
+        "    write_stations(claim.stations))": "    write_stations(claim.stations) .. ' new')",
         IS_LATER: f"{IS_LATER} and version ~= '2'",
-        "parse_terms(rest or '')": "parse_terms((string.gsub(rest or '', ' new$', '')))",
+        "parse_stations(rest or '',": "parse_stations((string.gsub(rest or '', ' new$', '')),",
     },
     "scripts/_reservation.lua": {"{'1', ...}": "{'2', ...}"},
     "scripts/_unique.lua": {
