@@ -52,7 +52,7 @@ TENANTS = 20
 QUEUED = 400  # tasks of a round, for several keys
 KEYS_ROUNDS = 5
 SECOND = 1_000_000  # microseconds
-STARTING, ENDING = 60.0, 120.0  # seconds until workers, and a round, count as failed
+STARTING, ENDING = 60.0, 300.0  # seconds until workers, and a round, count as failed
 LOOK_EVERY = 0.02  # seconds
 
 

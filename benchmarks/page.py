@@ -197,6 +197,8 @@ def conditions(measured: dict[str, Measured]) -> Iterator[str]:
 def table(figures: Sequence[Figure], name: str) -> str:
     """Make a table of Markdown: a row for each variant, a column for each figure and network."""
     of = [figure for figure in figures if figure.table == name]
+    if not of:
+        return "*Not measured yet.*"
     columns = list(dict.fromkeys((figure.network, figure.measured) for figure in of))
     columns.sort(key=lambda column: list(NETWORKS).index(column[0]))
     networks = {network for network, _ in columns}
