@@ -18,6 +18,7 @@ from proof.tasking import (
     BURSTS,
     COUNTDOWN,
     DIES,
+    IN_LINE,
     KEYS,
     MAY_FAIL,
     PARKS,
@@ -52,7 +53,7 @@ def main() -> None:
             reserved.add(headers["id"])
 
     before_task_publish.connect(look, weak=False)
-    often = (DIES, RATED, *BURSTS)
+    often = (DIES, IN_LINE, RATED, *BURSTS)
     names = [*TASKS, *(name for name in often if name in TASKS)]  # these more often
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
         name, number = chance.choice(names), chance.randrange(KEYS)

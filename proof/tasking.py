@@ -30,7 +30,7 @@ LATER = {"lock_retry_for": 6 * 3600}  # its end goes by the workers' clocks, whi
 UNIQUE = {"lock_on_conflict": "queue", "lock_unique_until": "start"}
 REPLACES = {"lock_on_duplicate": "replace"}
 AT_LEAST = {"lock_at_least_for": 0.7}  # seconds: less than a timeout, so that no kill excuses less
-WIDE, WIDE_LIMIT = "wide", 2  # a key of all tasks of two keys in line: fewer than the narrow admit
+WIDE, WIDE_LIMIT = "wide", 3  # a key of all tasks of two keys in line: fewer than the narrow admit
 IN_LINE, RATED = "two in line", "rated"
 DIES = "dies"  # in its body, now and then; what it holds must not stay for its timeout
 DIES_TIMEOUT = 8.0  # seconds
@@ -67,7 +67,7 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
 PARKS = {name for name, options in ALL_TASKS.items() if options["lock_on_conflict"] == "queue"}
 MAY_FAIL = {"raise", "reject"}
 COUNTDOWN = {"debounce": 0.2}  # seconds
-BURSTS = {"debounce", "latest", IN_LINE}  # several are sent at a time, to meet each other
+BURSTS = {"debounce", "latest"}  # several are sent at a time, to replace each other
 DEATHS = 1 / 2  # of the bodies that may die
 RUNAWAY = 8  # timeouts: a body that goes on beyond its cap
 
@@ -117,8 +117,6 @@ def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the ke
         ctypes.PyDLL(None).usleep(int(2e6 * site.timeout))
     if task.name == "capped" and random.random() < 1 / 2:
         how = "runaway"
-    if task.name == IN_LINE and random.random() < 1 / 6:
-        how = "long"
     holding.trust({"long": 2, "runaway": RUNAWAY}.get(how, 0.05) * site.timeout)
     if task.name == DIES and random.random() < DEATHS:
         mine.add("process", str(os.getpid()), "killed", by="itself")
