@@ -45,7 +45,7 @@ logger = logging.getLogger("celery_dislock")
 
 
 def _in_one_text(keys: Sequence[str]) -> str:
-    return keys[0] if len(keys) == 1 else " + ".join(keys)
+    return " + ".join(keys)
 
 
 class Lock:
@@ -83,7 +83,7 @@ class Lock:
         fair: bool = True,
     ) -> None:
         self.keys, self.names, self.options, self.store = keys, names, options, store
-        self.key = _in_one_text(keys)
+        self.key = keys[0] if len(keys) == 1 else _in_one_text(keys)
         self.watchdog, self.clock, self.channel = watchdog, watchdog.clock, watchdog.channel
         self.timeout, self.interval = options.timeout, options.renewal_interval
         self.fair, self.terms = fair, options.terms
@@ -96,9 +96,8 @@ class Lock:
 
     def take_names(self, names: Sequence[str]) -> None:
         """Become the lock of the keys of a ticket; its task's code may name others by now."""
-        if names != self.names:
-            self.names, self.keys = names, [key_of(name) for name in names]
-            self.key = _in_one_text(self.keys)
+        self.names, self.keys = names, [key_of(name) for name in names]
+        self.key = _in_one_text(self.keys)
 
     def try_acquire(self, attempt: Attempt) -> Lease | Conflict:
         """

@@ -102,7 +102,8 @@ class Parking:
                 delivery.after_result.append(self._result_stored)
             if answer.claimed and ticket.marked:
                 attempt.how = PARKED_BEFORE
-            lock.take_names(answer.locks)
+            if answer.locks != lock.names:
+                lock.take_names(answer.locks)
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         if isinstance(answer, Later):
             put_off_later(delivery, self._process.lines)

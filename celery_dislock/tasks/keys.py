@@ -110,6 +110,8 @@ class TaskKeys:
             keys: The keys, in the order of ``lock_key``.
             terms: Their terms, or those of all.
         """
+        if len(keys) == 1:
+            return keys, (*terms,)
         strictest: dict[str, Terms] = {}
         narrow: dict[str, bool] = {}
         each = terms if len(terms) == len(keys) else [*terms] * len(keys)
