@@ -58,7 +58,6 @@ NEAR_SETTING = 0.91  # minimum difflib ratio of two settings, which share most o
 # A lock server under a misspelt name must not be replaced by the broker without a word.
 URL_WORDS = {"url", "urls", "uri"}
 
-# Why several keys with a rate are refused in a cluster.
 ONE_BY_ONE = "nodes of a cluster count for themselves: give one key, or no rate"
 STARTS_MANY = 10_000  # in the window of a rate
 
@@ -305,9 +304,7 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
         if options.has_rate:
             raise SettingsError(owner, "lock_key", options.lock_key, ONE_BY_ONE)
         if options.lock_on_conflict == "queue":
-            remedy = (
-                "several keys have no line in a cluster: give one key, or use 'wait' or 'retry'"
-            )
+            remedy = "a cluster keeps no line for them: give one key, or use 'wait' or 'retry'"
             raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
     if not isinstance(url, (list, tuple)):
         return

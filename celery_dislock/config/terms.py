@@ -95,7 +95,7 @@ class Terms(NamedTuple):
     def breadth(self) -> tuple[int, float]:
         """Where it stands among the locks that a task passes: what lets few pass comes first."""
         apart = self.rate.window / self.rate.most if self.rate else 0.0
-        if apart >= 1:  # second between two starts
+        if apart >= 1:  # seconds between two starts
             return 0, -apart
         return (2, -apart) if self.rate and self.limit == LIMIT_MOST else (1, self.limit)
 

@@ -110,6 +110,7 @@ local function open_circle(circle)
   for _, one in ipairs(circle) do
     if one.ticket and (not youngest or one.joined > youngest.joined) then youngest = one end
   end
+  if not youngest then return nil end  -- waiters in slots alone: they have deadlines
   told[1] = youngest.ticket
   for _, one in ipairs(circle) do
     for _, part in ipairs(one.ticket and {

@@ -216,11 +216,7 @@ class Store:
         return self._end(script, locks, owner, *terms) == len(locks)
 
     def release_dead(
-        self,
-        locks: Sequence[str],
-        owner_start: str,
-        at_least: float | None = 0.0,
-        ticket: str = "",
+        self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0, ticket: str = ""
     ) -> int:
         """
         End the leases and places in line of a dead process, and hand the locks on.
@@ -228,8 +224,7 @@ class Store:
         Args:
             locks: Names of the locks in Redis.
             owner_start: Start of the owners' names: all but the counter of the acquisition.
-            at_least: As in an :class:`Ending`.  None: leave the leases to expire, and give up only
-                the places in line.
+            at_least: As in an :class:`Ending`.  None: end the places in line alone.
             ticket: Of a task that may have been parked: it has the locks of its ticket then.
 
         Returns:
