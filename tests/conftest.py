@@ -7,6 +7,7 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import pytest
 from celery import _state
@@ -65,7 +66,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def shared_tasks_are_the_tests_own(monkeypatch):
-    """Celery gives a shared task of one module to the apps of all others."""
+    """Celery gives a shared task to all apps, also to one of another test that is still alive."""
+    monkeypatch.setattr(_state, "_apps", WeakSet())
     kept = {one for one in _state._on_app_finalizers if one.__module__ in NOT_OF_TESTS}
     monkeypatch.setattr(_state, "_on_app_finalizers", kept)
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from celery import Celery, _state
+from celery import Celery
 
 from celery_dislock import Dislock as Locks
 from tests.commands import Dislock
@@ -37,12 +37,6 @@ class Report:
     def found(self, check: str) -> list[tuple[str, str]]:
         """Return those that are not ok."""
         return [one for one in self.all(check) if one[0] != "ok"]
-
-
-@pytest.fixture(autouse=True)
-def no_shared_tasks(monkeypatch):
-    """Tasks of other tests' apps, which Celery gives to all, may not be for several servers."""
-    monkeypatch.setattr(_state, "_on_app_finalizers", set())
 
 
 def test_a_healthy_server(own_redis_server):
