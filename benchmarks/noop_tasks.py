@@ -46,14 +46,14 @@ def starts_now(client: redis.Redis, task: Any, name: str, most: int) -> int:
 
     Args:
         client: Of the server that counts.
-        task: The task, bound.
+        task: The task, bound, with ``max_retries=None``.
         name: Of the rate.
         most: Starts in a window.
     """
     script = client.register_script(SLIDING_WINDOW)
     started = int(script(keys=[name], args=[most, 1_000_000, uuid.uuid4().hex]))
     if started <= 0:
-        raise task.retry(countdown=-started / 1e6, max_retries=None)
+        raise task.retry(countdown=-started / 1e6)
     return started
 
 

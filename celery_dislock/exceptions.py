@@ -252,6 +252,24 @@ class LockLostError(DislockError):
 
 
 @dataclass(eq=False, repr=False)
+class SupersededError(DislockError):
+    """A newer task of the key waits for this one to end, and starts then.
+
+    Raised in a body that is cancelled.  Nobody else holds its lock yet.
+
+    Attributes:
+        key: The key of the lock.
+        by: Id of the newer task.
+    """
+
+    key: str
+    by: str
+
+    def __str__(self) -> str:
+        return f"task {plain(self.by)}, which was sent later, waits for lock {self.key!r}"
+
+
+@dataclass(eq=False, repr=False)
 class StoreError(DislockError):
     """The lock server did not answer, or returned an error.
 

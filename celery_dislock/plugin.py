@@ -135,12 +135,15 @@ def _command(name: str) -> tuple[Any, tuple[Any, ...]]:
 @cache
 def _extend_workers() -> None:
     """Extend what a worker does when it is asked, and what its beat does."""
-    from celery.worker.control import inspect_command  # noqa: PLC0415 -- see above
+    from celery.worker.control import control_command, inspect_command  # noqa: PLC0415 -- see above
 
     from celery_dislock.operating.inspection import inspect_locks  # noqa: PLC0415
+    from celery_dislock.tasks.cancelling import LOOK  # noqa: PLC0415
+    from celery_dislock.worker.cancelled import look  # noqa: PLC0415
 
     # Celery's command line, too, must know the command, or "celery inspect dislock" is refused.
     inspect_command(name="dislock", variadic="shown", signature="[full]")(inspect_locks)
+    control_command(name=LOOK, args=[("task_id", str)])(look)
     hooks.receive_revokes()
     _extend_beats()
 

@@ -8,10 +8,10 @@ Connect a receiver as for any Celery signal::
     def page_someone(sender, lease, reason, **kwargs): ...
 
 The sender is the task, or the :class:`~celery_dislock.ReentrantLock` in plain Python.
-Receivers of ``lock_renewed``, ``lock_lost`` and ``lock_capped`` mostly run in the watchdog's thread
-or greenlet, so keep them short.  No signal is sent when a dead process's lease is released by
-another process.  If a receiver raises an exception, Celery's dispatcher logs it, and nothing else
-changes.
+Receivers of ``lock_renewed``, ``lock_lost``, ``lock_capped`` and ``lock_superseded`` mostly run in
+the watchdog's thread or greenlet, so keep them short.  No signal is sent when a dead process's
+lease is released by another process.  If a receiver raises an exception, Celery's dispatcher logs
+it, and nothing else changes.
 
 ==================  =================================================================
 signal              arguments
@@ -21,6 +21,7 @@ signal              arguments
 ``lock_renewed``    ``lease``, sent after each renewal
 ``lock_lost``       ``lease``, ``reason``; once per lease
 ``lock_capped``     ``lease``; once per lease, when ``max_renew_times`` renewals are done
+``lock_superseded`` ``lease``; once per lease, when a newer task waits for it to end
 ``lock_released``   ``lease``, ``expiring``: True if it is left to expire
 ==================  =================================================================
 """
@@ -35,6 +36,7 @@ __all__ = [
     "lock_renewed",
     "lock_lost",
     "lock_capped",
+    "lock_superseded",
     "lock_released",
 ]
 
@@ -43,4 +45,5 @@ lock_conflict = Signal(name="lock_conflict", providing_args={"conflict", "task_i
 lock_renewed = Signal(name="lock_renewed", providing_args={"lease"})
 lock_lost = Signal(name="lock_lost", providing_args={"lease", "reason"})
 lock_capped = Signal(name="lock_capped", providing_args={"lease"})
+lock_superseded = Signal(name="lock_superseded", providing_args={"lease"})
 lock_released = Signal(name="lock_released", providing_args={"lease", "expiring"})

@@ -222,7 +222,9 @@ def _refuse_coroutine(value: object) -> None:
 
 UNIQUE_UNTIL = ("start", "end", "expiry")  # of lock_unique_until
 
-STRATEGIES = ("skip", "raise", "retry", "wait", "queue", "reject")
+STRATEGIES = ("skip", "raise", "retry", "wait", "queue", "cancel", "reject")
+
+IN_LINE = ("queue", "cancel")  # strategies of tasks that are parked
 
 _strategy = one_of(*STRATEGIES)
 
@@ -269,11 +271,12 @@ class TaskOptions:
     #: What a task does when its lock is held. `skip`: it does not run and ends as REVOKED. `raise`:
     #: it fails with LockHeldError. `retry`: it is sent again later under its own id. `wait`: it
     #: waits in line and occupies its worker slot. `queue`: it is parked in line and occupies no
-    #: slot; with several keys it passes one after the other, not in a cluster. `reject`: its
-    #: message goes to the broker's dead-letter exchange. A callable takes the
-    #: task and the conflict, and returns one of these names. With `lock_unique_until='start'` or
-    #: `lock_on_duplicate='replace'` the default is `queue` (`retry` with several keys in a
-    #: cluster): a message that was sent while an older one ran is not lost.
+    #: slot; with several keys it passes one after the other, not in a cluster. `cancel`: the newest
+    #: takes over: it is parked, those in line end as REVOKED, and the task that runs is told to
+    #: stop (`lock_on_cancel`). `reject`: its message goes to the broker's dead-letter exchange. A
+    #: callable takes the task and the conflict, and returns one of these names but `cancel`. With
+    #: `lock_unique_until='start'` or `lock_on_duplicate='replace'` the default is `queue` (`retry`
+    #: with several keys in a cluster): a message that was sent while an older one ran is not lost.
     lock_on_conflict: str | Callable[[Any, Any], str | None] = declare("skip", lock_on_conflict)
     #: Maximum wait with `lock_on_conflict='wait'`. On timeout the task fails as with `raise`.
     lock_wait_timeout: float = declare(10.0, seconds(at_least=0), unit="s")
@@ -285,6 +288,16 @@ class TaskOptions:
     #: Which task is dropped when the line is full: `skip` drops the newcomer, `replace` drops the
     #: oldest task in line. The dropped task ends as REVOKED.
     lock_queue_overflow: str = declare("skip", one_of("skip", "replace"))
+    #: What happens to a body that runs when a newer task of its key waits for it to end. `raise`:
+    #: SupersededError is raised in it. `terminate`: the body is stopped even if it catches
+    #: Exception. `warn`: it is not stopped, but may ask `lease.superseded`. None: `raise` with
+    #: `lock_on_conflict='cancel'`, else it goes on.
+    lock_on_cancel: str | None = declare(None, optional(one_of("warn", "raise", "terminate")))
+    #: A body that has not ended so long after it was told is stopped as with `terminate`. None: it
+    #: is not.
+    lock_cancel_after: float | None = declare(None, optional(seconds(above=0)), unit="s")
+    #: How long a body runs undisturbed, counted from its acquisition, before it is told.
+    lock_cancel_not_before: float = declare(0.0, seconds(at_least=0), unit="s")
     #: Maximum time of retries with `lock_on_conflict='retry'`, counted from the first conflict. On
     #: timeout the task fails as with `raise`.
     lock_retry_for: float = declare(3600.0, seconds(above=0), unit="s")
@@ -385,8 +398,18 @@ class TaskOptions:
 
     @cached_property
     def parks(self) -> bool:
-        """Whether the task may be parked: its strategy is "queue", or a callable chooses."""
-        return self.lock_on_conflict == "queue" or callable(self.lock_on_conflict)
+        """Whether the task may be parked: its strategy says so, or a callable chooses."""
+        return self.lock_on_conflict in IN_LINE or callable(self.lock_on_conflict)
+
+    @cached_property
+    def cancels(self) -> bool:
+        """Whether a newer task of the key takes the place of an older one."""
+        return self.lock_on_conflict == "cancel"
+
+    @cached_property
+    def on_cancel(self) -> str | None:
+        """What happens to a body for whose end a newer task waits; None: nothing, it goes on."""
+        return self.lock_on_cancel or ("raise" if self.cancels else None)
 
 
 # Options that have no effect unless another option has this value.
@@ -402,6 +425,12 @@ BELONG_TO: dict[str, tuple[str, Any]] = {
     "lock_on_cap": ("lock_expire", None),
     "lock_limit": ("lock_mode", "exclusive"),
     "lock_replace_for": ("lock_on_duplicate", "replace"),
+}
+
+# What these options must be with lock_on_conflict="cancel", and what to do else.
+NOT_CANCELLED: dict[str, tuple[Any, str]] = {
+    "lock_expire": (None, "a renewal tells a task that it is cancelled: leave one of the two out"),
+    "lock_hold_on_retry": (False, "a retry comes back to a newer task: leave one of the two out"),
 }
 
 # Options that have no effect unless another option is given.

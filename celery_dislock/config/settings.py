@@ -22,10 +22,12 @@ from typing import Any
 from celery_dislock.config.options import (
     ALONE,
     BELONG_TO,
+    IN_LINE,
     MEANT,
     MIGRATING,
     NEAR_MISS,
     NEED,
+    NOT_CANCELLED,
     OF_OTHERS,
     TaskOptions,
     declare,
@@ -190,9 +192,20 @@ def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOption
         raise _refused(owner, "lock_limit", None, remedy)
     if options.has_rate:
         _check_rate(owner, options)
+    if options.cancels:
+        _check_cancelling(owner, options)
     for name, other in NEED.items():
         if name in declared and getattr(options, other) is None:
             raise _refused(owner, name, declared[name], f"it has no effect without {other}")
+
+
+def _check_cancelling(owner: str, options: TaskOptions) -> None:
+    for name, (value, remedy) in NOT_CANCELLED.items():
+        if getattr(options, name) != value:
+            raise _refused(owner, name, getattr(options, name), remedy)
+    if len(options.keys) > 1:
+        remedy = "a task of several keys cancels nobody: give one key, or use 'queue'"
+        raise _refused(owner, "lock_on_conflict", "cancel", remedy)
 
 
 def _check_rate(owner: str, options: TaskOptions) -> None:
@@ -303,9 +316,9 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
     if len(options.keys) > 1 and is_cluster(conf):
         if options.has_rate:
             raise SettingsError(owner, "lock_key", options.lock_key, ONE_BY_ONE)
-        if options.lock_on_conflict == "queue":
+        if options.lock_on_conflict in IN_LINE:
             remedy = "a cluster keeps no line for them: give one key, or use 'wait' or 'retry'"
-            raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
+            raise SettingsError(owner, "lock_on_conflict", options.lock_on_conflict, remedy)
     if not isinstance(url, (list, tuple)):
         return
     for name, value in ALONE.items():
@@ -313,9 +326,9 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
             raise SettingsError(owner, name, given, ONLY_EXCLUSIVE)
     if options.admits_several:
         raise SettingsError(owner, "lock_key", options.lock_key, ONLY_EXCLUSIVE)
-    if options.lock_on_conflict == "queue":
+    if options.lock_on_conflict in IN_LINE:
         remedy = "several lock servers (dislock_url is a list) keep no line; use 'wait' or 'retry'"
-        raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
+        raise SettingsError(owner, "lock_on_conflict", options.lock_on_conflict, remedy)
 
 
 def is_cluster(conf: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from celery_dislock.clock import FOREVER
 from celery_dislock.locks.interruption import THROWN
 from celery_dislock.locks.lease import End
 from celery_dislock.servers.records import in_words
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,6 +175,20 @@ class Channel:
         finally:
             self._tell(lambda watcher: watcher.capped(lease))
             signals.lock_capped.send(sender=lease.sender, lease=lease)
+
+    def superseded(self, action: str, lease: Lease) -> None:
+        """Tell that a newer task waits for a lease, after this action was applied to the body."""
+        logger.info(
+            "Lock %r of %s is waited for by task %s, which was sent later; lock_on_cancel=%r.",
+            *(lease.key, in_words(lease.holder), plain(lease.superseded), action),
+        )
+        try:
+            if lease.on_end is not None:
+                lease.on_end(lease, action)
+        finally:
+            self.renewed(lease)
+            if not lease.stops:
+                signals.lock_superseded.send(sender=lease.sender, lease=lease)
 
     def abandoned(self, lease: Lease) -> None:
         """Tell that the owner of a lease has ended without releasing it."""

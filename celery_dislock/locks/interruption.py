@@ -39,7 +39,7 @@ from weakref import ref
 from billiard import current_process
 from billiard.exceptions import SoftTimeLimitExceeded
 
-from celery_dislock.exceptions import LockLostError
+from celery_dislock.exceptions import LockLostError, SupersededError
 from celery_dislock.servers.bridge import current_call, current_greenlet, wait_again
 from celery_dislock.servers.records import in_words
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 # What may be raised in a body at any instruction, and must end it: who catches all errors there of
 # something else lets these pass.  The others, such as SystemExit, are no subclasses of Exception.
-THROWN = (SoftTimeLimitExceeded, LockLostError)
+THROWN = (SoftTimeLimitExceeded, LockLostError, SupersededError)
 
 SIGNAL = getattr(signal, "SIGURG", None)
 MOST_JUMPS = 1000  # loop iterations within which a pending asynchronous exception is raised
@@ -211,6 +211,8 @@ class _MainThreadTarget:
 
     def __init__(self, signum: int) -> None:
         self.pending: BaseException | None = None
+        # Called when the signal has come from the worker's main process, which throws nothing.
+        self.on_signal: Callable[[], None] = lambda: None
         self._signum = signum
         self._ident = threading.get_ident()
         if signal.getsignal(signum) is not _raise_pending:
@@ -231,6 +233,8 @@ def _raise_pending(_signum: int, _frame: FrameType | None) -> None:
         if target.pending is not None:
             exc, target.pending = target.pending, None
             raise exc
+    for target in _MainThreadTarget.armed:
+        target.on_signal()
 
 
 class _ThreadTarget:
@@ -322,9 +326,16 @@ def is_pool_process() -> bool:
 class StopTask(BaseException):
     """Thrown into a body to terminate it; ``except Exception`` does not catch it."""
 
-    def __init__(self, error: LockLostError) -> None:
+    def __init__(self, error: LockLostError | SupersededError) -> None:
         super().__init__(error)
         self.error = error
+
+
+def why_stopped(lease: Lease) -> LockLostError | SupersededError:
+    """Make the error that stops a body: its lease has ended, or a newer task waits for that."""
+    if lease.told_at is not None and not (lease.lost or lease.capped):
+        return SupersededError(lease.key, lease.superseded)
+    return LockLostError(lease.key, lease.why_ended)
 
 
 class Running:
@@ -344,6 +355,8 @@ class Running:
         self.target = running_here(block)
         self._mutex = threading.Lock()
         self._ended = False
+        if isinstance(self.target, _MainThreadTarget):
+            self.target.on_signal = partial(lease.driver.look_at, lease)
         lease.on_end = self._stop
 
     def begin(self) -> None:
@@ -351,14 +364,18 @@ class Running:
         Check just before the body starts that its lease has not ended already.
 
         Raises:
-            LockLostError: The lease has ended, and the options ask to stop the body then.  The
-                body must not run.
+            LockLostError, SupersededError: The lease has ended, or a newer task waits for that, and
+                the options ask to stop the body then.  The body must not run.
         """
-        lease = self._lease
-        options = lease.driver.options
-        action = options.lock_on_lost if lease.lost else options.lock_on_cap
-        if (lease.lost or lease.capped) and action in STOPPING:
-            raise LockLostError(lease.key, lease.why_ended)
+        lease, options, action = self._lease, self._lease.driver.options, None
+        if lease.lost:
+            action = options.lock_on_lost
+        elif lease.capped:
+            action = options.lock_on_cap
+        elif lease.told_at is not None:
+            action = options.on_cancel
+        if action in STOPPING:
+            raise why_stopped(lease)
 
     def took_back(self, exc: BaseException) -> bool:
         """
@@ -381,7 +398,7 @@ class Running:
     def _stop(self, lease: Lease, action: str) -> None:
         if action not in STOPPING:
             return
-        error = LockLostError(lease.key, lease.why_ended)
+        error = why_stopped(lease)
         if action == "raise":
             self.target.throw(error)
             return
@@ -395,7 +412,7 @@ class Running:
         with self._mutex:
             if not self._ended:
                 logger.error(
-                    "Killing process %d: %s does not stop, and its lease of lock %r has ended: %s.",
-                    *(os.getpid(), in_words(lease.holder), lease.key, lease.why_ended),
+                    "Killing process %d: %s does not stop: %s.",
+                    *(os.getpid(), in_words(lease.holder), why_stopped(lease)),
                 )
                 os.kill(os.getpid(), signal.SIGKILL)

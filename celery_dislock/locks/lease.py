@@ -21,7 +21,7 @@ from weakref import ref
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
-from celery_dislock.exceptions import LockLostError, StoreError
+from celery_dislock.exceptions import LockLostError, StoreError, SupersededError
 from celery_dislock.servers.records import written
 from celery_dislock.servers.requests import RELEASED
 
@@ -93,6 +93,9 @@ class Driver(Protocol):
     def renew(self, lease: Lease) -> bool:
         """Renew the lease now; False if the server no longer has it."""
 
+    def look_at(self, lease: Lease) -> None:
+        """Ask the server soon whether a newer task waits for the lease to end."""
+
     def end(self, lease: Lease, ending: Ending) -> None:
         """End the lease."""
 
@@ -115,17 +118,24 @@ class Lease:
         finished: True once the lease was released, or left to expire.  A release may have failed:
             then the lease ends with its expiry.
         reservation: The reservation of its key, which is renewed with it; None: none.
+        superseded: Id of a newer task of the key that waits for this lease to end; empty: none
+            does, as far as this process knows.
+        told_at: Time at which the body was told so, on this process's clock; None: it was not.
+        stops: Whether it was told to stop after that, as it did not end.
         since: Time before the lock was asked for, on this process's clock.
         caller_ended: Returns whether nobody is left who could release the lock.  None: somebody is,
             as with the lock of a task, which always ends with its execution.
-        on_end: Called with the lease and ``lock_on_lost`` or ``lock_on_cap`` when it is lost or
-            capped; None: nobody has to be stopped.
+        on_end: Called with the lease and what is to be done when it is lost or capped, or a newer
+            task waits for it; None: nobody has to be stopped.
         end: How it has ended; None: it has not.
     """
 
     renewals = 0
     capped = finished = False
     reported = False  # its end, on the channel
+    superseded = ""
+    told_at: float | None = None
+    stops = False
     reservation: Reservation | None = None
     end: End | None = None
     caller_ended: Callable[[], bool] | None = None
@@ -231,7 +241,10 @@ class Lease:
 
         Raises:
             LockLostError: Another execution may hold the lock by now.
+            SupersededError: The lease is held, and the body was told to end for a newer task.
         """
+        if self.told_at is not None:
+            raise SupersededError(self.key, self.superseded)
         try:
             held = self.confirm()
         except StoreError as exc:
@@ -260,11 +273,12 @@ class Lease:
             if sent_at >= self.trusted_until:  # others renewed it meanwhile, at the same intervals
                 self.renewals += max(0, int((sent_at - self.renewed_at) / interval) - 1)
             self.due = sent_at + interval
+        is_extra = interval is not None and sent_at < self.renewed_at + interval / 2
         self.renewed_at = sent_at
         self.trusted_until = sent_at + trust_in(self.driver.timeout)
         if self._handed_on:
             self._handed_on = False
-        else:
+        elif not is_extra:  # a look for a newer task does not count towards the cap
             self.renewals += 1
 
     def lose(self, reason: str) -> None:

@@ -287,6 +287,10 @@ class Lock:
             self.channel.lost(lease)
         return False
 
+    def look_at(self, lease: Lease) -> None:
+        """Ask the server soon whether a newer task waits for the lease to end; does not block."""
+        self.watchdog.look_at(lease.holder.get("id"))
+
     def end(self, lease: Lease, ending: Ending) -> None:
         """
         End a lease; see :meth:`Lease.release`.  It can be repeated if it was interrupted.

@@ -127,6 +127,13 @@ class Watchdog(Loop):
         if due < self.wakes_at:  # else the thread runs, and looks in time
             self.wake(due)
 
+    def look_at(self, task_id: object) -> None:
+        """Ask the server soon whether a newer task waits for this one; does not block."""
+        for lease in self:
+            if lease.holder.get("id") == task_id and lease.due is not None and not lease.superseded:
+                lease.due = self.clock()
+                self.wake(lease.due)
+
     def unwatch(self, lease: Lease) -> None:
         """
         Stop renewing this lease; does not block.
@@ -253,7 +260,10 @@ class Watchdog(Loop):
         kept = [
             lease.reservation
             for lease, answer in zip(batch, answers, strict=True)
-            if answer is True and lease.reservation is not None and lease.reservation.until == "end"
+            if not isinstance(answer, StoreError)
+            and answer
+            and lease.reservation is not None
+            and lease.reservation.until == "end"
         ]
         if kept:  # a renewal that is missed costs no more than itself
             keep = partial(self._store.reservations.keep, kept, runs=True, within=within)
@@ -263,7 +273,7 @@ class Watchdog(Loop):
     def _answered(
         self,
         lease: Lease,
-        answer: bool | StoreError,  # noqa: FBT001 -- as the store gives it
+        answer: bool | str | StoreError,  # noqa: FBT001 -- as the store gives it
         sent_at: float,
     ) -> Report | None:
         """
@@ -285,7 +295,36 @@ class Watchdog(Loop):
                 lease.lose(GONE_WHEN_RENEWED)
                 return self.channel.lost
             lease.extend(sent_at)
+            if isinstance(answer, str) and (action := self._due_action(lease, answer)):
+                return partial(self.channel.superseded, action)
             return self.channel.renewed
+
+    def _due_action(self, lease: Lease, by: str) -> str | None:
+        """Return what is to be done now to a body for whose end a newer task waits; None: nothing.
+
+        If it is done later, the lease is renewed then, which calls this again.
+        """
+        options, now = lease.driver.options, self.clock()
+        if options.on_cancel is None:
+            lease.superseded = by
+            return None
+        if lease.told_at is None:
+            action, at = options.on_cancel, lease.since + options.lock_cancel_not_before
+        elif options.lock_cancel_after is not None and not lease.stops:
+            action, at = "terminate", lease.told_at + options.lock_cancel_after
+        else:
+            return None
+        interval = lease.driver.interval or 0.0
+        if now < at - interval * EARLY:
+            lease.due = min(lease.due or at, at)
+            return None
+        if lease.told_at is not None:
+            lease.stops = True
+            return action
+        lease.superseded, lease.told_at = by, now
+        if options.lock_cancel_after is not None:
+            lease.due = min(lease.due or FOREVER, now + options.lock_cancel_after)
+        return action
 
     def _retry_at(self, lease: Lease, sent_at: float) -> float:
         """Return when to try again; the time that the try has waited for a reply is pause, too."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import re
 import reprlib
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ HEADER = "dislock"
 VERSION = 1  # of the header, in its member "v", which comes first
 
 # Members of the header.  These two belong to the message, and retries keep them.
-SENT = "sent"  # when a task was sent that may be replaced in line: UNIX time in us
+SENT = "sent"  # when a task was sent that a newer one may replace: UNIX time in us
 UNIQUE = "unique"  # the parts of its Reservation but id and ttl
 # The others are notes of one delivery.
 PUT_OFF = "put_off"  # times this task was put off in a row
@@ -93,6 +94,7 @@ class Notes:
         is_later: Whether a later version has written the header; it has FROZEN members only then.
         came: Whether the message has our header; most have none.
         unique: Its reservation, unchecked; see :func:`reservation_of`.  None: it has none.
+        sent: When the task was sent, for "cancel": UNIX time in microseconds.  0: nobody asks.
     """
 
     put_off: int = 0
@@ -106,6 +108,7 @@ class Notes:
     is_later: bool = False
     came: bool = False
     unique: Any = None
+    sent: int = 0
 
     @classmethod
     def of(cls, request: Context) -> Notes:
@@ -140,7 +143,7 @@ class Notes:
     def to_header(self) -> dict[str, Any]:
         """Return the members of the header that pass these notes on to the next message."""
         noted = {name: getattr(self, attribute) for name, (attribute, _) in READERS.items()}
-        noted[TICKET] = list(self.parked or ())  # AMQP has no tuples
+        noted |= {TICKET: list(self.parked or ()), SENT: self.sent}  # AMQP has no tuples
         return {name: note for name, note in noted.items() if note}
 
 
@@ -174,6 +177,12 @@ def _members(given: Any) -> Mapping[str, Any]:
 def notes_of(request: Context) -> Mapping[str, Any]:
     """Return the members of the header of a request's message, unchecked; none if it has none."""
     return _members(_header_of(request))
+
+
+def sent_of(request: Context) -> int:
+    """Return when a task was sent, as its message says; now, if that is later or not said."""
+    sent, now = notes_of(request).get(SENT), int(time.time() * 1e6)
+    return sent if type(sent) is int and 0 < sent < now else now
 
 
 def notes_in(headers: Mapping[str, Any] | None) -> Mapping[str, Any]:

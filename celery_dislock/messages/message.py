@@ -60,10 +60,12 @@ class TaskParked(Ignore):  # type: ignore[misc]
         about: The fields of its event: the key of the lock, the place in line, counted from 1, a
             description of the lock's holder, and since when that has it, if it is known.
         replaced: Why tasks end whose place in line it took, by their ids.
+        told: Holders that must end for it, whose workers are still to be told.
     """
 
     about: Mapping[str, Any] = {}
     replaced: Mapping[str, str] = {}
+    told: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.servers.records import Conflict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,11 @@ class Parked(Conflict):
 
     Attributes:
         replaced: Tasks that lost their places, whom the caller ends: their messages, by ticket.
+        told: Holders that must end for this task, whose workers the caller tells.
     """
 
     replaced: Mapping[str, bytes] = field(default_factory=dict)
+    told: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)

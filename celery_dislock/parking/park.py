@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from celery_dislock.exceptions import LaterReleaseError, StoreError
 from celery_dislock.keys.names import ticket_of
 from celery_dislock.locks.lease import PARKED as PARKED_BEFORE
-from celery_dislock.messages.headers import SINCE
+from celery_dislock.messages.headers import SENT, SINCE
 from celery_dislock.messages.message import TaskParked, result_is_ignored
 from celery_dislock.messages.unrun import acknowledge, put_off
 from celery_dislock.parking.answers import Done, Later, Parked
@@ -74,6 +74,7 @@ class Parking:
             terms=lock.terms,
             bounds=bounds,
             reservation=attempt.reservation,
+            sent=delivery.notes.sent,
         )
         asked_at = lock.clock()
         if attempt.asked_at is None:
@@ -92,6 +93,7 @@ class Parking:
             delivery.logged(parked, f"{parked}.")
             if answer.replaced:
                 parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
+            parked.told = answer.told
             raise parked
         if isinstance(answer, Done):
             delivery.end_reservation()  # which it took when it was put off
@@ -129,7 +131,10 @@ class Parking:
             StoreError: The lock server did not answer.  The task may be in line.
         """
         delivery = self._delivery
-        message = delivery.message.to_bytes({SINCE: delivery.notes.since})
+        notes = {SINCE: delivery.notes.since}
+        if delivery.notes.sent:
+            notes[SENT] = delivery.notes.sent
+        message = delivery.message.to_bytes(notes)
         if not result_is_ignored(delivery.task, delivery.request):
             self._store_state(conflict, min(conflict.place, bounds.most or conflict.place))
         return self.ask(message, bounds)

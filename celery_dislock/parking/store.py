@@ -24,7 +24,7 @@ from celery_dislock.parking.answers import Circle, Done, Dropped, Full, Later, P
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
-from celery_dislock.servers.records import Conflict, locks_of, text
+from celery_dislock.servers.records import Conflict, holder_of, locks_of, text
 from celery_dislock.servers.replies import Granted, Replaced, turns
 from celery_dislock.words import plain
 
@@ -71,6 +71,7 @@ class Ticket(NamedTuple):
     terms: tuple[Terms, ...] = (ALONE,)  # of the locks, or of all, if nothing is known of the task
     bounds: Bounds = UNBOUNDED  # of the line
     reservation: Reservation | None = None  # see Store.acquire()
+    sent: int = 0  # when it was sent, for "cancel": UNIX time in microseconds; 0: it cancels nobody
 
 
 class Lines:
@@ -128,7 +129,7 @@ class Lines:
             later release.
 
         Raises:
-            Replaced: The task must not run, because of the reservation.
+            Replaced: The task must not run, because of the reservation or a newer task.
             StoreError: The server did not answer.  The lock may have been taken, or the task
                 parked.
         """
@@ -149,6 +150,7 @@ class Lines:
             "message": ticket.message,
             **ticket.bounds._asdict(),
             "task": _written(ticket.task),
+            "sent": ticket.sent or "",
             "index": "" if self._is_apart else self._names,
             "listed": 0,
         }
@@ -390,9 +392,10 @@ def _answer(reply: Sequence[Any]) -> Granted | Conflict | Done | Later:
             )
         case [scripts.REFUSED, _, lock, place, *lease]:
             return Conflict.of(text(lock), *lease, place=place)
-        case [scripts.PARKED, _, lock, place, *lease, replaced]:
+        case [scripts.PARKED, _, lock, place, *lease, replaced, told]:
             its = _messages(replaced) if replaced else {}
-            return Parked.of(text(lock), *lease, place=place, replaced=its)
+            told = tuple(map(holder_of, told))
+            return Parked.of(text(lock), *lease, place=place, replaced=its, told=told)
         case [scripts.FULL, _, lock, waiting, *lease]:
             return Full.of(text(lock), *lease, waiting=waiting)
         case [scripts.REPLACED_BY, _, by]:

@@ -15,6 +15,7 @@ local ASIDE = ':aside'        -- hash    ticket -> what nobody could read or run
 local DONE = ':done:'         -- string  ticket or owner: its mark, when it is done; see _parked.lua
 local MARK = ':mark:'         -- string  task id: a mark about it; see mark.lua
 local UNIQUE = ':unique'      -- string  which message the key is reserved for; see _unique.lua
+local NEWEST = ':newest'      -- string  which task came last; see _newest.lua
 local LIMIT = ':limit'        -- string  how many leases an operator admits; see limit.lua
 local RATE = ':rate'          -- string  how often an operator lets it be taken; see _rate.lua
 local STARTS = ':starts'      -- list    when it was taken, of a lock with a rate; see _rate.lua

@@ -35,6 +35,7 @@
 -- that was parked leaves a mark, as a copy of its message may always come.
 
 -- include: _line
+-- include: _newest
 
 local TURNS_MOST = 100           -- given by one script; the script that claims one of them gives more
 local KEPT_UNIT_MS = 300000      -- for which a unit is kept without a sweep

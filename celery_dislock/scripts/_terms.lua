@@ -37,6 +37,9 @@ local function with_gate(holder)
   return string.format('%s:true%s', GATE, holder == '{}' and '' or ',') .. string.sub(holder, 2)
 end
 
+-- A mark before the holder of a lease that the newest of its key waits for: the id of that task, encoded.
+local function superseded_by(holder) return string.match(holder, '^{"superseded":"([^"]*)"') end
+
 -- A lease takes room of its mode.  One of a mode that only a later version knows takes room of each.
 local function take_room(lock, lease, many)
   if lease.mode ~= 's' then lock.x = lock.x + many end

@@ -28,8 +28,8 @@
 
 -- include: _record
 -- include: _reservation
+-- include: _states
 
-local REPLACED_BY = 5  -- of acquisitions, beside the states of _states.lua
 local WAITS = {s = true, w = true}
 
 -- Numbers but ends stay text until they change, as Lua is slow to write them: compare differences.

@@ -35,5 +35,6 @@ end
 local message = with_note(parked.message)
 write_first(lock.name)
 replace(lock, ticket, message)
+withdraw(lock, ticket)
 recall_and_hand_off(lock)
 return {1, turns, message, parked.home == home and 1 or 0}

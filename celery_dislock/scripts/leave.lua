@@ -38,6 +38,7 @@ if not (record or has_claimed) then
 end
 
 forget(lock, ticket)
+if how ~= 'runs' and not has_claimed then withdraw(lock, ticket) end
 redis.call('HDEL', lock.name .. REPLACED, ticket)
 if how == 'aside' or how == 'unread' then set_aside(lock, ticket, record)
 elseif how ~= 'ended' then mark_done(lock, ticket) end

@@ -129,6 +129,7 @@ class Life:
             "most_bytes": BYTES_MOST,
             "overflow": "skip",
             "task": "",
+            "sent": 1,
             "index": self._lines,
             "listed": 0,
         }

@@ -11,6 +11,8 @@
 --           overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room;
 --                      that is the one that comes, if it was sent before the first in line
 --           task       its name: "task":"...", as its message writes it; empty: not known
+--           sent       when its message was sent, Redis TIME in microseconds: it supersedes those that were sent before,
+--                      and one that comes when a newer one came before it is superseded; empty: neither
 --           index      of lines, see _index.lua; empty: on another node, and the client lists the line
 --           listed     Redis TIME in microseconds of this node before that; 0: it is not listed yet
 --
@@ -19,9 +21,11 @@
 --                                           0 no ticket
 --   {0, turns, lock, place, lease...}       refused; place: that it would have in line; lock: the one that refuses;
 --                                           lease: the one in the way, four values as in_the_way() has them
---   {2, turns, lock, place, lease..., replaced}   parked, in the line of this lock; replaced: {ticket, message, ...}
+--   {2, turns, lock, place, lease..., replaced, told}   parked, in the line of this lock; replaced: {ticket,
+--                                           message, ...}; told: holders that must end for it
 --   {3, turns}                              this work is done: a mark says so, and nothing else does
 --   {4, turns, lock, waiting, lease...}     the line is full, or was when this owner asked before
+--   {5, turns, task}                        it is superseded: this task was sent later; it leaves its line
 --   {7, turns}                              a later version has parked it: only that can claim its turn
 --   {6, turns, listed}                      it was not put in line: list the line, and ask again with this time
 -- Touches all keys of the locks, and the index.  A task that waits already keeps its place, and so does one that ran in a
@@ -33,10 +37,10 @@
 -- include: _free
 
 local owner, ttl, holder, terms, its_home, ticket, same_task, marked, message, most, most_bytes,
-  overflow, task, index, listed = unpack(ARGV)
+  overflow, task, sent, index, listed = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
-if #KEYS == 1 and marked == '0' and message == '' then
+if #KEYS == 1 and marked == '0' and message == '' and sent == '' then
   local free = grant_free(name, owner, ttl, terms, holder, LINE, TICKETS, HANDED, RUNNING, DONE .. ticket)
   if free then return {GRANTED, {}, 0, name, free} end
 end
@@ -45,6 +49,8 @@ end
 -- include: _index
 
 home, most, most_bytes = its_home, tonumber(most), tonumber(most_bytes)
+
+local this = sent ~= '' and {sent = math.min(tonumber(sent), now_us), task = string.sub(same_task, 1, -2)}
 
 local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
 local lock = open_whole(name)
@@ -59,8 +65,10 @@ do
   end
 end
 
--- How many wait for their turn.
-local function waiting() return count_tickets(lock) - redis.call('ZCARD', lock.handed) end
+-- How many wait for their turn; for a task that supersedes them, also those that have it.
+local function waiting()
+  return count_tickets(lock) - (this and 0 or redis.call('ZCARD', lock.handed))
+end
 
 -- A reply about a lock that is in the way.
 local function about_lock(state, its, place)
@@ -82,6 +90,7 @@ local function in_line()
   end
   local answer = about_lock(PARKED, its, rank and rank + 1 or waiting())
   answer[#answer + 1] = message ~= '' and unreported(lock) or {}
+  answer[#answer + 1] = this and rank and supersede(its, asked[1].terms, this) or {}
   return answer
 end
 
@@ -94,6 +103,7 @@ local function refusing(stations, whenever)
 end
 
 local function grant_all(stations, claimed)
+  if this then become_newest(lock, this) end
   local answer = {GRANTED, turns, claimed}
   for nth, station in ipairs(stations) do
     local at = nth == 1 and lock or open_whole(station.name)
@@ -117,6 +127,7 @@ local function list_first() return {UNLISTED, turns, string.format('%.0f', now_u
 
 local function put_in_line(joined, stations, its_home, its_message)
   list()
+  if this then become_newest(lock, this) end
   stations[1].arrived = joined
   local parked = {joined = joined, times = 0, ttl = ttl, home = its_home, stations = stations, message = its_message}
   write_ticket(lock, ticket, parked)
@@ -144,6 +155,7 @@ local function make_room(size)
   -- Tickets that wait, the oldest first: those that have passed this lock and wait at a later one, then its line.
   local function waiting_longest()
     local found = keeping(lock)
+    for _, other in ipairs(this and redis.call('ZRANGE', lock.handed, 0, -1) or {}) do found[#found + 1] = other end
     for _, member in ipairs(redis.call('ZRANGE', lock.line, 0, LOOKED_MOST - 1)) do
       local other, beside = ticket_of(member)
       if is_parked(member) and not beside then found[#found + 1] = other end
@@ -313,6 +325,12 @@ local function answer()
   local other = leases_of(lock, same_task)[1]  -- of another delivery of this task
   if other then return {REFUSED, turns, name, NO_PLACE, about(other)} end
 
+  local newer = this and newer_than(lock, this)
+  if newer and not (ran and parse_claim(ran).settles > now) then
+    forget(lock, ticket)
+    recall_and_hand_off(lock)
+    return {REPLACED_BY, turns, newer}
+  end
   if parked then return parked_before(parked) end
   if ran then return ran_before(ran) end
   return new()

@@ -5,6 +5,7 @@
 -- ARGV[2]   ttl_ms    integer > 0, counted from now, not added
 --
 -- Returns   1 renewed   0 not held: nothing was created or revived
+--           a task's id: renewed, and the newest of its key waits for it to end; see _newest.lua
 -- Touches the lock alone.  Each of many renewals is a script of its own, so that the server can serve others
 -- in between and a cluster can route it.
 
@@ -17,4 +18,4 @@ if not lease or lease.expires <= now then return 0 end  -- left there: the next 
 -- First, and always: a server without memory refuses HSET as the first write of a script.
 redis.call('PEXPIRE', lock, math.max(ttl, redis.call('PTTL', lock)))
 write(lock, owner, now + ttl, lease.token, lease.acquired, lease.mode, lease.holder, lease.version)
-return 1
+return superseded_by(lease.holder) or 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.scripts import REPLACED_BY, TAKE_UP_MS
 from celery_dislock.servers.records import Conflict, text
 
@@ -95,16 +96,20 @@ def turns(reply: Sequence[Any]) -> list[Turn]:
     ]
 
 
-def renewed(replies: Sequence[Any]) -> bool | StoreError:
+def renewed(replies: Sequence[Any]) -> bool | str | StoreError:
     """
     Combine the replies to the renewals of one lease's locks.
 
     Returns:
-        False if a lock is no longer held; else the first error, if there is one; else True.
+        False if a lock is no longer held; else the first error, if there is one; else the id of a
+        newer task that waits for the lease to end, or True.
     """
     if 0 in replies:
         return False
-    return next((reply for reply in replies if isinstance(reply, StoreError)), True)
+    if error := next((reply for reply in replies if isinstance(reply, StoreError)), None):
+        return error
+    newer = next((reply for reply in replies if isinstance(reply, bytes)), None)
+    return True if newer is None else task_id_of_reserved(text(newer))
 
 
 def looked(replies: Sequence[Any]) -> Looked | StoreError:

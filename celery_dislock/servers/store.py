@@ -298,7 +298,7 @@ class Store:
 
     def renew(
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
-    ) -> list[bool | StoreError]:
+    ) -> list[bool | str | StoreError]:
         """
         Reset the expiry of many leases in one pipelined round trip.
 
@@ -310,8 +310,9 @@ class Store:
             within: Seconds to connect if no connection is idle, and for each reply.
 
         Returns:
-            For each lease, in the same order: True if it was renewed, False if at least one of its
-            locks is no longer held, or the error that the server returned.
+            For each lease, in the same order: True if it was renewed, or the id of a newer task
+            that waits for it to end; False if at least one of its locks is no longer held; or the
+            error that the server returned.
 
         Raises:
             StoreError: The server did not answer; each lease may have been renewed or not.

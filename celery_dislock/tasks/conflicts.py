@@ -20,6 +20,7 @@ import celery
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry
 
+from celery_dislock.config.options import IN_LINE
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import shown_id, task_id_of_reserved, task_name
 from celery_dislock.messages.message import TaskParked, store_end
@@ -33,6 +34,7 @@ from celery_dislock.parking.answers import Full
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.records import Conflict, bounded, in_words, is_turn
 from celery_dislock.signals import lock_conflict
+from celery_dislock.tasks.cancelling import tell_workers
 from celery_dislock.words import plain, so_far
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
         chosen = _ask(chosen, delivery.task, conflict)
     if delivery.notes.since is None:
         delivery.notes.since = time.time()
-    if chosen != "queue":  # whether the line has a place is not known yet
+    if chosen not in IN_LINE:  # whether the line has a place is not known yet
         _count(delivery, conflict, chosen)
     return STRATEGIES[chosen](asking, conflict)
 
@@ -212,11 +214,14 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     bounds = Bounds(
         options.lock_queue_limit or 0, options.lock_queue_bytes, options.lock_queue_overflow
     )
+    if options.cancels:
+        bounds = bounds._replace(most=1, overflow="replace")
     try:
         # It may be in line already, so it does not run without its lock.
         answer = asking.answer(partial(asking.parking.park, conflict, bounds), may_run=False)
-    except TaskParked:
-        _count(delivery, conflict, "queue")
+    except TaskParked as parked:
+        tell_workers(delivery.task.app, parked.told)
+        _count(delivery, conflict, "cancel" if options.cancels else "queue")
         if hint := _hint(delivery, conflict):
             _warn_of_wait(delivery.task.name, conflict.key, hint)
         raise
@@ -251,6 +256,7 @@ STRATEGIES: dict[str, Callable[[Acquisition, Conflict], Lease | None]] = {
     "retry": retry,
     "wait": wait,
     "queue": queue,
+    "cancel": queue,
     "reject": reject,
 }
 
@@ -271,8 +277,9 @@ def _ask(decide: Callable[[Task, Conflict], str | None], task: Task, conflict: C
         return "retry"
     if chosen is None:
         return "skip"
-    if chosen not in STRATEGIES:
-        allowed = ", ".join(map(repr, STRATEGIES))
+    names = [name for name in STRATEGIES if name != "cancel"]  # those messages say when sent
+    if chosen not in names:
+        allowed = ", ".join(map(repr, names))
         raise SettingsError(
             task.name, "lock_on_conflict", chosen, f"return None or one of {allowed}"
         )

@@ -35,12 +35,16 @@ class LockOptions(TypedDict, total=False):
     release_on_failure: bool
     lock_at_least_for: float | timedelta
     lock_on_conflict: (
-        Literal["skip", "raise", "retry", "wait", "queue", "reject"] | Callable[[Any, Any], str]
+        Literal["skip", "raise", "retry", "wait", "queue", "cancel", "reject"]
+        | Callable[[Any, Any], str]
     )
     lock_wait_timeout: float | timedelta
     lock_queue_limit: int | None
     lock_queue_bytes: int
     lock_queue_overflow: Literal["skip", "replace"]
+    lock_on_cancel: Literal["warn", "raise", "terminate"] | None
+    lock_cancel_after: float | timedelta | None
+    lock_cancel_not_before: float | timedelta
     lock_retry_for: float | timedelta
     lock_hold_on_retry: bool
     lock_dedupe_redelivered: bool

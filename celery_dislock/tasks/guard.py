@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.app.task import Context
 
-from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
-from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
+from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.keys.names import execution_start, reserved_lock, reserved_name, shown_id
 from celery_dislock.keys.templates import in_order, key_of
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.channel import TRACING
-from celery_dislock.locks.interruption import THROWN, Running, StopTask
+from celery_dislock.locks.interruption import THROWN, Running, StopTask, why_stopped
 from celery_dislock.locks.lease import PUT_OFF, Attempt, current
 from celery_dislock.locks.lock import Lock
 from celery_dislock.messages.delivery import Delivery
@@ -30,6 +30,7 @@ from celery_dislock.messages.headers import (
     forget_notes,
     own_turn,
     reservation_of,
+    sent_of,
 )
 from celery_dislock.servers.bridge import wait_for
 from celery_dislock.servers.records import Conflict, describe
@@ -37,7 +38,8 @@ from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts, redelivery
 from celery_dislock.tasks.acquisition import Acquisition
-from celery_dislock.tasks.endings import COMES_AGAIN, FAILED, SUCCEEDED, outcome_of
+from celery_dislock.tasks.cancelling import was_cancelled
+from celery_dislock.tasks.endings import COMES_AGAIN, ENDED_EARLY, FAILED, SUCCEEDED, outcome_of
 from celery_dislock.tasks.keys import TaskKeys
 
 if TYPE_CHECKING:
@@ -119,7 +121,11 @@ class Guard:
         # The watchdog renews it with the one lease; else the main process alone does.
         by_watchdog = self.interval is not None and len(options.keys) == 1
         self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else options.lock_unique_for
-        self._interrupts = options.lock_on_lost != "warn" or options.lock_on_cap != "expire"
+        self._interrupts = (
+            options.lock_on_lost != "warn"
+            or options.lock_on_cap != "expire"
+            or options.on_cancel is not None
+        )
 
     def run(
         self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
@@ -184,11 +190,13 @@ class Guard:
                 self._refuse_awaitable(result)
             if lease is not None and self.options.lock_dedupe_redelivered and not delivery.is_eager:
                 redelivery.body_succeeded(delivery, self.runtime.process.store)
-        except StopTask as exc:
-            outcome = FAILED
-            raise exc.error from exc
         except BaseException as exc:
-            outcome = outcome_of(exc)
+            outcome = FAILED if isinstance(exc, StopTask) else outcome_of(exc)
+            if lease is not None and was_cancelled(lease, exc):
+                outcome, delivery.held_back = ENDED_EARLY, None
+                raise Replaced(reserved_name(lease.superseded)) from exc
+            if isinstance(exc, StopTask):
+                raise exc.error from exc
             raise
         else:
             outcome = SUCCEEDED
@@ -257,7 +265,7 @@ class Guard:
             answer = asking.ask()
             lease = conflicts.resolve(asking, answer) if isinstance(answer, Conflict) else answer
             if delivery.notes != NO_NOTES:
-                delivery.notes = Notes()
+                delivery.notes = Notes(sent=delivery.notes.sent)
                 forget_notes(delivery.request)
         if delivery.reservation is not None:
             self._begin(delivery, delivery.reservation, lease)
@@ -321,6 +329,8 @@ class Guard:
         attempt = Attempt(
             process.owner_name(start), {"task": task.name, "id": shown_id(request.id), **here}, task
         )
+        if self.options.cancels:
+            notes.sent = sent_of(request)
         if notes.put_off:
             attempt.how = PUT_OFF
         if notes.since is not None:
@@ -431,7 +441,7 @@ def _interrupted(lease: Lease, body: Callable[[], Any]) -> Any:
     except asyncio.CancelledError as exc:
         if not running.took_back(exc):
             raise
-        raise LockLostError(lease.key, lease.why_ended) from exc
+        raise why_stopped(lease) from exc
     finally:
         running.end()
 

@@ -132,9 +132,12 @@ class Sending(NamedTuple):
 
     def _send(self, **options: Any) -> Any:
         declared = self.guard.options
-        if declared.lock_queue_overflow == "replace":  # the last that was sent counts
-            given = options.get("headers")
-            sent = {SENT: int(time.time() * 1e6), **notes_in(given)}
+        if declared.lock_queue_overflow == "replace" or declared.cancels:  # the last sent counts
+            given, running = options.get("headers"), Delivery.of(running_request(self.task))
+            again = running is not None and running.id == options.get("task_id")
+            first = running.notes.sent if running is not None and again else 0
+            begins = time.time() + delay_of(options)  # of one with an ETA, that counts
+            sent = {SENT: first or int(begins * 1e6), **notes_in(given)}
             options["headers"] = with_notes(given, sent)
         if declared.lock_unique_until is None:
             return self.send_now(options)
