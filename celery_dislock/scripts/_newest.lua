@@ -1,11 +1,14 @@
 -- _newest.lua: which task came last to a lock; for lock_on_conflict="cancel".
---   <lock>:newest   "1 sent_us task"
+--   <lock>:newest   "waits", "began" -> "1 sent_us terms task"
+--     waits     the newest task that was parked, until it runs or leaves its line
+--     began     the newest that was granted the lock
 --     sent_us   when its message was sent, by the sender's clock; not later than when it came here
+--     terms     of the lease that it waits for
 --     task      its id, as owners begin with it
--- A task that was sent before it does not run any more: it is superseded.  Written when a task is granted the
--- lock, or parked.  The holders that the newest waits for are told: their leases are marked, see _terms.lua.
+-- A task that was sent before one of them does not run any more: it is superseded.  The holders that the newest
+-- waits for are told: their leases are marked, see renew.lua.
 
-local newer_than, become_newest, supersede, withdraw
+local newer_than, become_newest, supersede, supersede_late, withdraw
 
 do
   local NEWEST_MS = 86400000  -- one day, in which an older one may come: it was delayed, or is tried again
@@ -23,28 +26,37 @@ do
     return string.format('{"superseded":"%s"%s', as_mark(by), rest == '}' and '' or ',') .. rest
   end
 
-  -- Nothing if there is none, or it cannot be read.
-  local function newest_of(lock)
-    local sent, task = string.match(redis.call('GET', lock.name .. NEWEST) or '', '^%d+ (%d+) (.*)$')
-    if sent then return tonumber(sent), task end
+  local function newest(lock, which)
+    local record = redis.call('HGET', lock.name .. NEWEST, which)
+    local sent, terms, task = string.match(record or '', '^%d+ (%d+) (%S+) (.*)$')
+    return sent and {sent = tonumber(sent), terms = terms, task = task}
   end
 
-  -- The newest task, if it was sent after this one.  Of two that were sent at one time, one is always the newer.
+  -- Of two that were sent at one time, one is always the newer.
+  local function is_newer(one, other)
+    if one.task == other.task then return false end
+    return one.sent > other.sent or one.sent == other.sent and one.task > other.task
+  end
+
+  -- A task that was sent after this one, if there is one.
   newer_than = function(lock, this)
-    local sent, task = newest_of(lock)
-    if not sent or task == this.task then return nil end
-    if this.sent < sent or this.sent == sent and this.task < task then return task end
+    for _, which in ipairs({'waits', 'began'}) do
+      local one = newest(lock, which)
+      if one and is_newer(one, this) then return one.task end
+    end
   end
 
-  become_newest = function(lock, this)
-    redis.call('SET', lock.name .. NEWEST, string.format('1 %.0f ', this.sent) .. this.task, 'PX', NEWEST_MS)
+  become_newest = function(lock, this, which)
+    redis.call('HSET', lock.name .. NEWEST, which, string.format('1 %.0f %s ', this.sent, this.terms) .. this.task)
+    if which == 'began' then redis.call('HDEL', lock.name .. NEWEST, 'waits') end
+    redis.call('PEXPIRE', lock.name .. NEWEST, NEWEST_MS)
   end
 
   -- Mark the leases that must end for this task: all that exclude its mode, else the oldest.  Not those of who has
   -- not begun its body.  Returns the holders, for the caller to tell.
-  supersede = function(lock, terms, this)
-    local set, oldest, goes, told = limit_set(lock), nil, {}, {}
-    if set == 0 or has_room(count_leases(lock), terms, set) then return told end
+  supersede = function(lock, this)
+    local terms, set, oldest, goes, told = parse_terms(this.terms), limit_set(lock), nil, {}, {}
+    if not terms or set == 0 or has_room(count_leases(lock), terms, set) then return told end
     for owner, lease in pairs(lock.leases) do
       local runs = not is_parked(owner) and string.byte(owner, 1) ~= RUNS_OUT and not has_gate(lease)
       if runs and lease.mode ~= terms.mode then goes[#goes + 1] = lease
@@ -59,13 +71,19 @@ do
     return told
   end
 
+  -- Tell those whom the newest waits for now: it came while the lock was paused, or others were handed it first.
+  supersede_late = function(lock)
+    local this = newest(lock, 'waits')
+    if this then supersede(lock, this) end
+  end
+
   -- If this ticket is that of the newest, it will not run.  Who was told of it, and has not stopped, need not.
   withdraw = function(lock, ticket)
-    local _, task = newest_of(lock)
-    if not task or task ~= string.match(ticket, '^(.*):%d+:%d+$') then return end
-    redis.call('DEL', lock.name .. NEWEST)
+    local one = newest(lock, 'waits')
+    if not one or one.task ~= string.match(ticket, '^(.*):%d+:%d+$') then return end
+    redis.call('HDEL', lock.name .. NEWEST, 'waits')
     for _, lease in pairs(count_leases(lock).leases) do
-      if superseded_by(lease.holder) == as_mark(task) then
+      if superseded_by(lease.holder) == as_mark(one.task) then
         write(lock.name, lease.owner, lease.expires, lease.token, lease.acquired, lease.mode, without_mark(lease.holder), lease.version)
       end
     end

@@ -50,7 +50,7 @@ end
 
 home, most, most_bytes = its_home, tonumber(most), tonumber(most_bytes)
 
-local this = sent ~= '' and {sent = math.min(tonumber(sent), now_us), task = string.sub(same_task, 1, -2)}
+local this = sent ~= '' and {sent = math.min(tonumber(sent), now_us), terms = terms, task = string.sub(same_task, 1, -2)}
 
 local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
 local lock = open_whole(name)
@@ -90,7 +90,7 @@ local function in_line()
   end
   local answer = about_lock(PARKED, its, rank and rank + 1 or waiting())
   answer[#answer + 1] = message ~= '' and unreported(lock) or {}
-  answer[#answer + 1] = this and rank and supersede(its, asked[1].terms, this) or {}
+  answer[#answer + 1] = this and rank and supersede(its, this) or {}
   return answer
 end
 
@@ -103,7 +103,7 @@ local function refusing(stations, whenever)
 end
 
 local function grant_all(stations, claimed)
-  if this then become_newest(lock, this) end
+  if this then become_newest(lock, this, 'began') end
   local answer = {GRANTED, turns, claimed}
   for nth, station in ipairs(stations) do
     local at = nth == 1 and lock or open_whole(station.name)
@@ -127,7 +127,7 @@ local function list_first() return {UNLISTED, turns, string.format('%.0f', now_u
 
 local function put_in_line(joined, stations, its_home, its_message)
   list()
-  if this then become_newest(lock, this) end
+  if this then become_newest(lock, this, 'waits') end
   stations[1].arrived = joined
   local parked = {joined = joined, times = 0, ttl = ttl, home = its_home, stations = stations, message = its_message}
   write_ticket(lock, ticket, parked)

@@ -200,8 +200,8 @@ def left_behind(client: redis.Redis) -> list[Any]:
     """What locks have left, but for what is meant to stay for a while.
 
     That is the lease of the worker that sweeps, its list of lines, a mark for each task that was
-    parked and has run and each delivery that was parked again, which task of a key was sent last, and
-    the numbers of messages that have replaced each other.
+    parked and has run and each delivery that was parked again, which tasks of a key were sent last,
+    and the numbers of messages that have replaced each other.
     """
     keys = [key for key in client.keys("dislock*") if not MEANT_TO_STAY.match(key)]
     return [key for key in keys if not _keeps_numbers(client, key)]

@@ -280,7 +280,7 @@ def retry_on_any_error(self: Task, key: str) -> dict[str, Any]:
     """Ask for a retry when anything goes wrong, as careful code does."""
     try:
         return stay(key, gate=self.request.id)
-    except Exception as exc:  # noqa: BLE001  # the point of this task
+    except Exception as exc:  # the point of this task
         raise self.retry(exc=exc, countdown=0) from exc
 
 
@@ -419,7 +419,7 @@ hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
 
-# The newest of a key takes over.  A lease is told of it by the remote control, and not by a renewal.
+# The newest of a key takes over.
 CANCEL = {"lock_on_conflict": "cancel"}
 build = locked("build", stay_by_itself, **CANCEL, **BOUND)
 build_two = locked("build_two", stay_by_itself, lock_limit=2, **CANCEL, **BOUND)

@@ -25,6 +25,7 @@ ENDINGS = {
     ":done:": "string",
     ":mark:": "string",
     ":unique": "string",
+    ":newest": "hash",
     ":limit": "string",
     ":rate": "string",
     ":starts": "list",
