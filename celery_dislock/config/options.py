@@ -221,7 +221,6 @@ def _refuse_coroutine(value: object) -> None:
 
 
 UNIQUE_UNTIL = ("start", "end", "expiry")  # of lock_unique_until
-
 STRATEGIES = ("skip", "raise", "retry", "wait", "queue", "reject")
 
 _strategy = one_of(*STRATEGIES)
@@ -270,8 +269,8 @@ class TaskOptions:
     #: it fails with LockHeldError. `retry`: it is sent again later under its own id. `wait`: it
     #: waits in line and occupies its worker slot. `queue`: it is parked in line and occupies no
     #: slot; with several keys it passes one after the other, not in a cluster. `reject`: its
-    #: message goes to the broker's dead-letter exchange. A callable takes the
-    #: task and the conflict, and returns one of these names. With `lock_unique_until='start'` or
+    #: message goes to the broker's dead-letter exchange. A callable takes the task and the
+    #: conflict, and returns one of these names. With `lock_unique_until='start'` or
     #: `lock_on_duplicate='replace'` the default is `queue` (`retry` with several keys in a
     #: cluster): a message that was sent while an older one ran is not lost.
     lock_on_conflict: str | Callable[[Any, Any], str | None] = declare("skip", lock_on_conflict)
@@ -295,6 +294,9 @@ class TaskOptions:
     lock_dedupe_redelivered: bool = declare(False, yes_or_no)
     #: How long `lock_dedupe_redelivered` remembers that a task has succeeded.
     lock_dedupe_for: float = declare(3600.0, seconds(above=0), unit="s")
+    #: Number of times that a task may kill its process and come back, with `acks_late` and
+    #: `reject_on_worker_lost`: the last time it fails with TaskCrashedError. None: any number.
+    lock_crash_limit: int | None = declare(None, optional(number_from(1)))
     #: What happens when the lease is lost and the body still runs. `warn`: a log line. `raise`:
     #: LockLostError is raised in the body. `terminate`: the body is stopped even if it catches
     #: Exception.
