@@ -7,6 +7,7 @@
 -- Returns   how often
 -- Touches that hash alone.  Sent twice, it is counted once.
 
-redis.call('HSET', KEYS[1], ARGV[1], '1')
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return redis.call('HLEN', KEYS[1])
+local crashes, nonce, ttl_ms = KEYS[1], ARGV[1], ARGV[2]
+redis.call('HSET', crashes, nonce, '1')
+redis.call('PEXPIRE', crashes, ttl_ms)
+return redis.call('HLEN', crashes)

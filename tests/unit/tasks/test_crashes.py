@@ -89,7 +89,7 @@ def test_a_task_that_kills_its_process_each_time_fails_at_its_limit(dies, app, l
 def test_without_the_option_it_comes_back_for_ever_and_leaves_nothing(dies, lock_server):
     """The count costs nobody anything who has not asked for it."""
     asked = lock_server.requests
-    assert all([dies(lock_crash_limit=None) for _ in range(5)])
+    assert all(dies(lock_crash_limit=None) for _ in range(5))
     assert (lock_server.contents(), lock_server.requests - asked) == ({}, 5)  # five releases
 
 
