@@ -86,6 +86,12 @@ def test_a_task_that_kills_its_process_each_time_fails_at_its_limit(dies, app, l
     assert isinstance(failures[-1].exception.exc.__cause__, WorkerLostError)
 
 
+def test_one_whose_failures_are_dead_lettered_is_dead_lettered(dies, app):
+    """It fails as any other, with acks_on_failure_or_timeout=False, too."""
+    assert dies(lock_crash_limit=1, acks_on_failure_or_timeout=False) is False
+    assert isinstance(app.AsyncResult("1").result, TaskCrashedError)
+
+
 def test_without_the_option_it_comes_back_for_ever_and_leaves_nothing(dies, lock_server):
     """The count costs nobody anything who has not asked for it."""
     asked = lock_server.requests
@@ -98,6 +104,9 @@ NO_CRASH = {  # what ends it, options, whether its message comes back
     "terminated": (Terminated(9), {}, False),
     "its body gives it back": (Reject("later", requeue=True), {}, True),
     "Celery lets it fail": (KILLED, {"reject_on_worker_lost": False}, False),
+    "it is dead-lettered": (
+        *(KILLED, {"reject_on_worker_lost": False, "acks_on_failure_or_timeout": False}, False),
+    ),
     "acknowledged early": (KILLED, {"acks_late": False}, None),
 }
 
