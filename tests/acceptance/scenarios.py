@@ -381,6 +381,7 @@ reject_once = locked("reject_once", requeue_and_succeed, **LATE)
 # The body kills its process.
 CRASHES_MOST = 3
 crash = locked("crash", kill_process, lock_crash_limit=CRASHES_MOST, **SURVIVING)
+leave_each_time = locked("leave_each_time", leave_process, lock_crash_limit=2, **SURVIVING)
 crash_freely = locked("crash_freely", kill_process, **SURVIVING)
 
 # The lease ends before the body does.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import celery
 import pytest
 from celery import chord, states
 from celery.exceptions import ChordError
@@ -49,6 +50,16 @@ def test_it_may_succeed_before_that(fleet, scene, task, times):
     result = fleet.send(getattr(scenarios, task), scene.key, times)
     assert result.get(timeout=LIMIT)["held"] is True
     assert len(scene.reported("begin", id=result.id)) == times + 1
+
+
+@PREFORK
+@pytest.mark.skipif(celery.VERSION < (5, 7), reason="older Celery does not give it back")
+def test_a_body_that_leaves_its_process_counts(fleet, scene):
+    """It calls sys.exit(): its message comes back as if the process was killed."""
+    result = fleet.send(scenarios.leave_each_time, scene.key)
+    with pytest.raises(TaskCrashedError):
+        result.get(timeout=LIMIT)
+    assert len(scene.reported("begin")) == 2
 
 
 @PREFORK

@@ -146,7 +146,7 @@ def test_a_task_that_has_succeeded_does_not_fail(dies, app, lock_server):
     assert (app.AsyncResult("1").result, times(lock_server)) == (7, 0)
 
 
-@pytest.mark.skipif(celery.VERSION < (5, 7), reason="older Celery lets it fail")
+@pytest.mark.skipif(celery.VERSION < (5, 7), reason="older Celery does not give it back")
 def test_a_body_that_leaves_its_process_counts(dies, app):
     """Celery gives its message back, as if the process was killed."""
     assert dies(SystemExit(1), lock_crash_limit=2) is True
