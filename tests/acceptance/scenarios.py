@@ -381,6 +381,7 @@ reject_once = locked("reject_once", requeue_and_succeed, **LATE)
 # The body kills its process.
 CRASHES_MOST = 3
 crash = locked("crash", kill_process, lock_crash_limit=CRASHES_MOST, **SURVIVING)
+hold_or_crash_once = locked("hold_or_crash_once", lock_crash_limit=1, **SURVIVING)
 leave_each_time = locked("leave_each_time", leave_process, lock_crash_limit=2, **SURVIVING)
 crash_freely = locked("crash_freely", kill_process, **SURVIVING)
 
