@@ -171,9 +171,8 @@ class TaskCrashedError(DislockError):
 
     def __str__(self) -> str:
         return (
-            f"task {plain(self.task)}[{plain(self.id)}] is not run again: its process has died "
-            f"{self.times} times (lock_crash_limit={self.limit}), the last time: "
-            f"{plain(self.reason)}"
+            f"task {plain(self.task)}[{plain(self.id)}] is not run again: its process has died as "
+            f"often as lock_crash_limit={self.limit} admits, the last time: {plain(self.reason)}"
         )
 
 

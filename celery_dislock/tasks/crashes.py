@@ -70,10 +70,10 @@ def count_crash(request: Any, cause: BaseException) -> None:
         return
     reason = plain(repr(cause))
     logger.error(
-        "Task %s[%s] (key %s) fails and is not delivered again: its process has died %d times, "
-        "and lock_crash_limit is %d. The last time: %s. Find out what kills it, mostly too much "
+        "Task %s[%s] (key %s) fails and is not delivered again: its process has died as often as "
+        "lock_crash_limit=%d admits, the last time: %s. Find out what kills it, mostly too much "
         "memory or a crash in C code, before you send it again.",
-        *(task.name, request.id, ", ".join(map(repr, keys)), times, limit, reason),
+        *(task.name, request.id, ", ".join(map(repr, keys)), limit, reason),
     )
     raise TaskCrashedError(task.name, request.id, times, limit, reason) from cause
 

@@ -80,7 +80,11 @@ def test_a_task_that_kills_its_process_each_time_fails_at_its_limit(dies, app, l
     assert isinstance(error, TaskCrashedError)
     assert error.args == ("shop.t", "1", 3, 3, repr(KILLED))
     assert lock_server.ttls() == {CRASHES: WEEK}
-    (line,) = [line for line in caplog.messages if "lock_crash_limit is 3" in line]
+    (line,) = [
+        line
+        for line in caplog.messages
+        if "lock_crash_limit=3 admits" in line and "Find out" in line
+    ]
     assert line.startswith("Task shop.t[1] (key 'k') fails and is not delivered again: its process")
     assert "signal 9 (SIGKILL)" in line
     assert isinstance(failures[-1].exception.exc.__cause__, WorkerLostError)
