@@ -91,5 +91,6 @@ def test_one_that_was_parked_leaves_its_turn(fleet, scene, redis_client):
         crashing.get(timeout=LIMIT)
     assert behind.get(timeout=LIMIT)["held"] is True
     assert len(scene.reported("begin", id=crashing.id)) == 2
-    assert redis_client.exists(f"{scene.lock}:done:{crashing.id}:0:0")
-    wait_for("no turn is left", lambda: not redis_client.exists(f"{scene.lock}:running"))
+    mark = f"{scene.lock}:done:{crashing.id}:0:0"  # it follows the result
+    wait_for("it has left a mark", lambda: redis_client.exists(mark))
+    assert not redis_client.exists(f"{scene.lock}:running")
