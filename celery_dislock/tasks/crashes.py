@@ -22,12 +22,12 @@ from celery.app.task import Context
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import TaskCrashedError
-from celery_dislock.keys.names import ticket_of
+from celery_dislock.keys.names import shown_id, ticket_of
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import crashes_of
 from celery_dislock.servers.requests import Ending
-from celery_dislock.words import plain
+from celery_dislock.words import TEXT_MOST, plain
 
 KEPT = 7 * 86400.0  # seconds for which a delivery's crashes are remembered after the last one
 
@@ -68,14 +68,14 @@ def count_crash(request: Any, cause: BaseException) -> None:
         return
     if times < limit:
         return
-    reason = plain(repr(cause))
+    task_id, reason = shown_id(request.id), plain(repr(cause))[:TEXT_MOST]
     logger.error(
         "Task %s[%s] (key %s) fails and is not delivered again: its process has died as often as "
         "lock_crash_limit=%d admits, the last time: %s. Find out what kills it, mostly too much "
         "memory or a crash in C code, before you send it again.",
-        *(task.name, request.id, ", ".join(map(repr, keys)), limit, reason),
+        *(task.name, task_id, ", ".join(map(repr, keys)), limit, reason),
     )
-    raise TaskCrashedError(task.name, request.id, times, limit, reason) from cause
+    raise TaskCrashedError(task.name, task_id, times, limit, reason) from cause
 
 
 def forget_turn(request: Any) -> None:
