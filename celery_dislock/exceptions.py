@@ -152,6 +152,31 @@ class NoResultError(DislockError):
 
 
 @dataclass(eq=False, repr=False)
+class TaskCrashedError(DislockError):
+    """The process of this task has died at each delivery, and the task is not delivered again.
+
+    Attributes:
+        task: Name of the task.
+        id: Id of the task.
+        times: How often its process has died.
+        limit: Its ``lock_crash_limit``.
+        reason: What its process died of the last time.
+    """
+
+    task: str
+    id: str
+    times: int
+    limit: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"task {plain(self.task)}[{plain(self.id)}] is not run again: its process has died as "
+            f"often as lock_crash_limit={self.limit} admits, the last time: {plain(self.reason)}"
+        )
+
+
+@dataclass(eq=False, repr=False)
 class LaterReleaseError(DislockError):
     """A later release has given this parked task its turn, and no worker of it took it for a day.
 

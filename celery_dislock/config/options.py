@@ -308,6 +308,9 @@ class TaskOptions:
     lock_dedupe_redelivered: bool = declare(False, yes_or_no)
     #: How long `lock_dedupe_redelivered` remembers that a task has succeeded.
     lock_dedupe_for: float = declare(3600.0, seconds(above=0), unit="s")
+    #: Number of times that a task may kill its process and come back, with `acks_late` and
+    #: `reject_on_worker_lost`: the last time it fails with TaskCrashedError. None: any number.
+    lock_crash_limit: int | None = declare(None, optional(number_from(1)))
     #: What happens when the lease is lost and the body still runs. `warn`: a log line. `raise`:
     #: LockLostError is raised in the body. `terminate`: the body is stopped even if it catches
     #: Exception.

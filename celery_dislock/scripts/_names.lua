@@ -13,6 +13,7 @@ local RUNNING = ':running'    -- hash    ticket -> its claim
 local REPLACED = ':replaced'  -- hash    ticket -> message of a task that lost its place
 local ASIDE = ':aside'        -- hash    ticket -> what nobody could read or run, for people to see
 local DONE = ':done:'         -- string  ticket or owner: its mark, when it is done; see _parked.lua
+local CRASHES = ':crashes:'  -- hash    ticket: how often its process has died; see crash.lua
 local MARK = ':mark:'         -- string  task id: a mark about it; see mark.lua
 local UNIQUE = ':unique'      -- string  which message the key is reserved for; see _unique.lua
 local NEWEST = ':newest'      -- hash    which tasks were sent last; see _newest.lua

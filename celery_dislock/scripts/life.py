@@ -13,6 +13,7 @@ from celery_dislock.scripts.names import (
     KINDS,
     UNIQUE,
     beat_of,
+    crashes_of,
     done_of,
     index_of_counts,
     index_of_lines,
@@ -65,7 +66,7 @@ class Life:
         return [
             *(lock + end for end in KINDS),
             *(wake_list(lock, owner) for owner in "abcd"),
-            *(mark_of(lock, "t"), *done),
+            *(mark_of(lock, "t"), crashes_of(lock, "t:0:0"), *done),
             *(self._lines, self._sweep, self._index, self._counts),
         ]
 
@@ -73,6 +74,7 @@ class Life:
         """Yield the calls of the scripts, in their order.  The first takes its key alone, too."""
         lock, home = [self._lock], self._home
         yield scripts.MARK, [mark_of(self._lock, "t")], ("x", TTL_MS)
+        yield scripts.CRASH, [crashes_of(self._lock, "t:0:0")], ("x", TTL_MS)
         yield scripts.COUNT, [self._index], (self._counts, TTL_MS, 9, 9, "field", 1)
         yield scripts.COUNTS, [self._index], ()
         yield scripts.ENLIST, [self._lines], (self._lock,)

@@ -35,6 +35,11 @@ def done_of(lock: str, name: str) -> str:
     return f"{lock}{_ENDS['DONE']}{name}"
 
 
+def crashes_of(lock: str, ticket: str) -> str:
+    """Name the hash that counts how often the process of a delivery has died."""
+    return f"{lock}{_ENDS['CRASHES']}{ticket}"
+
+
 def beat_of(lock: str) -> str:
     """Name the hash of when the entries of beat's schedule were last sent."""
     return f"{lock}{_ENDS['BEAT']}"

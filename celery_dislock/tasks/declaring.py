@@ -49,6 +49,7 @@ class LockOptions(TypedDict, total=False):
     lock_hold_on_retry: bool
     lock_dedupe_redelivered: bool
     lock_dedupe_for: float | timedelta
+    lock_crash_limit: int | None
     lock_on_lost: Literal["warn", "raise", "terminate"]
     lock_on_cap: Literal["expire", "raise", "terminate"]
     lock_mode: Literal["exclusive", "shared"]

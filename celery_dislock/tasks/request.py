@@ -20,17 +20,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from billiard.einfo import ExceptionInfo
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import states, worker
 from celery.app.task import Context
 from celery.worker.request import Request
 from kombu.asynchronous import get_event_loop
 
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import StoreError, TaskCrashedError
 from celery_dislock.keys.names import execution_start, ticket_of
 from celery_dislock.messages.events import revoked, worker_tells_revoked
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
+from celery_dislock.tasks.crashes import count_crash, forget_turn, is_stopping
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
@@ -44,8 +46,9 @@ PID_MAX = 2**22  # highest process id on Linux
 CHECK_EVERY = 0.05  # seconds between two checks of a process that is about to end
 # The state to store after one of our own, by the event that Celery sends.
 AFTER_OURS = {"task-started": states.STARTED, "task-revoked": states.REVOKED}
-# What a pool process died of, as Celery tells its main process.
-DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
+# What a pool process died of, as Celery tells its main process: of itself, or as it was told to.
+CRASHES = (WorkerLostError, SystemExit, KeyboardInterrupt)
+DEATHS = (*CRASHES, Terminated, TimeLimitExceeded)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -54,9 +57,12 @@ class Recovering:
     """
     A part of the class of a task's requests, before a class of Celery's requests.
 
-    The lock of an execution is released when its process dies.  Those who watch the worker are told
-    how a delivery has ended, if Celery does not do so.
+    The lock of an execution is released when its process dies.  A task that kills its process fails
+    at its ``lock_crash_limit``.  Those who watch the worker are told how a delivery has ended, if
+    Celery does not do so.
     """
+
+    _crash: BaseException | None = None
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,13 +76,30 @@ class Recovering:
         exc = getattr(exc, "exc", exc)
         if isinstance(exc, DEATHS):
             release_after_death(self)
+            self._crash = exc if isinstance(exc, CRASHES) and not is_stopping() else None
         elif isinstance(exc, TaskSkipped):
             self.send_event("task-revoked", **revoked(exc.why))
         elif isinstance(exc, TaskParked):
             self.send_event("task-parked", **exc.about)
             if exc.replaced and self.task.send_events:
                 worker_tells_revoked(self.eventer, exc.replaced)
-        return super().on_failure(exc_info, *args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().on_failure(exc_info, *args, **kwargs)  # type: ignore[misc]
+        except TaskCrashedError:  # from reject()
+            failed = super().on_failure(ExceptionInfo(), *args, **kwargs)  # type: ignore[misc]
+            forget_turn(self)
+            return failed
+
+    def reject(self: Any, requeue: bool = False) -> None:  # noqa: FBT001, FBT002 -- Celery's
+        """
+        Give the message back, unless its task has killed its process for the last time.
+
+        Raises:
+            TaskCrashedError: It has: the task fails instead.
+        """
+        if requeue and self._crash is not None:
+            count_crash(self, self._crash)
+        super().reject(requeue)  # type: ignore[misc]
 
     def on_timeout(self: Any, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
         """Release the lock after a hard time limit."""

@@ -40,6 +40,11 @@ OUTLIVING = (
     "{visible_for:g} s, and are then delivered again, and run twice, one after the other: {tasks}. "
     "Raise broker_transport_options={{'visibility_timeout': ...}}, or set a lower time_limit."
 )
+LOST = (
+    "These tasks have a lock_crash_limit without acks_late and reject_on_worker_lost, so they do "
+    "not come back when their process has died, and fail the first time: {tasks}. Give them both, "
+    "or leave the limit out."
+)
 UNKNOWN = (
     "The lock server refuses INFO, so nobody knows whether it may evict locks that are held. Allow "
     "it if the server has it: ACL SETUSER ... +info."
@@ -72,6 +77,12 @@ def about_tasks(app: Celery) -> Iterator[str]:
             name
             for name, options in guarded.items()
             if tasks[name].acks_late and _longest(tasks[name], options) > visible_for
+        ],
+        LOST: [
+            name
+            for name in guarded
+            if declared_options(type(tasks[name])).get("lock_crash_limit")
+            and not (tasks[name].acks_late and tasks[name].reject_on_worker_lost)
         ],
     }
     for warning, names in found.items():

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -194,6 +195,14 @@ def leave_process(key: str) -> None:
     """End the process in the middle of the body, in Python's way."""
     with reported(key):
         raise SystemExit(key)
+
+
+def kill_process(key: str, times: int) -> dict[str, Any]:
+    """Kill the process of this body, in so many runs; then succeed."""
+    report(key, "begin")
+    if reports.llen(history_of(key)) <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lease_in_words()
 
 
 def retry_and_succeed(self: Task, key: str) -> int:
@@ -396,6 +405,13 @@ ignore = locked("ignore", raise_ignore)
 reject = locked("reject", raise_reject, **LATE)
 reject_once = locked("reject_once", requeue_and_succeed, **LATE)
 
+# The body kills its process.
+CRASHES_MOST = 3
+crash = locked("crash", kill_process, lock_crash_limit=CRASHES_MOST, **SURVIVING)
+hold_or_crash_once = locked("hold_or_crash_once", lock_crash_limit=1, **SURVIVING)
+leave_each_time = locked("leave_each_time", leave_process, lock_crash_limit=2, **SURVIVING)
+crash_freely = locked("crash_freely", kill_process, **SURVIVING)
+
 # The lease ends before the body does.
 stop_at_cap = locked("stop_at_cap", lock_on_cap="raise", **CAPPED)
 resist_errors = locked("resist_errors", resist_an_error, lock_on_cap="terminate", **CAPPED)
@@ -416,6 +432,7 @@ QUEUE = {"lock_on_conflict": "queue"}
 NEWEST = {**QUEUE, "lock_queue_limit": 1, "lock_queue_overflow": "replace"}
 hold_or_queue = locked("hold_or_queue", **QUEUE)
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
+crash_or_queue = locked("crash_or_queue", kill_process, lock_crash_limit=2, **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
 

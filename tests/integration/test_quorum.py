@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from celery_dislock.scripts import ACQUIRE
+from celery_dislock.scripts import ACQUIRE, CRASH
+from celery_dislock.scripts.names import crashes_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.quorum import Names
 from celery_dislock.servers.records import Conflict
@@ -271,6 +272,13 @@ class TestHeld:
         assert nothing_on(servers[1:])
         assert store.free(LOCK, "a/1", take(store, "a/1")) is True
         assert store.holders(LOCK) == []
+
+    def test_a_crash_is_counted_on_a_majority(self, servers, store):
+        """As often as it was counted on most servers; the same one counts once."""
+        crashes = [crashes_of(LOCK, "id:0:0")]
+        servers[0].kill()
+        run = store.lock_server.run
+        assert [run(CRASH, crashes, nonce, 60_000) for nonce in ("a", "b", "b")] == [1, 2, 2]
 
     def test_a_stalled_execution_is_renewed_by_the_start_of_its_name(self, servers, store):
         """On a majority; and where no majority has the lease, on none that counts."""

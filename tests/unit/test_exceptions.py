@@ -20,6 +20,7 @@ ERRORS = [
     exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5, 720.0, 3.1),
     exceptions.DuplicateTaskError("edit:7", "a1"),
     exceptions.NoResultError("edit:7", "a1", "its sender has asked for none"),
+    exceptions.TaskCrashedError("shop.export", "a1", 3, 3, "signal 9 (SIGKILL)"),
     exceptions.LockTermsError("export:7", "this very thread", 12.5, "limit=1", "limit=2"),
     exceptions.NotOwnerError("export:7", "thread MainThread on host (pid 5)"),
     exceptions.LockLostError("export:7", "expired"),

@@ -89,6 +89,7 @@ def test_several_keys_of_a_cluster_have_no_line():
         ("lock_retry_for", 0, "above 0"),
         ("lock_hold_on_retry", 1, "True or False"),
         ("lock_dedupe_redelivered", None, "True or False"),
+        ("lock_crash_limit", 0, "1 or more"),
         ("lock_dedupe_for", 10, "belongs to lock_dedupe_redelivered=True: give that too"),
         ("lock_queue_limit", 0, "1 or more"),
         ("lock_queue_bytes", 0, "1 or more"),
@@ -344,7 +345,7 @@ def test_the_settings_of_others_are_nobodys_business(settings):
 
 def test_a_setting_of_a_later_version_is_a_warning(caplog):
     """After a rollback of the package alone the workers start; each name is told once."""
-    later = {"CELERY_DISLOCK_ON_CANCEL": "redis://:s3cret@a", "CELERY_DISLOCK_CRASH_LIMIT": "3"}
+    later = {"CELERY_DISLOCK_WEATHER": "redis://:s3cret@a", "CELERY_DISLOCK_ICE_CREAM": "3"}
     for _ in range(2):
         assert task_options("t", {}, configured("CELERY", **later)).lock_mode == "exclusive"
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2

@@ -23,6 +23,7 @@ ENDINGS = {
     ":replaced": "hash",
     ":aside": "hash",
     ":done:": "string",
+    ":crashes:": "hash",
     ":mark:": "string",
     ":unique": "string",
     ":newest": "hash",
@@ -51,6 +52,7 @@ def test_the_names_of_keys_stay():
     """A lock that is held during an upgrade is found under the same names after it."""
     assert names.wake_list("dislock:{k}", "a/1") == "dislock:{k}:wake:a/1"
     assert names.mark_of("dislock:{k}", "7") == "dislock:{k}:mark:7"
+    assert names.crashes_of("dislock:{k}", "7:0:0") == "dislock:{k}:crashes:7:0:0"
     assert names.beat_of("dislock:{k}") == "dislock:{k}:beat"
     assert names.aside_of("dislock:{k}") == "dislock:{k}:aside"
     assert names.index_of_lines("dislock", "home") == "dislock:lines:home"

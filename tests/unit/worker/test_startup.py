@@ -43,10 +43,12 @@ LATE = {"acks_late": True}
         ({**LATE, "max_renew_times": 0}, {}, "visibility_timeout of 3600 s"),
         ({**LATE, "lock_expire": 4000}, {}, "visibility_timeout of 3600 s"),
         (LATE, {"broker_transport_options": {"visibility_timeout": 60}}, "timeout of 60 s"),
+        ({"lock_crash_limit": 3}, {"task_reject_on_worker_lost": True}, "and fail the first time"),
+        ({"lock_crash_limit": 3, **LATE, "time_limit": 60}, {}, "and fail the first time"),
     ],
 )
 def test_options_that_do_not_work_as_intended(app, options, conf, words):
-    """A message is missed, is acknowledged before it is rejected, or is delivered again."""
+    """A message is missed, is acknowledged too early, is delivered again or never comes back."""
     app.conf.update(conf)
     declare(app, name="shop.export", **options)
     (warning,) = warnings(app)
@@ -64,6 +66,11 @@ def test_options_that_do_not_work_as_intended(app, options, conf, words):
         ({"lock_on_conflict": "reject"}, {"task_acks_late": True}),
         ({**LATE, "time_limit": 60, "max_renew_times": 0}, {}),
         ({"max_renew_times": 0}, {}),
+        (
+            {**LATE, "lock_crash_limit": 3, "time_limit": 60},
+            {"task_reject_on_worker_lost": True},
+        ),
+        ({}, {"dislock_crash_limit": 3}),
         ({**LATE, "max_renew_times": 0}, {"broker_url": "amqp://"}),
         ({**LATE, "time_limit": 7200}, {"broker_transport_options": {"visibility_timeout": 7200}}),
     ],
