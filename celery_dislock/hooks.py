@@ -49,7 +49,8 @@ from celery.utils.functional import maybe_list
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.clock import monotonic
-from celery_dislock.config.settings import app_settings, reported
+from celery_dislock.config.censoring import reported
+from celery_dislock.config.settings import app_settings
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.messages.delivery import Delivery, running_request
 from celery_dislock.parking.process import runtime_of

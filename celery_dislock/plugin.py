@@ -20,12 +20,8 @@ from celery._state import connect_on_app_finalize
 from celery.signals import worker_process_init, worker_process_shutdown, worker_shutdown
 
 from celery_dislock import hooks
-from celery_dislock.config.settings import (
-    app_settings,
-    apply_options,
-    check_settings,
-    in_place_of_app,
-)
+from celery_dislock.config.censoring import in_place_of_app
+from celery_dislock.config.settings import app_settings, apply_options, check_settings
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.keys.templates import keys_of
 from celery_dislock.locks.asynchronous import AsyncLock

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
-from celery_dislock.config.options import TaskOptions, seconds, yes_or_no
+from celery_dislock.config.options import TaskOptions
 from celery_dislock.config.settings import refuse_unknown, task_options
+from celery_dislock.config.values import seconds, yes_or_no
 from celery_dislock.exceptions import SettingsError
 
 if TYPE_CHECKING:

@@ -13,24 +13,34 @@ with the remedy.  All checks run when a task is bound, a lock is made or a worke
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from celery_dislock.config.censoring import censored, refused
 from celery_dislock.config.options import (
     ALONE,
     BELONG_TO,
     IN_LINE,
     MEANT,
     MIGRATING,
-    NEAR_MISS,
     NEED,
     NOT_CANCELLED,
     OF_OTHERS,
     TaskOptions,
     declare,
+)
+from celery_dislock.config.terms import LIMIT_MOST
+from celery_dislock.config.urls import (
+    CLUSTER,
+    NO_REPLICAS,
+    ONLY_EXCLUSIVE,
+    harmless,
+    keyprefix,
+)
+from celery_dislock.config.values import (
+    NEAR_MISS,
     did_you_mean,
     mapping,
     number_from,
@@ -42,17 +52,10 @@ from celery_dislock.config.options import (
     text,
     yes_or_no,
 )
-from celery_dislock.config.terms import LIMIT_MOST
-from celery_dislock.config.urls import (
-    CLUSTER,
-    HIDDEN,
-    NO_REPLICAS,
-    ONLY_EXCLUSIVE,
-    harmless,
-    keyprefix,
-    shown,
-)
 from celery_dislock.exceptions import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 logger = logging.getLogger("celery_dislock")
 
@@ -62,9 +65,6 @@ URL_WORDS = {"url", "urls", "uri"}
 
 ONE_BY_ONE = "nodes of a cluster count for themselves: give one key, or no rate"
 STARTS_MANY = 10_000  # in the window of a rate
-
-# If a name contains one of these, its value is never shown.
-SECRETS = ("pass", "secret", "token", "credential", "transport_option", "kwargs")
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
         if name in OF_OTHERS:
             library, ours = OF_OTHERS[name]
             remedy = f"an option of {library}, without effect here: {ours}; see {MIGRATING}"
-            raise _refused(owner, name, value, remedy)
+            raise refused(owner, name, value, remedy)
         meant = name.startswith("lock_") or name in MEANT
         if meant or get_close_matches(name, known, 1, NEAR_MISS):
             refuse_unknown(owner, {name: value}, known, MEANT)
@@ -182,30 +182,30 @@ def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOption
                 if other in declared
                 else f"it belongs to {other}={value!r}: give that too, or leave it out"
             )
-            raise _refused(owner, name, declared[name], remedy)
+            raise refused(owner, name, declared[name], remedy)
     if options.limits_keys and (options.lock_limit is None or options.lock_mode == "shared"):
         other = "lock_limit=None" if options.lock_limit is None else "lock_mode='shared'"
         remedy = f"the limit of a key has no effect with {other}: leave one of the two out"
-        raise _refused(owner, "lock_key", keys, remedy)
+        raise refused(owner, "lock_key", keys, remedy)
     if options.lock_limit is None and options.lock_unique_until is None:
         remedy = "give a number; None is for tasks with lock_unique_until, which then take no lock"
-        raise _refused(owner, "lock_limit", None, remedy)
+        raise refused(owner, "lock_limit", None, remedy)
     if options.has_rate:
         _check_rate(owner, options)
     if options.cancels:
         _check_cancelling(owner, options)
     for name, other in NEED.items():
         if name in declared and getattr(options, other) is None:
-            raise _refused(owner, name, declared[name], f"it has no effect without {other}")
+            raise refused(owner, name, declared[name], f"it has no effect without {other}")
 
 
 def _check_cancelling(owner: str, options: TaskOptions) -> None:
     for name, (value, remedy) in NOT_CANCELLED.items():
         if getattr(options, name) != value:
-            raise _refused(owner, name, getattr(options, name), remedy)
+            raise refused(owner, name, getattr(options, name), remedy)
     if len(options.keys) > 1:
         remedy = "a task of several keys cancels nobody: give one key, or use 'queue'"
-        raise _refused(owner, "lock_on_conflict", "cancel", remedy)
+        raise refused(owner, "lock_on_conflict", "cancel", remedy)
 
 
 def _check_rate(owner: str, options: TaskOptions) -> None:
@@ -213,10 +213,10 @@ def _check_rate(owner: str, options: TaskOptions) -> None:
     name = "lock_rate" if options.lock_rate else "lock_key"
     if options.lock_limit is None:
         remedy = "a rate has no effect with lock_limit=None: leave one of the two out"
-        raise _refused(owner, name, rate, remedy)
+        raise refused(owner, name, rate, remedy)
     if options.lock_hold_on_retry:
         remedy = "a retry that keeps its lease is not counted: leave it out, or the rate"
-        raise _refused(owner, "lock_hold_on_retry", options.lock_hold_on_retry, remedy)
+        raise refused(owner, "lock_hold_on_retry", options.lock_hold_on_retry, remedy)
     if any(one.rate and one.rate.most >= STARTS_MANY for one in options.terms):
         logger.warning(
             "%s has a rate of very many starts: the lock server keeps the time of each, in ten "
@@ -264,7 +264,7 @@ def refuse_unknown(
             bare = name.removeprefix("lock_")
             hint = f": {meant[bare]}" if bare in meant else did_you_mean(bare, known)
             hint = hint or did_you_mean(name, known)
-            raise _refused(owner, name, value, f"no such option{hint}")
+            raise refused(owner, name, value, f"no such option{hint}")
 
 
 def app_settings(conf: Mapping[str, Any]) -> AppSettings:
@@ -380,7 +380,7 @@ def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:
                 )
             continue
         value = conf[given]
-        shown_value = _censored(meant, value) if meant else harmless(value)
+        shown_value = censored(meant, value) if meant else harmless(value)
         raise SettingsError("app.conf", given, shown_value, remedy)
 
 
@@ -423,41 +423,4 @@ def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
     try:
         return option.metadata["check"](value)
     except ValueError as exc:
-        raise _refused(owner, name, value, str(exc)) from exc
-
-
-def _refused(owner: str, name: str, value: object, remedy: str) -> SettingsError:
-    """Make the error about an option, without any password in its value."""
-    return SettingsError(owner, name, _censored(name, value), remedy)
-
-
-def in_place_of_app(given: object) -> object:
-    """Return what was given in place of an app, for a message: perhaps its name, or a URL."""
-    if isinstance(given, str) and given.replace(".", "_").isidentifier():
-        return given
-    return _censored("url" if isinstance(given, (str, list, tuple)) else "app", given)
-
-
-def reported(name: str, value: object) -> object:
-    """Return a setting for a report to people; one of this package without any password."""
-    return _censored(name, value) if "dislock" in name.lower() else value
-
-
-def _censored(name: str, value: object) -> object:
-    """Hide what may be secret: what such a name has, and the password of each URL."""
-    if isinstance(value, Mapping):
-        inner = {key: _censored(str(key), one) for key, one in value.items()}
-        if _is_secret(name):  # of the texts within connection options any may be one
-            return {key: harmless(one) for key, one in inner.items()}
-        return inner
-    if _is_secret(name) or (isinstance(value, bytes) and b"://" in value):
-        return HIDDEN
-    if "url" in name.lower() or (isinstance(value, str) and "://" in value):
-        return shown(value)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_censored(name, one) for one in value]
-    return value
-
-
-def _is_secret(name: str) -> bool:
-    return any(word in name.lower() for word in SECRETS)
+        raise refused(owner, name, value, str(exc)) from exc

@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from celery_dislock.config.options import seconds
 from celery_dislock.config.settings import ONE_BY_ONE, is_cluster
+from celery_dislock.config.values import seconds
 from celery_dislock.exceptions import (
     EventLoopError,
     LockLostError,

@@ -17,7 +17,7 @@ from celery import states
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from kombu.exceptions import OperationalError
 
-from celery_dislock.config.options import LONGEST
+from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import PUT_OFF_MOST_TIMES
 from celery_dislock.messages.message import TaskSkipped, store_end

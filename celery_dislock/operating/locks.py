@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import Celery
 
-from celery_dislock.config.settings import in_place_of_app
+from celery_dislock.config.censoring import in_place_of_app
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.templates import check_key
 from celery_dislock.operating.site import Site

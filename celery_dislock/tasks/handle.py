@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from celery_dislock.config.options import seconds as _seconds
+from celery_dislock.config.values import seconds as _seconds
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.servers.overview import PLACES, Overview, look_at_all
 from celery_dislock.servers.view import Holder

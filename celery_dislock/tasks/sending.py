@@ -31,7 +31,7 @@ from celery.result import EagerResult
 from celery.utils import uuid
 
 from celery_dislock.clock import monotonic
-from celery_dislock.config.options import LONGEST
+from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import (
     DamagedLockError,
     DislockError,

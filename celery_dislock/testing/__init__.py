@@ -20,9 +20,9 @@ from celery import Task, states
 from celery.canvas import Signature
 
 from celery_dislock.clock import monotonic
-from celery_dislock.config.options import seconds
 from celery_dislock.config.settings import set_settings
 from celery_dislock.config.urls import without_password
+from celery_dislock.config.values import seconds
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.locks.lease import GONE_WHEN_RENEWED, Attempt
 from celery_dislock.locks.runtime import Process, Runtime

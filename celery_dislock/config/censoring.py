@@ -1,0 +1,48 @@
+"""What people are shown of an option's value: no password, and nothing that may have one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from celery_dislock.config.urls import HIDDEN, harmless, shown
+from celery_dislock.exceptions import SettingsError
+
+# If a name contains one of these, its value is never shown.
+SECRETS = ("pass", "secret", "token", "credential", "transport_option", "kwargs")
+
+
+def refused(owner: str, name: str, value: object, remedy: str) -> SettingsError:
+    """Make the error about an option, without any password in its value."""
+    return SettingsError(owner, name, censored(name, value), remedy)
+
+
+def in_place_of_app(given: object) -> object:
+    """Return what was given in place of an app, for a message: perhaps its name, or a URL."""
+    if isinstance(given, str) and given.replace(".", "_").isidentifier():
+        return given
+    return censored("url" if isinstance(given, (str, list, tuple)) else "app", given)
+
+
+def reported(name: str, value: object) -> object:
+    """Return a setting for a report to people; one of this package without any password."""
+    return censored(name, value) if "dislock" in name.lower() else value
+
+
+def censored(name: str, value: object) -> object:
+    """Hide what may be secret: what such a name has, and the password of each URL."""
+    if isinstance(value, Mapping):
+        inner = {key: censored(str(key), one) for key, one in value.items()}
+        if _is_secret(name):  # of the texts within connection options any may be one
+            return {key: harmless(one) for key, one in inner.items()}
+        return inner
+    if _is_secret(name) or (isinstance(value, bytes) and b"://" in value):
+        return HIDDEN
+    if "url" in name.lower() or (isinstance(value, str) and "://" in value):
+        return shown(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [censored(name, one) for one in value]
+    return value
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.lower() for word in SECRETS)
