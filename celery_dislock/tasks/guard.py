@@ -40,10 +40,10 @@ from celery_dislock.tasks import conflicts, redelivery
 from celery_dislock.tasks.acquisition import Acquisition
 from celery_dislock.tasks.cancelling import was_cancelled
 from celery_dislock.tasks.endings import COMES_AGAIN, ENDED_EARLY, FAILED, SUCCEEDED, outcome_of
-from celery_dislock.tasks.keys import TaskKeys
+from celery_dislock.tasks.keys import TaskKeys, warn_of_orders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery import Task
     from celery.worker.request import Request
@@ -117,7 +117,7 @@ class Guard:
         self._locks = options.lock_limit is not None
         self._terms = options.terms
         if options.lock_on_conflict in WAITING:
-            _warn_of_orders(name, self._keys.declared_order(self._terms), runtime.orders)
+            warn_of_orders(name, self._keys.declared_order(self._terms), runtime.orders)
         # The watchdog renews it with the one lease; else the main process alone does.
         by_watchdog = self.interval is not None and len(options.keys) == 1
         self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else options.lock_unique_for
@@ -403,27 +403,6 @@ class Guard:
         if self.runtime.off or not self.runtime.process.can_park:
             return None
         return own_turn(request, self.runtime.settings.dislock_prefix)
-
-
-def _warn_of_orders(
-    name: str, order: Sequence[str], orders: MutableMapping[str, Sequence[str]]
-) -> None:
-    """Log that two tasks of an app take the same locks in different orders.
-
-    Args:
-        name: A task.
-        order: Its keys, in its order.
-        orders: Those of the tasks that were bound before; it is added.
-    """
-    for other, its in orders.items():
-        mine, theirs = [one for one in order if one in its], [one for one in its if one in order]
-        if other != name and mine != theirs:
-            logger.warning(
-                "Tasks %s and %s take the locks %s in different orders, as their limits differ, "
-                "and may wait for each other: give these keys the same limits in both.",
-                *(other, name, ", ".join(map(repr, mine))),
-            )
-    orders[name] = order
 
 
 @lru_cache(DESCRIBED_MOST)

@@ -8,6 +8,7 @@ data.  Arguments that are not valid raise here what they would raise in the body
 from __future__ import annotations
 
 import inspect
+import logging
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,14 @@ from celery_dislock.keys.templates import InvalidTemplate, key_builder
 from celery_dislock.tasks.received import Received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
     from celery import Task
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.config.terms import Terms
+
+logger = logging.getLogger("celery_dislock")
 
 
 class TaskKeys:
@@ -162,3 +165,24 @@ def validating(wrap: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return wrapped
+
+
+def warn_of_orders(
+    name: str, order: Sequence[str], orders: MutableMapping[str, Sequence[str]]
+) -> None:
+    """Log that two tasks of an app take the same locks in different orders.
+
+    Args:
+        name: A task.
+        order: Its keys, in its order.
+        orders: Those of the tasks that were bound before; it is added.
+    """
+    for other, its in orders.items():
+        mine, theirs = [one for one in order if one in its], [one for one in its if one in order]
+        if other != name and mine != theirs:
+            logger.warning(
+                "Tasks %s and %s take the locks %s in different orders, as their limits differ, "
+                "and may wait for each other: give these keys the same limits in both.",
+                *(other, name, ", ".join(map(repr, mine))),
+            )
+    orders[name] = order
