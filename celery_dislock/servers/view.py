@@ -64,6 +64,7 @@ class Holder(NamedTuple):
         turn: Whether the lock is reserved for a parked task: its message is on its way, or it waits
             for another lock.
         waits: Key of the lock that the parked task waits for meanwhile; None: for none.
+        superseded: Id of the newest task of the key, which waits for this one to end; None: none.
         who: The holder in words.
         task, id, worker, pid, host, thread: The holder; None where it has none.
     """
@@ -85,6 +86,7 @@ class Holder(NamedTuple):
     host: str | None
     thread: str | None
     waits: str | None = None
+    superseded: str | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -325,6 +327,9 @@ def _holder(
         expiring=owner.startswith(b"~"),
         turn="parked" in about,
         waits=key_of(waits) if (waits := bounded_text(about.get("waits"))) else None,
+        superseded=task_id_of_reserved(by)
+        if (by := bounded_text(about.get("superseded")))
+        else None,
         who=in_words(about),
         pid=pid if type(pid := about.get("pid")) is int else None,
         **{name: bounded_text(about.get(name)) for name in _TEXTS},

@@ -9,13 +9,19 @@ more than that, so nobody is cancelled by a forged one.  The body is then stoppe
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from celery.exceptions import Ignore, Reject, Retry
+from celery import states
+from celery.app.task import Context
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock.exceptions import SupersededError
+from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.interruption import StopTask
+from celery_dislock.messages.message import TaskSkipped, store_end
 from celery_dislock.redaction import reason_of
+from celery_dislock.servers.overview import Overview
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -47,6 +53,41 @@ def tell_workers(app: Celery, holders: Iterable[Mapping[str, Any]]) -> None:
                 "Worker %s hears at its next renewal that task %s is cancelled: %s",
                 *(worker, task_id, reason_of(exc)),
             )
+
+
+def replaced_by(key: str, task_id: str) -> str:
+    """Say why a task ends for which a newer one has come."""
+    return f"a newer message of key {key!r} replaces it: task {plain(task_id)}"
+
+
+def newer_than(request: Any) -> str:
+    """
+    Return why a task ends whose process was killed: a newer one waits for it; empty: none does.
+
+    Ask before its lease is released; blocks for a round trip if the task can be cancelled.
+    """
+    guard = request.task.dislock_guard
+    if guard.options.on_cancel is None or guard.runtime.off:
+        return ""
+    start = execution_start(request.id, request.hostname, request.worker_pid)
+    try:
+        (name,) = guard.runtime.lock_names(guard.keys_of(request))
+        state = Overview(guard.runtime.process.store.lock_server, "").lock(name, most=0)
+    except Exception as exc:  # noqa: BLE001 -- also any error of a user's callable
+        logger.warning(
+            "Whether task %s[%s] was cancelled is not known: %s",
+            *(request.task.name, request.id, reason_of(exc)),
+        )
+        return ""
+    held = [one for one in state.holders if one.owner.startswith(start) and one.superseded]
+    return replaced_by(state.key, str(held[0].superseded)) if held else ""
+
+
+def end_cancelled(request: Any, reason: str) -> NoReturn:
+    """End a task whose process was killed for a newer one: store REVOKED; raises TaskSkipped."""
+    context = Context(request.request_dict)
+    store_end(request.task, context, TaskRevokedError(reason), states.REVOKED)
+    raise TaskSkipped(reason)
 
 
 def was_cancelled(lease: Lease | None, error: BaseException) -> bool:

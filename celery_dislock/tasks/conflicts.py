@@ -34,8 +34,8 @@ from celery_dislock.parking.answers import Full
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.records import Conflict, bounded, in_words, is_turn
 from celery_dislock.signals import lock_conflict
-from celery_dislock.tasks.cancelling import tell_workers
-from celery_dislock.words import plain, so_far
+from celery_dislock.tasks.cancelling import replaced_by, tell_workers
+from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +138,7 @@ def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess
     worker = delivery.attempt.holder["worker"] or ""
     delivery.lock.channel.message(delivery.task.name, "replaced", worker)
     newer = task_id_of_reserved(replaced.by)
-    reason = f"a newer message of key {delivery.lock.key!r} replaces it: task {plain(newer)}"
+    reason = replaced_by(delivery.lock.key, newer)
     try:
         if newer == str(delivery.id):  # the result of this id is that of the newer message
             acknowledge(delivery, reason)

@@ -32,6 +32,7 @@ from celery_dislock.keys.names import execution_start, ticket_of
 from celery_dislock.messages.events import revoked, worker_tells_revoked
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
+from celery_dislock.tasks.cancelling import end_cancelled, newer_than
 from celery_dislock.tasks.crashes import count_crash, forget_turn, is_stopping
 from celery_dislock.words import plain
 
@@ -75,7 +76,13 @@ class Recovering:
         exc = exc_info.exception
         exc = getattr(exc, "exc", exc)
         if isinstance(exc, DEATHS):
+            newer = newer_than(self) if isinstance(exc, WorkerLostError) else ""
             release_after_death(self)
+            if newer:
+                try:
+                    end_cancelled(self, newer)
+                except TaskSkipped:
+                    return self.on_failure(ExceptionInfo(), *args, **kwargs)
             self._crash = exc if isinstance(exc, CRASHES) and not is_stopping() else None
         elif isinstance(exc, TaskSkipped):
             self.send_event("task-revoked", **revoked(exc.why))

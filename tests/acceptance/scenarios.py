@@ -449,8 +449,9 @@ build_in_peace = locked(
     "build_in_peace", stay_by_itself, lock_cancel_not_before=LONG, **CANCEL, **BOUND
 )
 build_stubbornly = locked("build_stubbornly", resist_an_error, lock_cancel_after=PAUSE, **CANCEL)
-build_for_ever = locked(
-    "build_for_ever", resist_all, lock_on_cancel="terminate", **CANCEL, **SURVIVING
+build_for_ever = locked("build_for_ever", resist_all, lock_on_cancel="terminate", **CANCEL)
+build_for_ever_late = locked(
+    "build_for_ever_late", resist_all, lock_on_cancel="terminate", **CANCEL, **SURVIVING
 )
 build_again = locked("build_again", retry_on_any_error, **CANCEL, **BOUND, **RETRYING)
 build_politely = locked("build_politely", stay_until_superseded, lock_on_cancel="warn", **CANCEL)

@@ -16,6 +16,7 @@ from tests.acceptance.scenarios import (
     build_again,
     build_and_survive,
     build_for_ever,
+    build_for_ever_late,
     build_in_peace,
     build_later,
     build_politely,
@@ -99,9 +100,10 @@ def test_a_body_that_does_not_listen(fleet, scene):
 
 
 @PREFORK
-def test_a_body_that_nothing_ends_but_the_end_of_its_process(fleet, scene):
+@pytest.mark.parametrize("task", [build_for_ever, build_for_ever_late], ids=["early", "late"])
+def test_a_body_that_nothing_ends_but_the_end_of_its_process(fleet, scene, task):
     """Its process is killed; it ends as REVOKED all the same, and does not come back."""
-    old = scene.begin(fleet, build_for_ever)
+    old = scene.begin(fleet, task)
     new = scene.begin(fleet, build_and_survive)
     assert_superseded(old, new)
     assert finish(scene, new)["held"]
