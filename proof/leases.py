@@ -80,6 +80,7 @@ class Durations:
         self.locks: dict[str, Leases] = defaultdict(Leases)
         self.options: dict[str, TaskOptions] = {}  # by owner: those that its client was granted
         self.renewals: Counter[str] = Counter()  # by owner, as its client was told
+        self._sent_at: dict[str, float] = {}  # by owner: the last of them
         self.has_capped = False  # whether any lease has reached its cap
         self.done: dict[str, list[Lease]] = defaultdict(list)  # by lock: ended by their owners
 
@@ -105,7 +106,12 @@ class Durations:
             self.renewals[lease.owner] = -1  # of a hand-off: the first one sets the full timeout
 
     def renewed(self, lease: Lease) -> None:
-        """Judge how often a lease was renewed."""
+        """Judge how often a lease was renewed; a look for a newer task does not count."""
+        before = self._sent_at.get(lease.owner, lease.since)
+        self._sent_at[lease.owner] = lease.renewed_at
+        is_look = lease.renewed_at - before < (lease.driver.interval or 0.0) / 2
+        if is_look and self.renewals[lease.owner] >= 0:
+            return
         self.renewals[lease.owner] += 1
         most = lease.driver.options.max_renew_times
         if 0 < most < self.renewals[lease.owner]:

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock import scripts
-from celery_dislock.scripts import FULL, GRANTED, PARKED, REFUSED
+from celery_dislock.scripts import FULL, GRANTED, PARKED, REFUSED, REPLACED_BY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,7 +116,7 @@ class Order:
             self.begin_anew(reply)
         asks = named(script, arguments) if script in PARKS else {}
         waiting = self.waiting(keys[0]) if asks else {}
-        made_room = reply[-1][::2] if asks and reply[0] == PARKED else ()
+        made_room = reply[-2][::2] if asks and reply[0] == PARKED else ()
         replaced = {f"{one.decode()}#" for one in made_room}
         for one in replaced:
             self.lines[keys[0]].waits.pop(one, None)
@@ -205,6 +205,8 @@ class Order:
                 self.tickets[first, ticket] = locks
         if reply[0] == GRANTED:
             self.granted(locks, ticket, [one.decode() for one in reply[3::2]], claims=reply[2])
+        elif reply[0] == REPLACED_BY:
+            line.waits.pop(mine, None)
         elif reply[0] == FULL and not line.unknown and not 0 < room.most <= len(room.waiting):
             self.fail(f"the line of {mine} is not full, as it was told: {room.waiting}")
         elif reply[0] == PARKED:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from proof.leases import Durations
     from proof.order import Order
     from proof.rates import Rates
+    from proof.takeovers import TakeOvers
 
 HOME = "here"  # the broker
 IDLE = 5.0  # seconds that a watchdog sleeps at most
@@ -60,7 +61,7 @@ class Net(LuaServer):
 
     def __init__(self, changed: Callable[[str], str] = str) -> None:
         self.time = 0.0  # seconds of everybody's monotonic clock
-        self.judges: Sequence[Order | Durations | Rates] = ()  # of what arrives
+        self.judges: Sequence[Order | Durations | Rates | TakeOvers] = ()  # of what arrives
         self.linked: list[str] = []  # locks of tasks of several keys: a script may touch all
         super().__init__(changed)
 
@@ -140,7 +141,29 @@ def stop(wait: Wait) -> Any:
     here = greenlet.getcurrent()
     if getattr(here, "killed", False):
         raise greenlet.GreenletExit
-    return here.parent.switch(wait)
+    here.waits, here.thrown = wait, None
+    reply = here.parent.switch(wait)
+    if here.thrown is not None:
+        raise here.thrown
+    return reply
+
+
+class Interrupted:
+    """A body that is interrupted where it waits; see :mod:`celery_dislock.locks.interruption`."""
+
+    def __init__(self, _block: object = None) -> None:
+        self._thread = greenlet.getcurrent()
+        self._armed = True
+
+    def throw(self, exc: BaseException) -> None:
+        """Raise this where the body waits."""
+        if self._armed:
+            self._thread.thrown = exc
+            self._thread.waits.until = 0.0
+
+    def disarm(self) -> None:
+        """Raise nothing any more: the body has ended."""
+        self._armed = False
 
 
 @dataclass(eq=False)

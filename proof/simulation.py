@@ -19,6 +19,7 @@ what ``docs/guarantees.md`` says, in terms of what clients were told:
 * a lock has no more leases than its limit, with what it keeps for tasks that wait for another one;
 * who waits is let in before those who came later, and a line takes in no more than it may; for this
   see :mod:`proof.order`;
+* the newest of tasks that cancel each other runs last; for this see :mod:`proof.takeovers`;
 * a task that was revoked never begins, unless its process died, or the server has lost data;
 * a task runs to its end twice only if a process died or stood still, or the server has lost data.
 """
@@ -40,9 +41,10 @@ import greenlet
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.config.terms import Rate
-from celery_dislock.exceptions import DislockError, StoreError
+from celery_dislock.exceptions import DislockError, StoreError, SupersededError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.reentrant import ReentrantLock
+from celery_dislock.messages.headers import REPLACED
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.tasks.request import release_after_death
 from celery_dislock.worker import stalled
@@ -52,6 +54,7 @@ from proof.leases import Durations, cap_of
 from proof.order import Order
 from proof.rates import Rates
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
+from proof.takeovers import DROPPED, TakeOvers
 from proof.working import WIDE, Copy, Worker, driven
 from tests.integration.lua_server import START
 
@@ -72,6 +75,7 @@ DAY = 86400.0  # seconds
 PROCESSES = 3
 ACTORS_MOST = 9  # at work at a time
 RATED_MOST = 0.25  # of the histories
+CANCELS_MOST = 0.4  # of the same without those: these have tasks that cancel each other
 SEVERAL_MOST = 0.5  # of the histories with tasks that park: these have tasks of two keys
 ONE = {"lock_limit": 1}  # which a rate alone does not have
 RATE = "3/20s"  # in some histories, of all locks
@@ -86,7 +90,7 @@ HARMLESS = {"late", "freeze", "slow", "limit"}  # no lease suffers
 UNIQUE_FOR = 3600.0  # seconds for which a key is reserved at most, if its end is lost
 HOW = {"replies": ("lost", "fails", "unsent"), "late": ("late", "late")}  # requests go wrong
 # Keys that outlive what they tell of.  A waiter that died stays in a line that had parked tasks.
-MARKS = (":done:", ":running", "dislock:lines:", "dislock:sweep:", ":line", ":unique")
+MARKS = (":done:", ":running", "dislock:lines:", "dislock:sweep:", ":line", ":unique", ":newest")
 GROUPS: dict[str, list[dict[str, Any]]] = {  # of options that may be used for one lock
     "exclusive": [{}],
     "shared": [{"lock_mode": "shared"}, {"lock_mode": "shared"}, {}],
@@ -105,8 +109,21 @@ CONFLICTS: list[dict[str, Any]] = [  # of tasks
     {"lock_on_conflict": "retry", "lock_retry_for": 1e6, "lock_key": ["<key>", "c"]},
     {"lock_on_conflict": "wait", "lock_wait_timeout": 1e5, "lock_key": ["<key>", "c"]},
 ]
+CANCELS: list[dict[str, Any]] = [
+    {"lock_on_conflict": "cancel"},
+    {"lock_on_conflict": "cancel"},
+    {"lock_on_conflict": "cancel", "lock_cancel_after": 6.0},
+    {"lock_on_conflict": "cancel", "lock_cancel_not_before": 8.0},
+    {"lock_on_conflict": "cancel", "lock_on_cancel": "warn", "lock_cancel_after": 20.0},
+]
+ENDS = ("at once", "at once", "later", "never", "tries again")  # a body that is told to end
+RETRIES = 0.1  # of the bodies
 QUEUES = [one for one in CONFLICTS if one["lock_on_conflict"] == "queue"]
 OF_ONE_KEY = {"lock_limit", "lock_mode", *(name for one in CONFLICTS for name in one)}
+CANCEL_WITH = {  # what such a task may have beside
+    *(name for one in CANCELS for name in one), "acks_late", "lock_at_least_for", "lock_key",
+    "lock_limit", "lock_mode", "max_renew_times",
+}  # fmt: skip
 OTHERS = 0.5  # of the tasks of two keys: have another order in a worker of the other version
 NARROW, WIDER = (1, 1, 2), (2, 2, 3)  # limits of the two keys of a task
 UNIQUE: list[dict[str, Any]] = [  # when they are sent
@@ -157,6 +174,9 @@ class History:
         several = random.Random(f"{seed} several")
         self.several = self.parks and several.random() < SEVERAL_MOST
         self.narrow, self.wide = several.choice(NARROW), several.choice(WIDER)
+        cancels = random.Random(f"{seed} cancels").random()
+        self.cancels = self.parks and not self.several and cancels < CANCELS_MOST
+        self.drops = self.cancels and cancels < CANCELS_MOST / 2
         net.linked = [lock_name(key) for key in (*KEYS, WIDE)] if self.several else []
         self.kinds = [
             self.kind_of_task(rng, several=self.several and (not nth or rng.random() < 0.5))
@@ -183,17 +203,17 @@ class History:
         self.kind = (
             f"{self.group} locks{' with a rate' if self.rated else ''}"
             f"{', and tasks that park' if self.parks else ''}"
-            f"{', some of two keys' if self.several else ''}; "
+            f"{', some of two keys' if self.several else ''}"
+            f"{', or cancel each other' if self.cancels else ''}; "
             f"faults: {', '.join(sorted(self.faults)) or 'none'}"
         )
         self.steps = self.generation = self.failed = 0
         self.locked = 0  # threads that have taken a lock in plain Python, or tried to
         net.lose()
         net.replicate()
-        self.order, self.durations = Order(net, self.fail), Durations(net, self.fail)
-        net.judges = [self.order, self.durations]
-        if self.rated:
-            net.judges = [*net.judges, Rates(net, self.rated, self.fail)]
+        self.durations, self.take_overs = Durations(net, self.fail), TakeOvers(net, self.fail)
+        rates = [Rates(net, self.rated, self.fail)] if self.rated else []
+        net.judges = [Order(net, self.fail), self.durations, self.take_overs, *rates]
         net.advance(START - net.time)  # its times keep the number of digits that they have today
         self.keeper = None  # the main process of the workers, if it renews for those that do not
         if self.parks and rng.random() < 0.5:
@@ -217,6 +237,9 @@ class History:
             **rng.choice(GROUPS[self.group]), **rng.choice(CONFLICTS), **rng.choice(UNIQUE),
             **rng.choice(LASTING), "acks_late": self.late_acks,
         }  # fmt: skip
+        if self.cancels and rng.random() < 3 / 4:
+            options = {**options, "lock_key": "<key>", **rng.choice(CANCELS)}
+            options = {name: one for name, one in options.items() if name in CANCEL_WITH}
         if self.rated:  # several keys with a rate cannot be waited for
             options = {**ONE, **options, "lock_rate": RATE, "lock_key": "<key>"}
             if "lock_mode" in options:  # shared
@@ -239,7 +262,7 @@ class History:
     def choose(self, rng: random.Random) -> Step:
         """Choose a step."""
         chance = rng.random()
-        if chance < 0.08:
+        if chance < (0.16 if self.cancels else 0.08):
             return ["start", self.steps]
         if chance < 0.22:
             return ["pass", rng.choice((0.0, 0.0, 0.0, 0.001, 0.1, 1.0, 5.0, 12.0, 31.0))]
@@ -259,6 +282,8 @@ class History:
                     "failover": [],
                 }
                 return [what, *args.get(what, [rng.randrange(PROCESSES)])]
+        if chance < 0.295 and self.drops:
+            return ["drop", rng.choice(KEYS), rng.randrange(ACTORS_MOST)]
         ready = [name for name, actor in self.actors.items() if self.is_ready(actor)]
         if not ready:
             return ["pass", 0.0]
@@ -370,6 +395,7 @@ class History:
                 self.queue.append(actor.copy)
             elif actor.copy:
                 self.excused.add(actor.copy.task)
+                self.take_overs.excused.add(actor.copy.task)
             if actor.made is not None:
                 died.append(actor.made)
         self.processes.pop(nth)
@@ -405,6 +431,18 @@ class History:
             store.free(lock_name(key), holder.owner, holder.token)
             self.freed.add(holder.owner)
 
+    def step_drop(self, key: str, nth: int) -> None:
+        """An operator drops a task that waits."""
+        lock, parking = lock_name(key), self.processes[0].parking
+        tickets = sorted(one.decode() for one in self.net.send("HKEYS", f"{lock}:tickets"))
+        tickets = [one for one in tickets if one.endswith(":0")]
+        if tickets:
+            ticket = tickets[nth % len(tickets)]
+            dropped = parking.lines.drop(lock, ticket, json.dumps({REPLACED: DROPPED})[1:-1])
+            if dropped is not None:
+                self.take_overs.excused.add(ticket.partition(":")[0])
+                parking.tell_replaced(lock, {ticket: dropped.message})
+
     # Threads.
 
     def process(self, number: int) -> Process:
@@ -416,7 +454,7 @@ class History:
         process.watchdog.asks = self.keeper is not None
         self.processes.insert(nth, process)
         if worker is not None:
-            worker.begin(process, self.arrived, self.states, self.body)
+            worker.begin(process, self.arrived, self.states, self.command, self.body)
             self.workers[process] = worker
         process.watchdog.actor = self.begin(f"{process.name} watchdog", process, process.watch)
         if self.parks:
@@ -494,7 +532,19 @@ class History:
     def sending(self, worker: Worker, task: str, rng: random.Random) -> None:
         """Send a task's message; one that is unique perhaps not."""
         kind, countdown = rng.choice(self.kinds), rng.choice((None, None, None, 8.0))
-        worker.task(kind).apply_async((rng.choice(KEYS),), task_id=task, countdown=countdown)
+        key = rng.choice(KEYS)
+        self.take_overs.asked[task] = key, self.net.time + (countdown or 0.0)
+        if json.loads(kind)["lock_on_conflict"] == "cancel":
+            self.take_overs.cancel.add(task)
+        worker.task(kind).apply_async((key,), task_id=task, countdown=countdown)
+
+    def command(self, worker: str, task: str) -> None:
+        """Have a worker told to look at a task, unless the message is lost."""
+        chance = self.chance("command", task)
+        for process in self.processes:
+            if process.name == worker and chance.random() < 3 / 4:
+                name = f"look at {task} {self.chosen[f'command {task}']}"
+                self.begin(name, process, partial(process.watchdog.look_at, task))
 
     def delivery(self, worker: Worker, made: Any) -> None:
         """Run a task, as a worker does."""
@@ -507,7 +557,8 @@ class History:
         name = request.id
         if name in self.revoked and not self.faults & {"kill", "failover"}:
             self.fail(f"task {name} runs, and its caller was told that it was revoked")
-        self.work(self.chance("body", name))
+        self.take_overs.begins(name, task.lease.owner)
+        self.work_until_told(task)
         self.ran.add(name)
         if task.lease.held:
             self.ended[name] += 1
@@ -524,8 +575,25 @@ class History:
         ):
             self.fail(f"task {name} has lost its lease, and its main process lives")
 
-    def states(self, task: str, state: str) -> None:
+    def work_until_told(self, task: Any) -> None:
+        """Work, and end as this body does when it is told to: at once, later, or not at all."""
+        name, retries = task.request.id, self.chance("retries", task.request.id)
+        how = self.chance("told", name).choice(ENDS)
+        try:
+            self.work(self.chance("body", name))
+        except SupersededError as exc:
+            if how == "tries again":
+                raise task.retry(exc=exc, countdown=5.0) from exc
+            if how != "at once":
+                self.work(self.chance("after it was told", name))
+            if how != "never":
+                raise
+        if self.cancels and not task.request.retries and retries.random() < RETRIES:
+            raise task.retry(countdown=5.0)
+
+    def states(self, task: str, state: str, result: Any) -> None:
         """Hear of a task's state."""
+        self.take_overs.ends(task, state, result)
         if state in {"REVOKED", "FAILURE"}:
             self.excused.add(task)
         if state == "REVOKED":
@@ -536,6 +604,8 @@ class History:
         self.queue.append(copy)
         if not copy.marked and copy.task not in self.sent:
             self.sent.append(copy.task)
+        if copy.task in self.take_overs.asked:
+            self.take_overs.sent.add(copy.task)
         if "slow" in self.faults:
             slowness = self.chance("slow", copy.task).choice((0.0, 20.0, 45.0, 70.0))
             copy.due = max(copy.due, self.net.time + slowness)
@@ -629,6 +699,9 @@ class History:
             most = FOREVER if self.faults & {"kill", "freeze", "failover", "free"} else 1
             if self.ended[task] > most and f"{task} again" not in self.excused:
                 raise BrokenPromiseError(f"task {task} ran {self.ended[task]} times")
+        self.take_overs.end()
+        if self.violation:
+            raise BrokenPromiseError(self.violation)
         self.net.advance(KEPT_UNIT if self.several else 100.0)  # places of those that died
         left = [name for name in self.keys() if not any(mark in name for mark in MARKS)]
         if left:

@@ -26,14 +26,16 @@ from kombu.utils.imports import symbol_by_name
 
 from celery_dislock import Key, SingletonTask
 from celery_dislock.config.settings import AppSettings
+from celery_dislock.locks import interruption
 from celery_dislock.locks.runtime import Runtime
+from celery_dislock.messages import headers as message_headers
 from celery_dislock.messages import unrun
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.parking.process import ParkingProcess
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.tasks import acquisition, conflicts, guard, request, sending
 from celery_dislock.worker import stalled
-from proof.simulated import Net, Process, Wait, sleep_in, stop_if_actor
+from proof.simulated import Interrupted, Net, Process, Wait, sleep_in, stop_if_actor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
     from celery_dislock.servers.replies import Turn
 
 WIDE = "c"  # the key that tasks of several keys share
-EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)  # at the simulation's time 0
-BY_WALL = (conflicts, acquisition, guard, sending, unrun)  # modules that use time
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)  # at the simulation's time 0, as on its server
+BY_WALL = (conflicts, acquisition, guard, sending, unrun, message_headers)  # modules that use time
 
 
 @dataclass(eq=False)
@@ -68,7 +70,7 @@ class Copy:
 class Results(KeyValueStoreBackend):  # type: ignore[misc]
     """Keeps results, and tells of their states."""
 
-    told: Callable[[str, str], None]
+    told: Callable[[str, str, Any], None]
 
     def __init__(self, app: Celery) -> None:
         super().__init__(app=app)
@@ -84,7 +86,7 @@ class Results(KeyValueStoreBackend):  # type: ignore[misc]
 
     def store_result(self, task_id: str, result: Any, state: str, **kwargs: Any) -> Any:
         """Tell of the state, and keep the result."""
-        self.told(task_id, state)
+        self.told(task_id, state, result)
         return super().store_result(task_id, result, state, **kwargs)
 
 
@@ -130,6 +132,7 @@ class Worker:
         app._get_backend = lambda: self.results  # noqa: SLF001 -- it is asked for by name elsewhere
         app.amqp.send_task_message = self._send
         app.producer_or_acquire = self._acquired
+        app.__dict__["control"] = SimpleNamespace(broadcast=self._broadcast)
         app.now = lambda: EPOCH + timedelta(seconds=self.net.time)
         self.connection = SimpleNamespace(
             transport=SimpleNamespace(driver_type="amqp"), _reraise_as_library_errors=nullcontext
@@ -139,7 +142,8 @@ class Worker:
         self,
         process: Process,
         broker: Callable[[Copy], None],
-        told: Callable[[str, str], None],
+        told: Callable[[str, str, Any], None],
+        commands: Callable[[str, str], None],
         body: Callable[[Any], None],
     ) -> None:
         """
@@ -148,10 +152,12 @@ class Worker:
         Args:
             process: The process.
             broker: Called with each message that is published.
-            told: Called with a task's id and each of its states.
+            told: Called with a task's id, each of its states, and what is stored with it.
+            commands: Called with a worker's name and the id of a task that it is to look at.
             body: The body of all tasks, called with the task.
         """
         self.net, self.broker, self.body = process.net, broker, body
+        self.commands = commands
         self.results.told = told
         self.runtime.inside = process
         process.parking = parking = WorkerProcess(self.app.conf, AppSettings(), Publisher(self.app))
@@ -212,6 +218,12 @@ class Worker:
         ended = getattr(ended, "exception", ended)
         return getattr(ended, "exc", ended)
 
+    def _broadcast(self, _command: str, about: dict[str, str], destination: Sequence[str]) -> None:
+        """Tell workers by remote control to look at a task."""
+        stop_if_actor(Wait())
+        for worker in destination:
+            self.commands(worker, about["task_id"])
+
     @contextmanager
     def _acquired(self, *_: Any) -> Iterator[Worker]:
         """Stand for producer_or_acquire."""
@@ -256,6 +268,7 @@ def driven(net: Net, seed: str) -> Iterator[None]:
             stack.enter_context(patch.object(module, "time", clock))
         for module, name, value in (
             (unrun, "random", rng),
+            (interruption, "running_here", Interrupted),
             (sending, "token_hex", lambda _: f"{next(numbers):016x}"),
             (request, "is_child", lambda pid: pid is not None),
             (request, "is_alive", lambda _: False),

@@ -12,7 +12,7 @@ from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.tasks import conflicts
+from celery_dislock.tasks import conflicts, guard
 from celery_dislock.worker.stalled import StalledKeeper
 from proof import simulation
 from proof.__main__ import is_caught_simulated
@@ -62,6 +62,10 @@ BROKEN = {
         "is_in_front(at, member, station.arrived)",
         "(nth > 1 or is_in_front(at, member, station.arrived))",
     ),
+    "an older task begins after the newest": (
+        "if newer and not (ran and parse_claim(ran).settles > now) then",
+        "if false then",
+    ),
     "what is kept is not counted": (
         "if not unit then grant(",
         "if not unit and nth == 0 then grant(",
@@ -90,6 +94,7 @@ CLIENTS = {  # what replaces which method of the client
     "a task that is put off is not sent again": (unrun, "_send_again", lambda _, delay, __: delay),
     "a lease is trusted for ever": (lease, "trust_in", lambda _: 1e6),
     "nobody renews for a process that stands still": (StalledKeeper, "look", lambda *_: None),
+    "a task that is cancelled fails": (guard, "was_cancelled", lambda *_: False),
     "a message that is replaced runs": (conflicts, "end_replaced", lambda *_: None),
 }
 

@@ -1,0 +1,132 @@
+"""
+Judge the tasks of a simulation that cancel each other.
+
+* No task begins after one of its lock that was sent later has begun, unless the server has lost
+  data in between.
+* Of those that were sent the newest ends as SUCCESS, unless one that was newer was dropped: it may
+  have been told to end for that one.
+* Who ends as REVOKED was dropped, or names one that was sent later; who has lost its place in line
+  says so, and there is one.
+
+A task is as old as its message says: sent when its sender asked for that, or due at its ETA.  Of
+two that were sent at one time either may be the newer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery_dislock import scripts
+from celery_dislock.scripts import GRANTED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from celery_dislock.scripts import Script
+    from proof.simulated import Net
+
+PARKS = (scripts.PARK, scripts.PARK_UNIQUE)
+NAMED = re.compile(r"replaces it: task (\S+)$")
+DROPPED, PASSED = "dropped by an operator", "a newer task took its place"
+
+
+class Begun(NamedTuple):
+    """A body that has begun: of which task, and which request of all had its lock granted."""
+
+    task: str
+    granted: int
+
+
+class TakeOvers:
+    """
+    The tasks of all locks that cancel each other.
+
+    Args:
+        net: The lock server.
+        fail: Called with what is broken.
+    """
+
+    def __init__(self, net: Net, fail: Callable[[str], None]) -> None:
+        self.net, self.fail = net, fail
+        self.asked: dict[str, tuple[str, float]] = {}  # each task's lock, and when it was sent
+        self.sent: set[str] = set()  # tasks whose message has arrived
+        self.cancel: set[str] = set()  # those of them that cancel others; the others do not count
+        self.begun: dict[str, list[Begun]] = defaultdict(list)  # by lock
+        self.ended: dict[str, str] = {}  # state
+        self.excused: set[str] = set()  # dropped, or gone with its process: need not succeed
+        self.has_lost = False
+        self._granted: dict[str, int] = {}  # by owner
+        self._requests = 0
+
+    def lost(self) -> None:
+        """Know nothing more of who began before the server has lost data."""
+        self.has_lost = True
+        self.begun.clear()
+
+    def arrived(
+        self, script: Script, _keys: Sequence[str], arguments: Sequence[Any], reply: Any
+    ) -> None:
+        """Note a lock that was granted to a task, whether or not that hears of it."""
+        self._requests += 1
+        if script in PARKS and reply[0] == GRANTED:
+            self._granted.setdefault(arguments[0], self._requests)
+
+    def is_newer(self, one: str, other: str) -> bool:
+        """Return whether the one was sent after the other."""
+        return self.asked[one][1] > self.asked[other][1]
+
+    def may_replace(self, one: str, other: str) -> bool:
+        """Return whether the one has the lock of the other, and was not sent before it."""
+        return self.asked[one][0] == self.asked[other][0] and not self.is_newer(other, one)
+
+    def newer_than(self, task: str) -> set[str]:
+        """Return the tasks of its lock that were sent later."""
+        lock, at = self.asked[task]
+        return {
+            one
+            for one in self.cancel & self.sent
+            if self.asked[one][0] == lock and self.asked[one][1] > at
+        }
+
+    def begins(self, task: str, owner: str) -> None:
+        """Judge a body that begins."""
+        if task not in self.cancel:
+            return
+        of_lock = self.begun[self.asked[task][0]]
+        this = Begun(task, self._granted.get(owner, self._requests))
+        for other in of_lock:
+            if self.is_newer(other.task, task) and other.granted < this.granted:
+                self.fail(f"task {task} begins after {other.task}, which was sent later")
+        of_lock.append(this)
+
+    def ends(self, task: str, state: str, result: Any) -> None:
+        """Judge a state that is stored of a task."""
+        if task not in self.cancel:
+            return
+        self.ended[task] = state
+        reason = str(result)
+        if state == "FAILURE":
+            self.fail(f"task {task} has failed: {result!r}")
+        elif state == "REVOKED" and DROPPED in reason:
+            self.excused.add(task)
+        elif state == "REVOKED":
+            named = NAMED.search(reason)
+            others = {named[1]} & self.cancel if named else self.sent if PASSED in reason else set()
+            if not any(self.may_replace(one, task) for one in others - {task}):
+                self.fail(f"task {task} is revoked, and not for one that was sent later: {reason}")
+
+    def end(self) -> None:
+        """Judge what has become of the newest of each lock, now that all have ended."""
+        of_lock: dict[str, list[str]] = defaultdict(list)
+        for one in (self.cancel & self.sent) - self.excused:
+            of_lock[self.asked[one][0]].append(one)
+        for tasks in of_lock.values():
+            last = max(self.asked[one][1] for one in tasks)
+            newest = [one for one in tasks if self.asked[one][1] == last]
+            if self.has_lost or self.newer_than(newest[0]):
+                continue
+            if not any(self.ended.get(one) == "SUCCESS" for one in newest):
+                states = [f"{one}: {self.ended.get(one)}" for one in newest]
+                self.fail(f"the newest task of a lock has not succeeded: {', '.join(states)}")
