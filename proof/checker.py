@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
+from proof.cancelling import takes_over
 from proof.durations import caps, crashes, held_on, rates
 from proof.events import (
     MOMENTS,
@@ -533,6 +534,7 @@ JUDGES: tuple[Callable[[Sequence[Event], Counter[str]], Iterator[Violation]], ..
     cancellations,
     tasks,
     newest,
+    takes_over,
     written,
     beats,
     silences,

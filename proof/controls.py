@@ -253,6 +253,11 @@ def a_message_that_is_never_replaced() -> None:
     )
 
 
+def an_older_task_that_begins_after_the_newest() -> None:
+    """Let a task begin, also if one that was sent later and cancels it has begun."""
+    _rewrite([PARK, PARK_UNIQUE], "local newer = this and newer_than(lock, this)", "local newer")
+
+
 RUN, SIMULATION = "a run", "the simulation"  # where a control is shown
 FORGET = "forget the scripts"  # a fault that excuses nothing
 
@@ -308,5 +313,6 @@ CONTROLS: dict[str, Control] = {
         Control(a_cap_that_is_never_reached, "cap", shown_in=BOTH),
         Control(some_of_several_locks, "all or none", FORGET, alone=True, shown_in=BOTH),
         Control(a_message_that_is_never_replaced, "newest"),
+        Control(an_older_task_that_begins_after_the_newest, "takes over", FORGET, shown_in=BOTH),
     )
 }

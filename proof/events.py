@@ -24,7 +24,7 @@ class Violation(NamedTuple):
 
     Attributes:
         promise: Which one: "exclusion", "token", "kept", "free", "order", "end", "cancelled",
-            "once", "nothing lost", "newest", "clean", "written", "tick", "again",
+            "once", "nothing lost", "newest", "takes over", "clean", "written", "tick", "again",
             "missed", "silent", "at least", "cap", "crash", "all or none", "rate".
         text: What happened, for people.
         at: When it happened, in seconds of the history's clock.

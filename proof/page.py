@@ -46,6 +46,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "| runs for longer than its cap": ("cap",),
     "What holds with a [rate]": ("rate",),
     "| the reply that a message is replaced is late": ("newest",),
+    "| a newer task of the key comes, with": ("takes over",),
     "| several beats run": ("tick",),
     "| the leader is killed | another": ("silent", "end"),
     "| the leader is killed while": ("again",),
@@ -58,6 +59,7 @@ SEEN = {
     "crash": "locks of the dead that were free at once",
     "cap": "holds that reach their cap",
     "rate": "starts under a rate",
+    "takes over": "tasks that cancel others",
     "all or none": "refusals of several locks",
 }
 PARTS = {
@@ -82,6 +84,8 @@ PARTS = {
     "rate": "more bodies begin in a window than the rate admits",
     "cap": "a lease is renewed beyond its cap, or ends before it",
     "all or none": "somebody who was refused one of several locks keeps another",
+    "takes over": "a task begins after one that was sent later and cancels it, or is cancelled by "
+    "none that was sent later",
     "newest": "an older message runs after a newer one that replaces it",
 }
 

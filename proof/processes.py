@@ -127,8 +127,17 @@ class Processes:
 
     def clock_of_one(self, chance: random.Random) -> Callable[[int], None]:
         """Return what sets the clock of one, and of its children, by some seconds."""
-        assert self._clocks is not None
-        return partial(self._clocks.set, self._name(chance.randrange(self.number)))
+        clocks, name = self._clocks, self._name(chance.randrange(self.number))
+        assert clocks is not None
+
+        def set_by(seconds: int) -> None:
+            if seconds:
+                self._history.add("clock", name, "wrong")
+            clocks.set(name, seconds)
+            if not seconds:
+                self._history.add("clock", name, "right")
+
+        return set_by
 
     def set_clocks(self, seconds: int) -> None:
         """Set the clocks of all by some seconds."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import redis
-from celery.states import READY_STATES
+from celery.states import READY_STATES, REVOKED
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -290,7 +290,8 @@ def note_outcomes(history: History, path: Path, results: RedisServer, workers: P
             for task in sorted(tasks):
                 result = json.loads(client.get(f"celery-task-meta-{task}") or "{}")
                 if result.get("status") in READY_STATES:
-                    history.add("task", task, "outcome", state=result["status"])
+                    reason = str(result["result"]) if result["status"] == REVOKED else ""
+                    history.add("task", task, "outcome", state=result["status"], reason=reason)
                     tasks.discard(task)
                     until = time.monotonic() + QUIET
             time.sleep(LOOK_EVERY)

@@ -7,15 +7,16 @@ import sys
 import threading
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
-from celery_dislock.messages.headers import UNIQUE, notes_in
+from celery_dislock.messages.headers import SENT, UNIQUE, notes_in
 from proof.operating import operate, probe
 from proof.tasking import (
     BURSTS,
+    CANCELS,
     COUNTDOWN,
     DIES,
     IN_LINE,
@@ -28,6 +29,9 @@ from proof.tasking import (
     history,
     site,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PAUSE = 0.08  # seconds between two tasks, on average
 BURST = 4  # tasks that are sent at a time at most
@@ -46,11 +50,10 @@ def main() -> None:
     operator = threading.Thread(target=operate, args=(random.Random(f"{site.seed}:o"), stop))
     operator.start()
     threading.Thread(target=probe, args=(stop,)).start()
-    reserved: set[str] = set()  # ids of the messages that were sent with a reservation
+    notes: dict[str, Mapping[str, Any]] = {}  # of each message, by its id
 
     def look(headers: dict[str, Any], **_: object) -> None:
-        if UNIQUE in notes_in(headers):
-            reserved.add(headers["id"])
+        notes[headers["id"]] = notes_in(headers)
 
     before_task_publish.connect(look, weak=False)
     often = (DIES, IN_LINE, RATED, *BURSTS)
@@ -58,10 +61,10 @@ def main() -> None:
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
         name, number = chance.choice(names), chance.randrange(KEYS)
         for _ in range(chance.randint(2, BURST) if name in BURSTS else 1):
-            send(name, number, chance.choice((*["short"] * 28, "long", "keeps the GIL")), reserved)
+            send(name, number, chance.choice((*["short"] * 28, "long", "keeps the GIL")), notes)
 
 
-def send(name: str, number: int, how: str, reserved: set[str]) -> None:
+def send(name: str, number: int, how: str, notes: dict[str, Mapping[str, Any]]) -> None:
     """Send a task, and note it."""
     task_id, noted = uuid.uuid4().hex, history()
     about: dict[str, Any] = {
@@ -70,6 +73,7 @@ def send(name: str, number: int, how: str, reserved: set[str]) -> None:
         "asked": time.monotonic(),
         "parks": name in PARKS,
         "may_fail": name in MAY_FAIL,
+        "cancels": name in CANCELS,
     }
     try:
         result = app.tasks[name].apply_async(
@@ -79,13 +83,21 @@ def send(name: str, number: int, how: str, reserved: set[str]) -> None:
             retry_policy=AGAIN,
         )
     except OperationalError as exc:
+        about["ahead"] = ahead_of(notes.pop(task_id, {}), about["asked"])
         noted.add("task", task_id, "unknown", error=str(exc), **about)
         return
     kind = "sent" if result.id == task_id else "duplicate"
     # What is sent without a reservation, as in an outage, runs as if there were no others.
-    replaces = task_id in reserved and TASKS[name].get("lock_on_duplicate") == "replace"
+    noted_in = notes.pop(task_id, {})
+    about["ahead"] = ahead_of(noted_in, about["asked"])
+    replaces = UNIQUE in noted_in and TASKS[name].get("lock_on_duplicate") == "replace"
     about["replaces"] = replaces
     noted.add("task", task_id, kind, of=result.id, **about)
+
+
+def ahead_of(noted: Mapping[str, Any], asked: float) -> float | None:
+    """Return by how much the clock that a message was dated by is ahead of this one."""
+    return noted[SENT] / 1e6 - asked if SENT in noted else None
 
 
 if __name__ == "__main__":

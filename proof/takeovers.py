@@ -49,7 +49,7 @@ class TakeOvers:
     """
 
     def __init__(self, net: Net, fail: Callable[[str], None]) -> None:
-        self.net, self.fail = net, fail
+        self.net, self._fail = net, fail
         self.asked: dict[str, tuple[str, float]] = {}  # each task's lock, and when it was sent
         self.sent: set[str] = set()  # tasks whose message has arrived
         self.cancel: set[str] = set()  # those of them that cancel others; the others do not count
@@ -59,6 +59,10 @@ class TakeOvers:
         self.has_lost = False
         self._granted: dict[str, int] = {}  # by owner
         self._requests = 0
+
+    def fail(self, text: str) -> None:
+        """Say that the promise is broken, and how."""
+        self._fail(f"takes over: {text}")
 
     def lost(self) -> None:
         """Know nothing more of who began before the server has lost data."""

@@ -6,13 +6,16 @@ import ctypes
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 from celery import Celery
+from celery.signals import task_postrun
 
 from celery_dislock import Dislock, Key, SingletonTask
 from celery_dislock.config.terms import Rate
+from celery_dislock.exceptions import SupersededError
 from proof.history import History
 from proof.holding import Holding
 from proof.site import Site
@@ -32,6 +35,7 @@ REPLACES = {"lock_on_duplicate": "replace"}
 AT_LEAST = {"lock_at_least_for": 0.7}  # seconds: less than a timeout, so that no kill excuses less
 WIDE, WIDE_LIMIT = "wide", 2  # a key of all tasks of two keys in line: fewer than the narrow admit
 IN_LINE, RATED = "two in line", "rated"
+TAKES_OVER, STUBBORN = "takes over", "takes over the stubborn"
 DIES = "dies"  # in its body, now and then; what it holds must not stay for its timeout
 DIES_TIMEOUT = 8.0  # seconds
 
@@ -45,6 +49,8 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
     "queue": {"lock_on_conflict": "queue"},
     "three": {"lock_on_conflict": "queue", "lock_limit": 3},
     "newest": ONE_NEWER,
+    TAKES_OVER: {"lock_on_conflict": "cancel"},
+    STUBBORN: {"lock_on_conflict": "cancel", "lock_cancel_after": 0.4},
     "unique": UNIQUE,
     "debounce": {**UNIQUE, **REPLACES},
     "latest": {**UNIQUE, **REPLACES, "lock_unique_until": "end"},
@@ -64,12 +70,16 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
     "two or retry": {**PAIR, "lock_on_conflict": "retry", **LATER},
     "two or wait": {**PAIR, "lock_on_conflict": "wait", "lock_wait_timeout": 600},
 }
+CANCELS = {TAKES_OVER, STUBBORN}
 PARKS = {name for name, options in ALL_TASKS.items() if options["lock_on_conflict"] == "queue"}
+PARKS |= CANCELS
 MAY_FAIL = {"raise", "reject"}
 COUNTDOWN = {"debounce": 0.2}  # seconds
-BURSTS = {"debounce", "latest"}  # several are sent at a time, to replace each other
+BURSTS = {"debounce", "latest", *CANCELS}  # several are sent at a time, to replace each other
 DEATHS = 1 / 2  # of the bodies that may die
 RUNAWAY = 8  # timeouts: a body that goes on beyond its cap
+LASTS = (0.05, 0.5, 2.0)  # timeouts: bodies that may be told to end
+SLOW, RESISTS = 0.3, 3.0  # timeouts for which they go on then, if they do
 
 site = Site.of_this_process()
 app = Celery("proof", broker=site.broker, backend=site.results, set_as_current=False)
@@ -117,6 +127,9 @@ def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the ke
         ctypes.PyDLL(None).usleep(int(2e6 * site.timeout))
     if task.name == "capped" and random.random() < 1 / 2:
         how = "runaway"
+    if task.name in CANCELS:
+        work_until_told(task, holding)
+        return
     holding.trust({"long": 2, "runaway": RUNAWAY}.get(how, 0.05) * site.timeout)
     if task.name == DIES and random.random() < DEATHS:
         mine.add("process", str(os.getpid()), "killed", by="itself")
@@ -125,6 +138,40 @@ def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the ke
     mine.add("task", task.request.id, "end")
 
 
+def work_until_told(task: Any, holding: Holding) -> None:
+    """Work until a newer task is there; end then: at once, later, or when nothing else helps."""
+    mine, timeout = history(), site.timeout
+    try:
+        holding.trust(random.choice(LASTS) * timeout)
+    except SupersededError as exc:
+        mine.add("task", task.request.id, "told", by=exc.by)
+        if task.name == STUBBORN:
+            resist(holding, RESISTS * timeout, dies=random.random() < DEATHS)
+        else:
+            holding.trust(random.choice((0.0, 0.0, SLOW)) * timeout)
+        holding.end()
+        raise
+    holding.end()
+    mine.add("task", task.request.id, "end")
+
+
+def resist(holding: Holding, seconds: float, *, dies: bool) -> None:
+    """Go on whatever is raised, or until what an ``except Exception`` does not catch."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            holding.trust(seconds)
+        except BaseException:
+            if not dies:
+                raise
+
+
+def over(task_id: str, **_: object) -> None:
+    """Note that an execution is over, whether or not its body has begun."""
+    history().add("task", task_id, "over")
+
+
+task_postrun.connect(over)
 TASKS = {
     name: {"lock_key": f"{name}:<number>", **options}
     for name, options in ALL_TASKS.items()

@@ -243,6 +243,11 @@ class Scene:
             fleet.send(scenarios.step, self.key).get(timeout=LIMIT)
 
     @property
+    def inside(self) -> list[dict[str, Any]]:
+        """The report of the body that has begun last, unless it has ended."""
+        return [event for event in self.history[-1:] if event["what"] == "begin"]
+
+    @property
     def begun(self) -> list[str]:
         """The tasks of this key in the order in which their bodies began."""
         return [event["id"] for event in self.reported("begin")]

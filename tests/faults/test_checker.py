@@ -106,6 +106,29 @@ def replaced(asked, newer, older):
     ]
 
 
+def cancelling(*sends, ahead=(0, 0)):
+    """Make the events of two tasks that cancel each other, each from when to when it was sent."""
+    return [
+        Event(sent, "s", "task", name, "sent", {**CANCELS, "asked": asked, "ahead": by})
+        for (asked, sent), name, by in zip(sends, ("old", "new"), ahead, strict=True)
+    ]
+
+
+def bodies(**begins):
+    """Make the bodies of tasks, which ask for their locks a moment before they begin."""
+    return [
+        Event(at + n, "w", "task", name, kind, {"since": at - 0.1})
+        for name, at in begins.items()
+        for n, kind in enumerate(BODY)
+    ]
+
+
+def revoked(name, by):
+    """Make the end of a task for which another one came."""
+    more = {"state": "REVOKED", "reason": f"a newer message of key 'k' replaces it: task {by}"}
+    return [Event(6, "w", "task", name, "over", {}), Event(9, "r", "task", name, "outcome", more)]
+
+
 def tick(name, at, entry="often", **more):
     """Make the event of a message that a beat sends; its clock says the time of the history."""
     terms = {"entry": entry, "by": "b", "tick": at, "every": 1.0, "by_wall": False, "timeout": 1.0}
@@ -176,6 +199,9 @@ def starts(*at, asked=0.0):
 
 
 BODY = ("begin", "end")
+CANCELS = {"key": "k", "parks": True, "may_fail": False, "cancels": True}
+IN_TURN = cancelling((1, 1.1), (2, 2.1))
+TOO_LATE = bodies(new=3, old=5)
 LEAST, CAPPED = {"at_least": 2.0, "timeout": 4.0}, {"cap": 3, "timeout": 1.0}
 REVOKED = {"state": "REVOKED", "parks": True}
 FORGETS, REDELIVERS = {"loses_data": True}, {"redelivers": True}
@@ -291,6 +317,9 @@ TOO_SOON = hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)
         ("free", several("a", 1, 2) + operation("b", 3.5, 3.6, **REFUSED)),
         ("newest", overtaken(3)),
         ("newest", overtaken(3, begin=3.1, end=3.2)),
+        ("takes over", IN_TURN + TOO_LATE),
+        ("takes over", IN_TURN + TOO_LATE + fault(0.2, 0.4, **FORGETS) + fault(7, 8, **JUMPS)),
+        ("takes over", IN_TURN + bodies(old=3) + revoked("new", by="old")),
         ("written", element("e") + element("f") + file("f")),
         ("clean", [Event(9, "run", "key", "dislock:{k}", "left", {})]),
     ],
@@ -409,6 +438,14 @@ def test_a_planted_violation_is_found(promise, events):
         overtaken(2.4),
         overtaken(3, begin=2.1, end=2.2),
         overtaken(3, begin=2.1, end=2.2, confirmed=4),
+        IN_TURN + bodies(old=3, new=5),
+        IN_TURN + bodies(new=3) + revoked("old", by="new"),
+        IN_TURN + bodies(old=3, new=7) + revoked("new", by="unknown"),
+        cancelling((1, 2.5), (2, 2.1)) + TOO_LATE,
+        cancelling((1, 1.1), (2, 2.1), ahead=(0, 2)) + TOO_LATE,
+        IN_TURN + TOO_LATE + fault(4, 4.5, **FORGETS),
+        IN_TURN + TOO_LATE + fault(4, 4.5, **JUMPS),
+        IN_TURN + TOO_LATE + [Event(2.5, "r", "clock", "worker", "wrong", {})],
         element("e") + file("e"),
         element("e", "unguarded") + file(),
     ],
