@@ -78,7 +78,7 @@ COUNTDOWN = {"debounce": 0.2}  # seconds
 BURSTS = {"debounce", "latest", *CANCELS}  # several are sent at a time, to replace each other
 DEATHS = 1 / 2  # of the bodies that may die
 RUNAWAY = 8  # timeouts: a body that goes on beyond its cap
-LASTS = (0.05, 0.5, 2.0)  # timeouts: bodies that may be told to end
+LASTS = (0.05, 1.0, 3.0)  # timeouts: bodies that may be told to end
 SLOW, RESISTS = 0.3, 3.0  # timeouts for which they go on then, if they do
 
 site = Site.of_this_process()
