@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import beats, coroutines, flow, flow_lines, idle, locks, tasks
+from benchmarks import beats, cancelling, coroutines, flow, flow_lines, idle, locks, tasks
 from benchmarks.environments import ROOT
 from benchmarks.many_leases import PEER_LOCKS
 from benchmarks.measuring import NETWORKS, Figure
@@ -37,6 +37,7 @@ SECTIONS: dict[
     "tasks-delayed": partial(tasks.measure, network="1 ms"),
     "idle": idle.measure,
     "flow": flow.measure,
+    "cancelling": cancelling.measure,
     "beats": beats.measure,
 }
 KEPT = Path(__file__).with_name("measured.json")
@@ -51,6 +52,7 @@ NAMES = {  # of the floors
     tasks.FLOOR: "*floor: plain Celery*",
     "by-hand": "SET NX and a script, by hand",
     flow.BY_HAND: "a sorted set and `retry`, by hand",
+    f"{cancelling.BY_HAND}, prefork": "`revoke(id, terminate=True)` and `delay()`, prefork",
     flow.CELERYS: "Celery's `rate_limit`, per worker",
 }
 QUIET = 0.25  # of the cores: more is somebody else's work
@@ -168,6 +170,7 @@ def text(measured: dict[str, Measured]) -> str:
         table_blocked=table(figures, flow_lines.BLOCKED),
         table_start=table(figures, flow_lines.COUNTED),
         table_remembered=table(figures, flow_lines.REMEMBERED),
+        table_cancels=table(figures, cancelling.TABLE),
         table_kills=table(figures, beats.KILLED),
         table_halts=table(figures, beats.HALTED),
         peer_locks=PEER_LOCKS,
