@@ -126,15 +126,17 @@ def cancelled_body(task_of, lock_server, end):
     ids=["asks", "retries", "returns"],
 )
 @pytest.mark.parametrize("kept", [True, False])
-def test_how_the_one_that_ran_ends(app, lock_server, broker, told, end, ends, kept):
+def test_how_the_one_that_ran_ends(app, lock_server, broker, told, caplog, end, ends, kept):
     """REVOKED, with who came, and no retry; the newest has its turn, whatever failures keep."""
     options = {"bind": True, "lock_on_cancel": "warn", "release_on_failure": kept, **CANCEL}
     task = declare(app, cancelled_body(lambda: task, lock_server, end), **options)
     before = len(broker.sent)
+    caplog.set_level("INFO", "celery_dislock")
     deliver(task, headers={})
     result = app.AsyncResult("1")
     assert result.state == ends
     assert ends == "SUCCESS" or str(result.result).endswith("replaces it: task 2")
+    assert ("cancelled: a newer message of key 'k'" in caplog.text) is (ends == "REVOKED")
     assert [one.headers["id"] for one in broker.sent[before:]] == ["2"]
     [((command, about), how)] = told
     assert (command, about) == ("dislock_look", {"task_id": "1"})
