@@ -1,4 +1,4 @@
-"""What can be wrong with a lock: the one list, for ``ls``, ``top``, the page and doctor.
+"""What can be wrong with a lock: the one list, for ``ls``, the page and doctor.
 
 A row of it has a short name, the words of doctor's finding, and what makes it so.  The rows stand
 in order: what is worse comes first.  A lock that cannot be read is worse than all of them, and is

@@ -17,7 +17,6 @@ from celery_dislock.operating.locks import as_data, rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.exceptions import StoreError
     from celery_dislock.operating.locks import ListedLock
     from celery_dislock.operating.site import Site
     from celery_dislock.servers.view import LockState
@@ -64,20 +63,19 @@ ORDERS: Mapping[str, Callable[[ListedLock], Any]] = {
 }
 
 
-def listing(site: Site, failed: list[StoreError] | None = None) -> Listing:
+def listing(site: Site) -> Listing:
     """
     Read all locks.  Blocks; the lock server answers others in between.
 
     Args:
         site: Reads them, and knows what is beside them.
-        failed: Takes the error of each server that did not answer, in place of raising it.
 
     Raises:
-        StoreError: A server did not answer; with *failed*: none did.
+        StoreError: A server did not answer.
     """
-    read = islice(rows(site.overview, failed=failed), LOCKS_MOST)
+    read = islice(rows(site.overview), LOCKS_MOST)
     found = sorted(judged(read, site), key=lambda row: (row.key, row.name))
-    for row in found if failed is None else ():
+    for row in found:
         if row.problem is not None and not isinstance(row.problem, DamagedLockError):
             raise row.problem
     totals = {kind: sum(map(bool, map(SHOWN[kind], found))) for kind in COUNTED}
