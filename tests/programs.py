@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from celery_dislock.testing.redis_server import ServerMissing, find_server
+from tests.redis_server import ServerMissing, find_server
 
 if TYPE_CHECKING:
     from typing import Any, NoReturn

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from celery_dislock.testing import redis_server as module
-from celery_dislock.testing.redis_server import ServerMissing
+from tests import redis_server as module
 from tests.holding import wait_for
 from tests.programs import run_code
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, ServerMissing
 
 pytestmark = pytest.mark.usefixtures("redis_program")
 
@@ -52,7 +51,7 @@ def test_ctrl_c_ends_the_server(tmp_path, with_block):
     wait = "print(server.pid, flush=True); sys.stdin.read()"
     body = f"with server: {wait}" if with_block else f"server.start(); {wait}"
     code = (
-        "import pathlib, signal, sys; from celery_dislock.testing.redis_server import RedisServer\n"
+        "import pathlib, signal, sys; from tests.redis_server import RedisServer\n"
         # A shell's background job ignores Ctrl-C, and so does all that it starts.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"server = RedisServer(pathlib.Path({str(tmp_path)!r}))\n{body}"
@@ -74,7 +73,7 @@ def test_ctrl_c_ends_the_server(tmp_path, with_block):
 def test_a_fork_does_not_end_its_parents_server(tmp_path):
     """A forked child that exits, and runs its exit handlers, leaves the server to its parent."""
     code = (
-        "import os, pathlib, sys; from celery_dislock.testing.redis_server import RedisServer\n"
+        "import os, pathlib, sys; from tests.redis_server import RedisServer\n"
         f"with RedisServer(pathlib.Path({str(tmp_path)!r}), unix_socket=True) as server:\n"
         "    child = os.fork()\n"
         "    if child == 0: sys.exit()\n"
