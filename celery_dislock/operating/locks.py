@@ -105,8 +105,7 @@ class ListedLock(NamedTuple):
     Attributes:
         key: The key.
         name: The lock's name in Redis.
-        state: What the lock server knows of it; None if it cannot be read.
-        problem: Why it cannot be read.
+        found: What the lock server knows of it, or why that cannot be read.
         troubles: What is wrong with it, the worst first, each with the seconds for which it is so,
             if they are known; see :func:`celery_dislock.operating.checks.troubles.judged`.
         rank: A number that sorts what is wrong to the top, the worst first.
@@ -114,10 +113,19 @@ class ListedLock(NamedTuple):
 
     key: str
     name: str
-    state: LockState | None
-    problem: StoreError | None = None
+    found: LockState | StoreError
     troubles: Mapping[str, float | None] = {}
     rank: int = SOUND
+
+    @property
+    def state(self) -> LockState | None:
+        """What the lock server knows of it; None if it cannot be read."""
+        return None if isinstance(self.found, StoreError) else self.found
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why it cannot be read."""
+        return self.found if isinstance(self.found, StoreError) else None
 
     @property
     def holders(self) -> Sequence[Holder]:
@@ -148,11 +156,9 @@ def rows(
         StoreError: A server did not answer.
     """
     for names in overview.names(pattern, failed):
-        for name, lock in zip(names, overview.look(names, most=1), strict=True):
-            if isinstance(lock, StoreError):
-                yield ListedLock(shown_key(name), name, None, lock)
-            elif lock.exists and not _is_idle(lock):
-                yield ListedLock(lock.key, name, lock)
+        for name, found in zip(names, overview.look(names, most=1), strict=True):
+            if isinstance(found, StoreError) or (found.exists and not _is_idle(found)):
+                yield ListedLock(shown_key(name), name, found)
 
 
 def _is_idle(lock: LockState) -> bool:

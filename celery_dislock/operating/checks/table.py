@@ -10,13 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.redaction import reason_of
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from celery_dislock.operating.checks.facts import Facts
-    from celery_dislock.operating.site import Site
 
 OK = "ok"
 NOTE = "note"  # good to know
@@ -61,39 +56,31 @@ class Row(NamedTuple):
     Attributes:
         check: The check's name.
         finding: Makes the finding: :data:`serious`, :data:`warning` or :data:`note`.
-        is_so: Tells whether something is so of one of them, with the facts, or with what is known
-            beside a lock; a text says more of it.
+        is_so: Tells whether something is so of one of them, with what is known beside it; a text
+            says more of it.
         what: What is wrong, before the names.
         remedy: What to do about it.
+        name: The name of a lock's trouble in lists; empty: it is none.
     """
 
     check: str
     finding: Callable[..., Finding]
-    is_so: Callable[[Any, Any], object]
+    is_so: Callable[[Any, Any], Any]
     what: str
     remedy: str
+    name: str = ""
 
-    def finds(self, things: Mapping[str, Any], facts: Facts | Site) -> Iterator[Finding]:
+    def finds(self, things: Mapping[str, Any], facts: Any) -> Iterator[Finding]:
         """Yield what is found of these, by their names."""
-        found = {name: self.is_so(one, facts) for name, one in things.items()}
-        about = [name for name, so in found.items() if so]
-        if about:
-            named = (
-                f"{name} ({found[name]})" if found[name] is not True else name for name in about
-            )
-            what = f"{self.what}: {some(named)}."
-            yield self.finding(what, self.remedy, about)._replace(check=self.check)
+        found = {name: so for name, one in things.items() if (so := self.is_so(one, facts))}
+        if found:
+            yield self.of({name: "" if so is True else str(so) for name, so in found.items()})
 
-
-def findings(
-    check: str, finds: Callable[[Facts], Iterable[Finding]], facts: Facts
-) -> Iterator[Finding]:
-    """Yield what a function finds; what it cannot look at, or judge, is a note."""
-    try:
-        for one in finds(facts):
-            yield one._replace(check=one.check or check)
-    except Exception as exc:  # noqa: BLE001 -- of the lock server, or an answer of any program
-        yield Finding(check, NOTE, f"This could not be looked at: {reason_of(exc)}")
+    def of(self, found: Mapping[str, str]) -> Finding:
+        """Make the finding: of what it is so, by name, and more of each; may be empty."""
+        named = (f"{name} ({more})" if more else name for name, more in found.items())
+        what = f"{self.what}: {some(named)}."
+        return self.finding(what, self.remedy, found)._replace(check=self.check)
 
 
 def some(names: Iterable[str]) -> str:

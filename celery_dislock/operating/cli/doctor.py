@@ -20,8 +20,7 @@ from celery_dislock.config.urls import any_keyprefix
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.facts import Facts, Fleet, members_of, understood
-from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding, findings
-from celery_dislock.operating.checks.troubles import judged
+from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding
 from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, write_json
 from celery_dislock.operating.inspection import about
 from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within, patient
@@ -30,7 +29,7 @@ from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from celery import Celery
 
@@ -111,13 +110,24 @@ def examine(facts: Facts) -> Report:
     checks, found = [*workers.CHECKS, *server.CHECKS], []
     if not facts.away:
         try:
-            facts.look(judged)
+            facts.look()
             checks += locks.CHECKS
         except StoreError as exc:
             found.append(Finding("locks", NOTE, f"The locks could not be looked at: {exc}"))
     for name, finds in checks:
         found += findings(name, finds, facts)
     return Report(sorted(found, key=lambda one: LEVELS.index(one.level)), facts.away)
+
+
+def findings(
+    check: str, finds: Callable[[Facts], Iterable[Finding]], facts: Facts
+) -> Iterator[Finding]:
+    """Yield what a function finds; what it cannot look at, or judge, is a note."""
+    try:
+        for one in finds(facts):
+            yield one._replace(check=one.check or check)
+    except Exception as exc:  # noqa: BLE001 -- of the lock server, or an answer of any program
+        yield Finding(check, NOTE, f"This could not be looked at: {reason_of(exc)}")
 
 
 def ask_workers(app: Celery, timeout: float) -> Fleet:

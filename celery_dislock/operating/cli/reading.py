@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.operating.checks.troubles import REPEAT, differing, judged, troubles_of
+from celery_dislock.operating.checks.troubles import judged, troubles_of
 from celery_dislock.operating.cli.session import (
     FOUND,
     as_json,
@@ -141,16 +141,14 @@ def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa
     with session(context) as opened:
         site = opened.site
         locks = look_at_all(site.overview, which.names(opened))
+        troubles = [troubles_of(lock, site) for lock in locks]
         if json_:
-            _write_json_of_each(
-                [_as_dict(lock, [one.name for one in troubles_of(lock, site)]) for lock in locks]
-            )
+            names = ([one.name for one in found] for found in troubles)
+            _write_json_of_each(list(map(_as_dict, locks, names)))
         else:
-            for lock in locks:
+            for lock, found in zip(locks, troubles, strict=True):
                 write_lines(described(lock))
-                write_lines(
-                    f"  {one.name}: {one.told(lock, site)}" for one in troubles_of(lock, site)
-                )
+                write_lines(f"  {one.name}: {one.told(lock.key)}" for one in found)
         if not any(lock.exists for lock in locks):
             context.exit(FOUND)
 
@@ -215,7 +213,7 @@ def _chosen(
             and fnmatchcase(one.worker or "", worker or "*")
         ]
         if row.state and holders:
-            yield row._replace(state=row.state._replace(holders=holders))
+            yield row._replace(found=row.state._replace(holders=holders))
 
 
 def _station(waiter: Waiter, of: str) -> str | None:
@@ -285,8 +283,6 @@ def described(lock: LockState) -> Iterator[str]:
         yield f"  {'held' if lock.ticked is None else 'led'} by nobody"
     if lock.ticked is not None:
         yield f"  last tick {for_people(lock.ticked)} ago"
-    if lock.limit_differs:
-        yield f"  {differing(lock)}. {REPEAT}: celery dislock resume {lock.key}"
     if lock.limit is not None:
         yield _limit_line(lock)
     if lock.rate is not None:

@@ -265,7 +265,7 @@ class Page:
         state = site.overview.lock(name, first, PLACES)
         # Of a pause and a limit the page tells more by itself.
         found = (one for one in troubles_of(state, site) if one.name not in {"paused", "limited"})
-        return state, [one.told(state, site) for one in found]
+        return state, [one.told(state.key) for one in found]
 
     def _measure(self, request: Request, _visitor: Visitor) -> Response:
         if self._metrics is None:
