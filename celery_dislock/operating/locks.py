@@ -149,7 +149,7 @@ def rows(
     """
     Read all locks whose keys match, with the first place of their lines.
 
-    See :meth:`Overview.locks`.  One that only has a rate, and may be taken now, is left out: it has
+    See :meth:`Overview.names`.  One that only has a rate, and may be taken now, is left out: it has
     been taken within the window of its rate, and nobody has changed it.
 
     Raises:

@@ -20,7 +20,6 @@ from celery_dislock.operating.cli.session import (
     write_table,
 )
 from celery_dislock.operating.locks import as_data, rows
-from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.overview import PLACES, look_at_all
 from celery_dislock.servers.view import is_beat
 from celery_dislock.words import for_people, plain, to_json
@@ -291,8 +290,7 @@ def described(lock: LockState) -> Iterator[str]:
         yield reservation_line(lock.reservation)
     yield from _line_lines(lock)
     if lock.aside:
-        kept = aside_of(lock.name)
-        yield f"  {lock.aside} set aside, because nobody could read or run them: {kept}"
+        yield f"  {lock.aside} set aside, because nobody could read or run them"
         yield f"    ... celery dislock put-back {lock.key}"
 
 

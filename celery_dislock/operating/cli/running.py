@@ -106,8 +106,7 @@ def run(
     if not command:
         raise click.UsageError("Give the command to run, after --.")
     with session(context) as opened, Child() as child:
-        if which.task is not None:
-            declared = which.guard(opened).options
+        if declared := which.options(opened):
             for name, given in options.items():
                 options[name] = getattr(declared, of_task(name)) if given is None else given
         keys = list(which.keys(opened))

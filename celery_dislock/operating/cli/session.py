@@ -20,7 +20,7 @@ from celery_dislock.keys.templates import check_written
 from celery_dislock.operating.cli.table import columns, table
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.tasks.actions import BrokerError
-from celery_dislock.tasks.task import guard_of
+from celery_dislock.tasks.task import guard_of, lock_for
 from celery_dislock.words import plain, to_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-    from celery_dislock.tasks.guard import Guard
+    from celery_dislock.config.options import TaskOptions
 
 FOUND = 1  # exit code: a finding, or nothing to do it to
 AWAY = 3  # exit code: the lock server, or the broker that was needed, did not answer
@@ -103,17 +103,17 @@ class WhichLock(NamedTuple):
         """
         if self.task is None:
             return [check_written(self.key or "")]
-        guard = self.guard(opened)
+        task = _task(opened.app, self.task)
         try:
-            return guard.keys(self.args, self.kwargs)
+            return lock_for(task, *self.args, **self.kwargs).keys
         except DislockError:
             raise
         except Exception as exc:  # the arguments are not the task's, or its callable refuses them
             raise click.UsageError(f"task {self.task}: {plain(exc)}") from exc
 
-    def guard(self, opened: AppLocks) -> Guard:
-        """Return the guard of the task that was named."""
-        return guard_of(_task(opened.app, str(self.task)))
+    def options(self, opened: AppLocks) -> TaskOptions | None:
+        """Return the options of the task; None: the key was given."""
+        return None if self.task is None else guard_of(_task(opened.app, self.task)).options
 
     def names(self, opened: AppLocks) -> Sequence[str]:
         """Return the names in Redis; see :meth:`keys`."""

@@ -44,7 +44,6 @@ from celery_dislock.operating.metrics import (
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.scripts import COUNTS
 from celery_dislock.scripts.names import counts_of, index_of_counts
-from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.overview import PLACES, Overview
 from celery_dislock.servers.records import text
 from celery_dislock.words import plain
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.operating.metrics import Labels, Metric
     from celery_dislock.servers.server import Server
-    from celery_dislock.servers.store import Store
     from celery_dislock.servers.view import LockState
 
     # By a metric's name and the values of its labels: a number, or one for each of PARTS.
@@ -108,7 +106,7 @@ class Collector:
 
     def __init__(self, locks: Dislock | Celery) -> None:
         self._runtime = AppLocks(locks).runtime
-        self._stores: dict[int, Store] = {}  # by process; it keeps what it knows of an outage
+        self._servers: dict[int, Server] = {}  # by process; it keeps what it knows of an outage
         self._marks: dict[str, Mapping[str, int]] = {}  # highest counts seen, by worker
         self._cache = Cache(0.0)  # keeps only what took long to read; one thread reads at a time
 
@@ -149,9 +147,9 @@ class Collector:
     def _server(self) -> Server:
         """A lock server of this reader's own: its batches are for one thread."""
         pid = os.getpid()
-        if pid not in self._stores:
-            self._stores = {pid: self._runtime.process.new_store(TIMEOUT)}
-        return self._stores[pid].lock_server
+        if pid not in self._servers:
+            self._servers = {pid: self._runtime.process.new_store(TIMEOUT).lock_server}
+        return self._servers[pid]
 
     def _counts(self, server: Server) -> Iterator[tuple[str, dict[str, int]]]:
         """Read what each worker has counted, by field."""
@@ -161,7 +159,7 @@ class Collector:
         for first in range(0, len(names), TOGETHER):
             some = names[first : first + TOGETHER]
             calls = [(index, name) for name in some]
-            replies = server.run_many(COUNTS, calls, within=SOCKET_TIMEOUT)
+            replies = server.run_many(COUNTS, calls, within=TIMEOUT)
             for name, reply in zip(some, replies, strict=True):
                 if isinstance(reply, StoreError):
                     raise reply
