@@ -3,8 +3,8 @@
 The beat that has the lock of ``dislock_beat_key`` leads.  The watchdog renews its lease, whatever
 the schedule does meanwhile.  The others wait in line for the lock, so one of them takes over at
 once when the leader stops, and after ``dislock_beat_timeout`` at most when it is killed.  A place
-in line decides nothing else: when the lease has ended, whoever asks first leads, and the place of
-one that was killed as it stood by holds nobody up.
+in line decides nothing else: when the lease has ended, the first beat that asks leads.  So a beat
+that was killed as it stood by holds nobody up.
 
 When each entry was last sent is kept beside the lock.  The leader claims a tick there before it
 sends the message, in one script.  That refuses a beat whose lease has ended, a tick that another
@@ -99,7 +99,7 @@ class BeatLock:
         # Ticks that were claimed, and have not gone out as far as is known: when their entries were
         # sent before, and when they were claimed.
         self._unsent: dict[str, tuple[int, int]] = {}
-        self._followed = False  # whether another beat may have sent since this one knew all
+        self._followed = False  # whether another beat may have sent what this one does not know
         self._said = ""
         self._ticks = False
 
@@ -219,16 +219,16 @@ class BeatLock:
             logger.error(HUNG, lease.key, HANGS * self._lock.timeout)
 
     def _clock_was_set(self) -> bool:
-        """Return whether it was since this beat leads; if it was set back, no entry is due."""
+        """Tell whether the clock was set since this beat leads: set back, it makes no entry due."""
         return abs(self._asked_us() - self._began_us) > self._lock.timeout * 1e6
 
     def _asked_us(self) -> int:
-        """Return when the lease was asked for, as the wall clock has that now."""
+        """Return when the lease was asked for, by the wall clock as it is set now."""
         lease = self._lease
         return to_us(self.app.now()) - int(lease.held_for * 1e6) if lease else 0
 
     def _go_on(self) -> None:
-        """Take over when each entry was last sent."""
+        """Learn from the record when each entry was last sent."""
         entries = self._entries()
         now_us = to_us(self.app.now())
         self._began_us = self._asked_us()
@@ -298,8 +298,8 @@ class BeatLock:
         Return whether what a scheduler knows of an entry is newer than the record.
 
         The entries of django-celery-beat and RedBeat are kept where all beats see them, and are
-        saved before it is noted that a message has gone out.  Those of Celery are kept in a file,
-        and one that is in none has the time when it was made.
+        saved before it is noted that a message has gone out.  Those of Celery are kept in a
+        file; an entry that is not in the file counts as sent when it was made.
         """
         if self.Entry is not ScheduleEntry:
             return not claimed or known_us >= last_us
@@ -378,7 +378,7 @@ class TableLock(BeatLock):
             super().sync()  # type: ignore[misc]
 
     def _go_on(self) -> None:
-        self._dirty: set[str] = set()  # others have sent since, and saved that:
+        self._dirty: set[str] = set()  # not to be saved: others have sent since, and saved that
         self._initial_read = True
         super()._go_on()
 

@@ -108,7 +108,7 @@ class ListedLock(NamedTuple):
         found: What the lock server knows of it, or why that cannot be read.
         troubles: What is wrong with it, the worst first, each with the seconds for which it is so,
             if they are known; see :func:`celery_dislock.operating.checks.troubles.judged`.
-        rank: A number that sorts what is wrong to the top, the worst first.
+        rank: A number by which lists are sorted, the worst first.
     """
 
     key: str
@@ -149,8 +149,8 @@ def rows(
     """
     Read all locks whose keys match, with the first place of their lines.
 
-    See :meth:`Overview.names`.  One that only has a rate, and may be taken now, is left out: it has
-    been taken within the window of its rate, and nobody has changed it.
+    See :meth:`Overview.names`.  A lock that may be taken now and has nothing but the rate of its
+    task is left out: it was taken within the last window, and that is all.
 
     Raises:
         StoreError: A server did not answer.
@@ -174,7 +174,7 @@ def as_data(known: Any) -> Any:
     return [as_data(one) for one in known] if isinstance(known, list) else known
 
 
-# What was done to a lock, in words: a record for the log, the same of a command and of the page.
+# What was done to a lock, in words: for the log, whether a command or the page has done it.
 
 
 def freed(name: str, holder: Holder) -> str:

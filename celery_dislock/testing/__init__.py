@@ -160,7 +160,7 @@ class DislockServer:
         finally:
             for lease in self._crashed + self._renewed():
                 self._crash(lease)
-                lease.finished = True  # or its thread, which the next test has too, cannot wait
+                lease.finished = True  # else this thread has it, and cannot wait in the next test
             self._undo.close()
         if len(held) > LEAKS_MOST:
             held[LEAKS_MOST:] = [f"{len(held) - LEAKS_MOST} more are"]
@@ -239,7 +239,7 @@ class DislockServer:
             lease.release()
 
     def _take(self, key: Key, **options: Any) -> Lease:
-        # By an app's own way to the server, where there is one: a release publishes turns.
+        # As a process of an app that uses this server, if there is one: a release publishes turns.
         here = (runtime_of(app) for app in self._apps if app.conf.dislock_url == self.url)
         runtime = next(here, self._runtime)
         process = runtime.process

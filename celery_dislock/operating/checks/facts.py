@@ -1,8 +1,8 @@
 """The facts that the checks judge, gathered once.
 
-Nothing here needs more rights than locks need.  All locks are read once, in pages, and only those
-that something may be wrong with are remembered.  A lock changes while it is looked at, so a fact
-was true a moment ago.
+Nothing here needs more rights than locks need.  All locks are read once, in pages; of the sound
+ones nothing is remembered but their number.  A lock changes while it is looked at, so a fact was
+true a moment ago.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ ANSWER = {"leases": list, "tasks": dict, "warnings": list, "version": str, "lock
 
 
 def understood(answer: object) -> Description | None:
-    """Return a worker's answer; None if it is none that this version knows."""
+    """Return a worker's answer; None if this version cannot read it."""
     if isinstance(answer, dict) and all(isinstance(answer.get(one), ANSWER[one]) for one in ANSWER):
         return answer
     return None
@@ -128,7 +128,7 @@ class Locks:
         of_tasks: Whether tasks hold a lock, or wait for one.
         parked: Whether tasks are parked.
         troubles: What is wrong with locks, and what was set: more of each, by key.
-        away: Why the locks of one server of several could not be read.
+        away: The error of each server whose locks could not be read; another one answered.
     """
 
     locks: int = 0
@@ -187,7 +187,7 @@ class Facts:
 
     @cached_property
     def complaints(self) -> Sequence[Complaint]:
-        """What the lock server refuses of all that locks need; it is tried once."""
+        """What locks need and the lock server refuses; it is tried once."""
         return [] if self.away else complaints(self.server, self.prefix)
 
     @property

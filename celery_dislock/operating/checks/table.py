@@ -32,7 +32,7 @@ class Finding(NamedTuple):
         level: One of :data:`LEVELS`.
         what: What was found.
         remedy: What to do about it; empty: nothing.
-        about: The keys, tasks, workers or servers that it is about; the first of them.
+        about: The keys, tasks, workers or servers that it is about: the first LISTED of them.
     """
 
     check: str
@@ -77,7 +77,7 @@ class Row(NamedTuple):
             yield self.of({name: "" if so is True else str(so) for name, so in found.items()})
 
     def of(self, found: Mapping[str, str]) -> Finding:
-        """Make the finding: of what it is so, by name, and more of each; may be empty."""
+        """Make the finding for these names; a text that is not empty says more of one."""
         named = (f"{name} ({more})" if more else name for name, more in found.items())
         what = f"{self.what}: {some(named)}."
         return self.finding(what, self.remedy, found)._replace(check=self.check)

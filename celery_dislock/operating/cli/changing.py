@@ -325,7 +325,7 @@ def _in_line(
 
 
 def agrees(question: str, *, sure: bool) -> bool:
-    """Ask, unless the person is sure; what the answer is no to stays as it is."""
+    """Ask, unless the person is sure; after a no, say that nothing is changed."""
     if sure:
         return True
     try:

@@ -163,7 +163,7 @@ def _ask(app: Celery, timeout: float, blocked: list[str]) -> dict[str, Descripti
 
 
 def _try_to_send(app: Celery, blocked: list[str]) -> None:
-    """Send RabbitMQ a message that goes nowhere: if it takes none, it says why, and waits."""
+    """Send RabbitMQ a message to no queue: if it takes no messages, it says why."""
     options = {**app.conf.broker_transport_options, "on_blocked": blocked.append}
     connection = app.connection_for_write(transport_options=options)
     connection.Producer().publish("", exchange="", routing_key=f"dislock.{uuid4()}")

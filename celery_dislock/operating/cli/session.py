@@ -1,4 +1,4 @@
-"""What the commands share: the app's locks, which of them, output, and how errors end a command."""
+"""What the commands share: the app's locks, the choice of one, output, and how errors end them."""
 
 from __future__ import annotations
 

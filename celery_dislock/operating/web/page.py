@@ -87,7 +87,7 @@ NO_USER = (
 )
 READ_ONLY = "You may look at this page, and not change anything."
 FROM_ELSEWHERE = "This form was not sent by this page: its Origin is another, or is missing."
-ENDED = "Nothing was changed: it had ended already."
+TOO_LATE = "Nothing was changed: it had ended already."
 WRONG = "Something went wrong; the page's log has more."
 
 logger = logging.getLogger("celery_dislock")
@@ -295,7 +295,7 @@ class Page:
         finally:
             self._cache.forget()
         if done is None:
-            return _json({"done": False, "text": ENDED})
+            return _json({"done": False, "text": TOO_LATE})
         logger.warning("Page: %r %s; asked from %s.", visitor.name, done, request.remote_addr)
         return _json({"done": True, "text": f"{done[:1].upper()}{done[1:]}."})
 
