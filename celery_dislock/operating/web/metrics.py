@@ -30,17 +30,21 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.checks.troubles import troubles_of
 from celery_dislock.operating.counting import LABEL_MOST, OTHER, TASKS_MOST
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.operating.metrics import (
     BUCKETS,
     COUNTED,
+    IN_TROUBLE,
+    IN_TROUBLE_FOR,
     METRICS,
     MICROSECONDS,
     OUTCOME,
     PARTS,
     STATE,
 )
+from celery_dislock.operating.site import Site
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.scripts import COUNTS
 from celery_dislock.scripts.names import counts_of, index_of_counts
@@ -166,27 +170,42 @@ class Collector:
                 yield name.removeprefix(counts_of(prefix, "")), dict(_fields(reply[0]))
 
     def _add_gauges(self, values: Values, server: Server) -> None:
-        overview = Overview(server, self._runtime.settings.dislock_prefix)
+        prefix = self._runtime.settings.dislock_prefix
+        overview = Overview(server, prefix)
+        site = Site(overview, prefix)
         failed: list[StoreError] = []
-        found: dict[str, dict[Labels, float]] = {metric.name: {} for metric, _ in GAUGES}
+        found: dict[str, dict[Labels, float]] = defaultdict(dict)
         names: set[str] = set()
         pages = 0
         for page in islice(overview.names(failed=failed), PAGES_MOST):
             pages += 1
             for lock in _with_lines(overview, page):
-                for metric, of in GAUGES:
-                    known, is_ours = found[metric.name], metric.labels == (STATE,)
-                    for given, number in of(lock):
-                        labels = tuple(str(x) if is_ours else _bounded(x, names) for x in given)
-                        before = known.get(labels)
-                        known[labels] = (
-                            number if before is None else metric.together(before, number)
-                        )
+                for metric, labels, number in _gauges(lock, site, names):
+                    known = found[metric.name]
+                    is_new = labels not in known
+                    known[labels] = number if is_new else metric.together(known[labels], number)
         if failed and server.kind != "quorum":  # of several servers, the others have the same locks
             raise failed[0]
         values.update(found)
         if pages == PAGES_MOST:
             values["celery_dislock_locks_cut"][()] = 1.0
+
+
+def _gauges(
+    lock: LockState | StoreError, site: Site, names: set[str]
+) -> Iterator[tuple[Metric, Labels, float]]:
+    """Yield what a lock adds to the gauges."""
+    for one in troubles_of(lock, site):
+        yield IN_TROUBLE, (one.name,), 1.0
+        if one.since is not None:
+            yield IN_TROUBLE_FOR, (one.name,), one.since
+    if isinstance(lock, StoreError):
+        return
+    for metric, of in GAUGES:
+        is_ours = metric.labels == (STATE,)
+        for given, number in of(lock):
+            labels = tuple(str(x) if is_ours else _bounded(x, names) for x in given)
+            yield metric, labels, number
 
 
 def _add_counted(values: Values, counts: Mapping[str, Mapping[str, int]]) -> None:
@@ -216,14 +235,15 @@ def _bounded(given: str | None, names: set[str]) -> str:
     return name if name in names else OTHER
 
 
-def _with_lines(overview: Overview, names: Sequence[str]) -> Iterator[LockState]:
+def _with_lines(overview: Overview, names: Sequence[str]) -> Iterator[LockState | StoreError]:
     """Look at locks, and again at those that have a line, of which the first places are wanted."""
-    locks = [one for one in overview.look(names) if not isinstance(one, StoreError)]
-    yield from (one for one in locks if not one.waiting)
-    lined = [one for one in locks if one.waiting]
-    again = overview.look([one.name for one in lined], most=PLACES) if lined else []
-    for before, lock in zip(lined, again, strict=True):
-        yield before if isinstance(lock, StoreError) else lock
+    lined = []
+    for name, lock in zip(names, overview.look(names), strict=True):
+        if isinstance(lock, StoreError) or not lock.waiting:
+            yield lock
+        else:
+            lined.append(name)
+    yield from overview.look(lined, most=PLACES) if lined else ()
 
 
 def _fields(flat: Sequence[bytes]) -> Iterator[tuple[str, int]]:
