@@ -266,11 +266,7 @@ def _lease_in_words(holder: Holder) -> str:
         return f"a turn that is not claimed yet; {left}"
     if holder.renewed is None:
         return left
-    return f"renewed {_renewed(holder)}, {left} unless renewed again"
-
-
-def _renewed(holder: Holder) -> str:
-    return "" if holder.renewed is None else f"{for_people(holder.renewed)} ago"
+    return f"renewed {for_people(holder.renewed)} ago, {left} unless renewed again"
 
 
 def described(lock: LockState) -> Iterator[str]:
