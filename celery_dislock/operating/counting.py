@@ -23,9 +23,6 @@ Counts are kept by the names of task and worker.  The number of both is bounded.
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
 import sys
 import time
 from bisect import bisect_left
@@ -33,7 +30,6 @@ from collections import Counter, deque
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from celery_dislock.clock import FOREVER
 from celery_dislock.exceptions import StoreError
@@ -62,8 +58,6 @@ OTHER = "other"
 SPOKEN = "celery_dislock."  # before all names that OpenTelemetry gets
 UNSET = ("Proxy", "NoOp")  # how the meter provider's name begins if the application has set none
 HISTOGRAMS = {word for word, metric in COUNTED.items() if metric.kind == "histogram"}
-
-logger = logging.getLogger("celery_dislock")
 
 
 class Instruments:
@@ -144,13 +138,11 @@ class Counters:
         self._clock = clock
         self._prefix = prefix
         self._send_last = send_last
-        self._pid = os.getpid()
         self._events: deque[Counted] = deque(maxlen=EVENTS_MOST)
         self._instruments: Instruments | None = None
         self._mutex = mutex()  # of a flush
         self._tasks: set[str] = set()
         self._sums: dict[str, Counter[str]] = {}  # by worker and by field, not confirmed yet
-        _living.add(self)
 
     def add(
         self, what: str, holder: Mapping[str, Any], outcome: str = "", value: float = 1
@@ -201,7 +193,7 @@ class Counters:
 
     def finish(self) -> None:
         """Send what is left, at the end of the process; blocks for a round trip or two."""
-        if self._pid == os.getpid() and (self._events or self._sums):
+        if self._events or self._sums:
             self.flush(self._send_last, patience=FINISH_WITHIN)
 
     def _try(self, send: Send, sums: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -234,18 +226,3 @@ class Counters:
                 sums[f"{what} {SUM} {task}"] += micros
             word, value = PARTS[bisect_left(BUCKETS, seconds)], 1
         sums[f"{what} {word or '-'} {task}"] += int(value)
-
-
-_living: WeakSet[Counters] = WeakSet()
-
-
-def finish_all(**_kwargs: Any) -> None:
-    """Send what the processes of all apps have left to send; a handler of Celery's signals, too."""
-    for counters in list(_living):
-        try:
-            counters.finish()
-        except Exception as exc:  # noqa: BLE001 -- the process ends; its counts are not worth more
-            logger.debug("Counts of locks are lost at the end of the process: %r", exc)
-
-
-atexit.register(finish_all)
