@@ -7,10 +7,11 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.operating.checks.table import note, number, ok, some, warning
+from celery_dislock.operating.checks.table import note, number, ok, warning
 from celery_dislock.operating.checks.troubles import MENTIONED, TROUBLES
 from celery_dislock.scripts.names import index_of_lines
 from celery_dislock.servers.server import scan
+from celery_dislock.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

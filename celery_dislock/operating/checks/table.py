@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from celery_dislock.words import some
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -19,7 +21,6 @@ WARNING = "warning"  # tasks may wait, or do less than was meant
 SERIOUS = "serious"  # tasks do not run, run twice, or get lost
 LEVELS = (SERIOUS, WARNING, NOTE, OK)
 
-NAMED = 5  # names that a text gives
 LISTED = 100  # names that a finding carries
 
 
@@ -81,13 +82,6 @@ class Row(NamedTuple):
         named = (f"{name} ({more})" if more else name for name, more in found.items())
         what = f"{self.what}: {some(named)}."
         return self.finding(what, self.remedy, found)._replace(check=self.check)
-
-
-def some(names: Iterable[str]) -> str:
-    """Name some of many: the first five in order, and how many others there are."""
-    known = sorted(set(names))
-    more = f" and {len(known) - NAMED} others" if len(known) > NAMED else ""
-    return ", ".join(known[:NAMED]) + more
 
 
 def number(many: int, what: str) -> str:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.operating.checks.table import Row, note, number, serious, some, warning
+from celery_dislock.operating.checks.table import Row, note, number, serious, warning
 from celery_dislock.servers.view import is_beat
-from celery_dislock.words import for_people
+from celery_dislock.words import for_people, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

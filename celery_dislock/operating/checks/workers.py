@@ -6,7 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.operating.checks.table import Row, note, number, ok, serious, some, warning
+from celery_dislock.operating.checks.table import Row, note, number, ok, serious, warning
+from celery_dislock.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
