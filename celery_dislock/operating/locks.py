@@ -214,11 +214,6 @@ def rated(name: str, rate: Rate | None, note: str, seconds: float | None = None)
     return f"limited lock {key} to {rate}{_noted(seconds, note)}"
 
 
-def held_back(name: str, seconds: float, note: str) -> str:
-    """Say that nobody may take a lock for some time."""
-    return f"held back lock {shown_key(name)!r}{_noted(seconds, note)}"
-
-
 def _noted(seconds: float | None, note: str) -> str:
     lasts = f" for {for_people(seconds)}" if seconds else ""
     return f"{lasts}, with the note {note!r}"

@@ -18,7 +18,7 @@ import click
 from celery_dislock.config.settings import set_settings
 from celery_dislock.operating.cli.changing import drop, free, put_back
 from celery_dislock.operating.cli.doctor import doctor
-from celery_dislock.operating.cli.limiting import hold_back, limit, pause, resume
+from celery_dislock.operating.cli.limiting import limit, pause, resume
 from celery_dislock.operating.cli.reading import line, ls, show
 from celery_dislock.operating.cli.running import run
 from celery_dislock.operating.cli.web import web
@@ -47,7 +47,7 @@ def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
 
 
 _READING = (ls, show, line, doctor, web)
-for _command in (*_READING, free, drop, put_back, pause, limit, hold_back, resume, run):
+for _command in (*_READING, free, drop, put_back, pause, limit, resume, run):
     # Its first paragraph, whole: click cuts what it makes of the help by itself.
     _command.short_help = (_command.help or "").partition("\n\n")[0]
     dislock.add_command(_command)

@@ -1,4 +1,4 @@
-"""The commands that say who may have a lock, and when: `pause`, `limit`, `hold-back`, `resume`."""
+"""The commands that say who may have a lock, and when: `pause`, `limit` and `resume`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from celery_dislock.operating.cli.session import (
     user,
     write_json,
 )
-from celery_dislock.operating.locks import as_data, held_back, limited, rated, signed
+from celery_dislock.operating.locks import as_data, limited, rated, signed
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
@@ -80,40 +80,14 @@ def limit(context: click.Context, /, key: str, number: int | None, **given: Any)
     _set(context, WhichLock(key, None, (), {}), number, **given)
 
 
-@click.command("hold-back")
-@click.argument("key")
-@click.argument("seconds", metavar="TIME", type=duration)
-@note
-@as_json
-@click.pass_context
-def hold_back(
-    context: click.Context, /, key: str, seconds: float, *, note: str, json_: bool
-) -> None:
-    """Let nobody take the lock of KEY for TIME: 90, 10m, 2h.
-
-    As after an answer 429 of an API; a task does it by `hold_back()`. Who comes meanwhile comes too
-    early, as with a rate. Who has the lock keeps it. `resume` ends it.
-    """
-    by = signed(user(), note)
-    with session(context) as opened:
-        (name,) = _names(opened, WhichLock(key, None, (), {}))
-        opened.actions.hold_back(name, seconds, note=by)
-        audit(held_back(name, seconds, by))
-    if json_:
-        write_json([{"key": key, "held_back": seconds}])
-        return
-    unless = f"Sooner: celery dislock resume {key}"
-    click.echo(plain(f"Nobody takes lock {key} for {for_people(seconds)}. {unless}"))
-
-
 @click.command()
 @by_key
 @as_json
 @click.pass_context
 def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
-    """Take back the pause, the limit, the rate or the hold-back of KEY.
+    """Take back the pause, the limit and the rate of KEY.
 
-    The limit and the rate of the code hold again.
+    The limit and the rate of the code hold again. A hold-back ends, too.
     """
     done: list[dict[str, Any]] = []
     with session(context) as opened:

@@ -296,4 +296,4 @@ def test_the_help_of_no_command_is_cut(dislock, width):
         short = command.get_short_help_str()
         assert short.endswith("."), name
         assert f"{name} {' '.join(short.split())}" in words
-        assert len(short) <= 80 - len("  hold-back  "), name
+        assert len(short) <= 80 - len("  put-back  "), name
