@@ -37,21 +37,9 @@ from celery.utils.imports import load_extension_class_names
 from kombu.exceptions import OperationalError
 from kombu.utils.imports import symbol_by_name
 
+from celery_dislock.beat import reasons
 from celery_dislock.beat.entries import copy_of, is_over, name_of, to_time, to_us
-from celery_dislock.beat.reasons import (
-    AWAY,
-    CLOCK,
-    DROPPED,
-    GONE_OUT,
-    HELD,
-    HUNG,
-    KEPT,
-    LOST,
-    NO_SCHEDULE,
-    PAUSE,
-    UNSENDABLE,
-    StandBy,
-)
+from celery_dislock.beat.reasons import PAUSE, StandBy
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.urls import MEMORY, shown
 from celery_dislock.exceptions import DislockError, LockKeyError, SettingsError, StoreError
@@ -153,7 +141,7 @@ class BeatLock:
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
         """Send the message of a tick, under the task id of this tick."""
         if not self.leads:  # stopped, or waiting for the broker, since the claim
-            raise StandBy(LOST)
+            raise StandBy(reasons.LOST)
         before_us = to_us(entry.last_run_at)
         if before_us:  # else it is new, and an older entry may have had its name
             tick = f"{self._lock.names[0]} {before_us} {name_of(entry)}"
@@ -191,11 +179,11 @@ class BeatLock:
         try:
             answer = lock.acquire(attempt, timeout=within, place=within + PLACE_MORE)
         except StoreError as exc:
-            raise StandBy(AWAY, exc) from exc
+            raise StandBy(reasons.AWAY, exc) from exc
         finally:
             self._followed = self._followed or attempt.how == WAITED
         if isinstance(answer, Conflict):
-            raise StandBy(HELD, in_words(answer.holder), level=logging.INFO, pause=0.0)
+            raise StandBy(reasons.HELD, in_words(answer.holder), level=logging.INFO, pause=0.0)
         answer.on_end = self._says_if_it_hangs
         try:
             self._go_on()
@@ -203,7 +191,9 @@ class BeatLock:
             self._give_up()
             if not isinstance(exc, Exception):
                 raise
-            raise StandBy(NO_SCHEDULE, type(exc).__name__, exc, level=logging.ERROR) from exc
+            raise StandBy(
+                reasons.NO_SCHEDULE, type(exc).__name__, exc, level=logging.ERROR
+            ) from exc
         self._said = ""
         logger.info("Beat leads, lock %r.", self._lock.key)
 
@@ -216,7 +206,7 @@ class BeatLock:
 
     def _says_if_it_hangs(self, lease: Lease, _action: str) -> None:
         if lease.capped:
-            logger.error(HUNG, lease.key, HANGS * self._lock.timeout)
+            logger.error(reasons.HUNG, lease.key, HANGS * self._lock.timeout)
 
     def _clock_was_set(self) -> bool:
         """Tell whether the clock was set since this beat leads: set back, it makes no entry due."""
@@ -260,7 +250,7 @@ class BeatLock:
         for name, (before_us, claimed_us) in list(self._unsent.items()):
             entry = entries.get(name) or self._load(name)
             if not entry or is_over(entry, self.app):
-                logger.warning(DROPPED, self._lock.key, name)
+                logger.warning(reasons.DROPPED, self._lock.key, name)
                 del self._unsent[name]
                 continue
             entry = copy_of(entry, last_run_at=to_time(before_us, entry))
@@ -271,9 +261,9 @@ class BeatLock:
             except Exception:
                 if name in self._unsent:  # the broker takes nothing yet
                     return
-                logger.exception(UNSENDABLE, self._lock.key, name)
+                logger.exception(reasons.UNSENDABLE, self._lock.key, name)
             else:
-                logger.info(GONE_OUT, self._lock.key, name)
+                logger.info(reasons.GONE_OUT, self._lock.key, name)
 
     def _not_sent(self, name: str, tick: tuple[int, int], error: Exception) -> None:
         """Keep a tick that the broker did not take; one that cannot be sent at all is lost."""
@@ -283,7 +273,7 @@ class BeatLock:
             self._unsent.pop(name, None)
         elif self._unsent.get(name) != tick:
             self._unsent[name] = tick
-            logger.warning(KEPT, self._lock.key, name, error)
+            logger.warning(reasons.KEPT, self._lock.key, name, error)
 
     def _claim(self, entry: Any) -> None:
         name, self._claimed_us = name_of(entry), to_us(entry.default_now())
@@ -327,7 +317,7 @@ class BeatLock:
         """
         lease = self._lease
         if lease is None:
-            raise StandBy(LOST)
+            raise StandBy(reasons.LOST)
         self._goes_on()
         name, timeout = self._lock.names[0], self._lock.timeout
         keys, apart_us = [name, beat_of(name)], math.ceil(timeout * 1e6)
@@ -336,13 +326,13 @@ class BeatLock:
                 script, keys, lease.owner, lease.token, now_us, apart_us, *more
             )
         except StoreError as exc:
-            raise StandBy(AWAY, exc) from exc
+            raise StandBy(reasons.AWAY, exc) from exc
         if told[0] in {NOT_LEADING, PAUSED}:
             self._give_up()
-            raise StandBy(LOST) if told[0] == NOT_LEADING else StandBy(pause=0.0)
+            raise StandBy(reasons.LOST) if told[0] == NOT_LEADING else StandBy(pause=0.0)
         if told[0] == WRONG_CLOCK:
             self._give_up()
-            raise StandBy(CLOCK, (now_us - int(told[1])) / 1e6, level=logging.ERROR)
+            raise StandBy(reasons.CLOCK, (now_us - int(told[1])) / 1e6, level=logging.ERROR)
         return told[1:]
 
     def _give_up(self) -> None:
