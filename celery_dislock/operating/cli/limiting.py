@@ -8,18 +8,19 @@ import click
 
 from celery_dislock.config.terms import LIMIT_MOST, Rate
 from celery_dislock.keys.templates import key_of
+from celery_dislock.operating import audit
 from celery_dislock.operating.cli.session import (
     WhichLock,
     as_json,
-    audit,
     by_key,
     duration,
+    record,
     session,
     tell,
     user,
     write_json,
 )
-from celery_dislock.operating.locks import as_data, limited, rated, signed
+from celery_dislock.operating.locks import as_data
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
@@ -95,11 +96,11 @@ def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
             seen = opened.overview.lock(name, most=0).rate
             about: dict[str, Any] = {"key": key_of(name), "limit": None}
             about["before"] = opened.actions.limit(name, None)
-            audit(limited(name, None, ""))
+            record(audit.limited(name, None, ""))
             if seen is not None and seen.since is not None:
                 about |= {"rate": None, "rate_before": opened.actions.rate(name, None)}
                 about["held_back_before"] = seen.held_back
-                audit(rated(name, None, ""))
+                record(audit.rated(name, None, ""))
             done.append({**about, "seconds": None})
     if json_:
         _write(done)
@@ -120,7 +121,7 @@ def _set(
     seconds: float | None = None,
     note: str = "",
 ) -> None:
-    by = signed(user(), note)
+    by = audit.signed(user(), note)
     done: list[dict[str, Any]] = []
     with session(context) as opened:
         for name in _names(opened, which):
@@ -128,11 +129,11 @@ def _set(
             if rate is not None:
                 before = opened.actions.rate(name, rate, seconds=seconds, note=by)
                 about |= {"rate": rate, "rate_before": before}
-                audit(rated(name, rate, by, seconds))
+                record(audit.rated(name, rate, by, seconds))
             if number is not None:
                 about["limit"] = number
                 about["before"] = opened.actions.limit(name, number, seconds=seconds, note=by)
-                audit(limited(name, number, by, seconds))
+                record(audit.limited(name, number, by, seconds))
             done.append({**about, "seconds": seconds})
     if json_:
         _write(done)

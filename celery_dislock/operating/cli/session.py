@@ -188,7 +188,7 @@ def user() -> str:
         return "an operator"
 
 
-def audit(done: str) -> None:
+def record(done: str) -> None:
     """Log what a command has changed, and who did it: a record, as the page writes them."""
     logger.warning("Command: %r on %s %s.", user(), gethostname(), done)
 

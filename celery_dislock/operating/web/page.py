@@ -25,17 +25,9 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
+from celery_dislock.operating import audit
 from celery_dislock.operating.checks.troubles import troubles_of
-from celery_dislock.operating.locks import (
-    AppLocks,
-    dropped,
-    freed,
-    limited,
-    rated,
-    signed,
-    terminated,
-    unreserved,
-)
+from celery_dislock.operating.locks import AppLocks
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.operating.web.listing import ORDERS, SHOWN, as_json, find, listing
 from celery_dislock.operating.web.metrics import NEEDS, make_wsgi_app
@@ -303,13 +295,13 @@ class Page:
         holder = self._shown_holder(form, name)
         if holder is None or not self._locks.actions.free(name, holder.owner, holder.token):
             return None
-        return freed(name, holder)
+        return audit.freed(name, holder)
 
     def _unreserve(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
         number = _number(form, "number", TOKEN_MOST)
         shown = ReservationState(form["id"], "", 0, 0, form["mark"], number)
         is_done = self._locks.actions.end_reservation(name, shown)
-        return unreserved(name, shown.id) if is_done else None
+        return audit.unreserved(name, shown.id) if is_done else None
 
     def _terminate(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
         holder = self._shown_holder(form, name)
@@ -318,7 +310,7 @@ class Page:
         if not holder.can_be_terminated:
             raise Conflict("No worker runs it as a task that could be ended.")
         self._locks.actions.terminate(holder)
-        return terminated(name, holder)
+        return audit.terminated(name, holder)
 
     def _shown_holder(self, form: Mapping[str, str], name: str) -> Holder | None:
         """Return the lease that the form names; None if it has ended."""
@@ -329,22 +321,22 @@ class Page:
     def _drop(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
         beside = self._lock_name({"name": form["beside"]}) if form.get("beside") else ""
         is_done = self._locks.actions.drop(name, form["ticket"], beside=beside)
-        return dropped(name, form["ticket"]) if is_done else None
+        return audit.dropped(name, form["ticket"]) if is_done else None
 
     def _limit(self, form: Mapping[str, str], name: str, user: str) -> str | None:
         limit = _number(form, "limit", LIMIT_MOST) if form["limit"] else None
-        note = "" if limit is None else signed(user, form.get("why", ""))
+        note = "" if limit is None else audit.signed(user, form.get("why", ""))
         self._locks.actions.limit(name, limit, note=note)
-        return limited(name, limit, note)
+        return audit.limited(name, limit, note)
 
     def _rate(self, form: Mapping[str, str], name: str, user: str) -> str | None:
         try:
             rate = Rate.of(form["rate"]) if form["rate"] else None
         except ValueError as exc:
             raise BadRequest(f"This is no rate: {exc}.") from exc
-        note = "" if rate is None else signed(user, form.get("why", ""))
+        note = "" if rate is None else audit.signed(user, form.get("why", ""))
         self._locks.actions.rate(name, rate, note=note)
-        return rated(name, rate, note)
+        return audit.rated(name, rate, note)
 
 
 def host_of(environ: WSGIEnvironment) -> str:
