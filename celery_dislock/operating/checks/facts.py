@@ -38,7 +38,7 @@ LINES_MOST = 200  # lines that are read place by place
 PLACES_MOST = 50  # places of each that are read
 
 
-class Member(NamedTuple):
+class Examined(NamedTuple):
     """
     One Redis process of the lock server.
 
@@ -61,16 +61,16 @@ class Member(NamedTuple):
     clock: float | None = None
 
 
-def members_of(server: Server) -> list[Member]:
+def members_of(server: Server) -> list[Examined]:
     """Ask each process of a lock server about itself; about twelve round trips to each."""
     try:
         return [_member(one.name, one.send) for one in server.members()]
     except StoreError as exc:
-        return [Member(server.name, away=exc.reason)]
+        return [Examined(server.name, away=exc.reason)]
 
 
-def _member(name: str, send: Callable[..., Any]) -> Member:
-    member = Member(name, send)
+def _member(name: str, send: Callable[..., Any]) -> Examined:
+    member = Examined(name, send)
     times, ahead = [], []
     try:
         for _ in range(ROUND_TRIPS):
@@ -81,7 +81,7 @@ def _member(name: str, send: Callable[..., Any]) -> Member:
         member = member._replace(round_trip=median(times), clock=median(ahead))
     except StoreError as exc:
         if not is_answer(exc):
-            return Member(name, away=exc.reason)
+            return Examined(name, away=exc.reason)
     try:
         lines = send(b"INFO").decode(errors="replace").splitlines()
     except StoreError as exc:
@@ -171,11 +171,11 @@ class Facts:
     ours: Description
     fleet: Fleet
     keyprefix: str = ""
-    members: Sequence[Member] = ()
+    members: Sequence[Examined] = ()
     locks: Locks = field(default_factory=Locks)
 
     @property
-    def answering(self) -> list[Member]:
+    def answering(self) -> list[Examined]:
         """The processes of the lock server that answer."""
         return [one for one in self.members if not one.away]
 

@@ -11,7 +11,7 @@ from celery_dislock.worker.startup import evicts, is_replica
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from celery_dislock.operating.checks.facts import Facts, Member
+    from celery_dislock.operating.checks.facts import Examined, Facts
     from celery_dislock.operating.checks.table import Finding
     from celery_dislock.servers.trial import Complaint
 
@@ -28,25 +28,25 @@ _REPLICA = re.compile(r"slave\d+")
 AS_AT_START = {"eviction": evicts, "role": is_replica}  # a worker warns of these when it starts
 
 
-def _is_short(one: Member, facts: Facts) -> str:
+def _is_short(one: Examined, facts: Facts) -> str:
     """Say how many replicas follow, if fewer do than each write waits for."""
     is_master, follow = one.info.get("role") == "master", len(_online(one))
     return f"{follow} of {facts.min_replicas}" if is_master and follow < facts.min_replicas else ""
 
 
-def _is_alone(one: Member, facts: Facts) -> bool:
+def _is_alone(one: Examined, facts: Facts) -> bool:
     """Tell whether nothing takes over if this master fails, though replicas are meant to."""
     is_master = one.info.get("role") == "master"
     return facts.server.kind in {"sentinel", "cluster"} and is_master and not _online(one)
 
 
-def _goes_on_alone(one: Member, facts: Facts) -> bool:
+def _goes_on_alone(one: Examined, facts: Facts) -> bool:
     """Tell whether a master goes on if it is cut off from its Sentinels and its replicas."""
     is_followed = facts.server.kind == "sentinel" and _online(one)
     return bool(is_followed) and "min_slaves_good_slaves" not in one.info
 
 
-def _online(one: Member) -> list[dict[str, str]]:
+def _online(one: Examined) -> list[dict[str, str]]:
     """Return the replicas that follow a server."""
     described = (
         dict(part.split("=", 1) for part in value.split(",") if "=" in part)

@@ -21,7 +21,7 @@ WARNING = "warning"  # tasks may wait, or do less than was meant
 SERIOUS = "serious"  # tasks do not run, run twice, or get lost
 LEVELS = (SERIOUS, WARNING, NOTE, OK)
 
-LISTED = 100  # names that a finding carries
+ABOUT_MOST = 100  # names that a finding carries
 
 
 class Finding(NamedTuple):
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
         level: One of :data:`LEVELS`.
         what: What was found.
         remedy: What to do about it; empty: nothing.
-        about: The keys, tasks, workers or servers that it is about: the first LISTED of them.
+        about: The keys, tasks, workers or servers that it is about: the first ABOUT_MOST of them.
     """
 
     check: str
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def _finding(level: str, what: str, remedy: str = "", about: Iterable[str] = ()) -> Finding:
-    return Finding("", level, what, remedy, sorted(set(about))[:LISTED])
+    return Finding("", level, what, remedy, sorted(set(about))[:ABOUT_MOST])
 
 
 serious, warning, note, ok = (partial(_finding, level) for level in LEVELS)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.view import Holder, LockState, ReservationState
     from celery_dislock.servers.waiters import Waiter
 
-SHOWN = 60  # characters of a task's arguments
+ARGUMENTS_MOST = 60  # characters of a task's arguments
 
 
 def _held_by(row: ListedLock) -> str | None:
@@ -66,7 +66,7 @@ def _limits(row: ListedLock) -> str | None:
 
 
 # Columns of `ls`.
-LISTED: Mapping[str, Callable[[ListedLock], object]] = {
+LS_COLUMNS: Mapping[str, Callable[[ListedLock], object]] = {
     "KEY": lambda row: row.key,
     "TROUBLE": lambda row: ", ".join(
         what if since is None else f"{what} {for_people(since)}"
@@ -79,19 +79,19 @@ LISTED: Mapping[str, Callable[[ListedLock], object]] = {
 }
 
 # Columns of `line`.
-IN_LINE: Mapping[str, Callable[[Waiter], object]] = {
+LINE_COLUMNS: Mapping[str, Callable[[Waiter], object]] = {
     "PLACE": lambda waiter: str(waiter.place),
     "WAITING": lambda waiter: None if is_beat(waiter) else for_people(waiter.waiting),
     "TURNS": lambda waiter: str(waiter.turns) if waiter.parked else None,
     "TICKET": lambda waiter: waiter.ticket,
     "WHO": lambda waiter: waiter.who,
     "QUEUE": lambda waiter: waiter.routing_key,
-    "ARGUMENTS": lambda waiter: (waiter.args or "")[:SHOWN],
+    "ARGUMENTS": lambda waiter: (waiter.args or "")[:ARGUMENTS_MOST],
 }
 
 # If a task of the line passes several locks: its keys tell of its arguments, its ticket has its id.
-LOCKS: Mapping[str, Callable[[Waiter], object]] = {
-    **{name: cell for name, cell in IN_LINE.items() if name != "ARGUMENTS"},
+STATION_COLUMNS: Mapping[str, Callable[[Waiter], object]] = {
+    **{name: cell for name, cell in LINE_COLUMNS.items() if name != "ARGUMENTS"},
     "WHO": lambda waiter: (waiter.parked and waiter.task) or waiter.who,
     "LOCKS": lambda waiter: _station(waiter, "/"),
 }
@@ -122,7 +122,7 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
             lines = ",\n ".join(to_json(as_dict(row), default=str) for row in listed)
             click.echo(f"[{lines}]")
         elif listed:
-            write_table(LISTED, ((row,) for row in listed))
+            write_table(LS_COLUMNS, ((row,) for row in listed))
         else:
             tell("No lock matches.")
 
@@ -363,7 +363,7 @@ def _write_line(lock: LockState, *, several: bool) -> None:
         return
     places = (*lock.turns, *lock.line)
     passes_several = any(one.stations for one in places)
-    write_table(LOCKS if passes_several else IN_LINE, [(one,) for one in places])
+    write_table(STATION_COLUMNS if passes_several else LINE_COLUMNS, [(one,) for one in places])
     for told in [] if lock.rate is None else _rate_lines(lock.rate):
         tell(told.strip())
     last = lock.line[-1].place if lock.line else 0

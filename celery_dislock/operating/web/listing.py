@@ -41,7 +41,7 @@ class Listing(NamedTuple):
     is_cut: bool
 
 
-SHOWN: Mapping[str, Callable[[ListedLock], object]] = {
+CHOICES: Mapping[str, Callable[[ListedLock], object]] = {
     "all": lambda _row: True,
     "held": lambda row: row.holders,
     "line": lambda row: row.waiting,
@@ -53,7 +53,7 @@ SHOWN: Mapping[str, Callable[[ListedLock], object]] = {
     "trouble": lambda row: row.troubles,
 }
 
-COUNTED = ("held", "line", "overdue", "paused", "reserved", "damaged")
+TOTALS = ("held", "line", "overdue", "paused", "reserved", "damaged")
 
 ORDERS: Mapping[str, Callable[[ListedLock], Any]] = {
     "key": lambda row: row.key,
@@ -78,14 +78,14 @@ def listing(site: Site) -> Listing:
     for row in found:
         if row.problem is not None and not isinstance(row.problem, DamagedLockError):
             raise row.problem
-    totals = {kind: sum(map(bool, map(SHOWN[kind], found))) for kind in COUNTED}
+    totals = {kind: sum(map(bool, map(CHOICES[kind], found))) for kind in TOTALS}
     return Listing(found, totals, is_cut=len(found) == LOCKS_MOST)
 
 
 def find(listed: Sequence[ListedLock], search: str, shown: str, order: str) -> list[ListedLock]:
     """Return the locks that match, in this order; what is equal in it comes by key."""
     words = search.casefold().split()[:WORDS_MOST]
-    found = filter(SHOWN[shown], listed)
+    found = filter(CHOICES[shown], listed)
     if words:
         found = filter(lambda row: all(map(_words(row).__contains__, words)), found)
     return sorted(found, key=ORDERS[order])

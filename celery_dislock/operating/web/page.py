@@ -29,7 +29,7 @@ from celery_dislock.operating import audit
 from celery_dislock.operating.checks.troubles import troubles_of
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.operating.web.cache import Cache
-from celery_dislock.operating.web.listing import ORDERS, SHOWN, as_json, find, listing
+from celery_dislock.operating.web.listing import CHOICES, ORDERS, as_json, find, listing
 from celery_dislock.operating.web.metrics import NEEDS, make_wsgi_app
 from celery_dislock.scripts.names import lock_in
 from celery_dislock.servers.view import ReservationState
@@ -51,7 +51,7 @@ FILES = {
     "/static/page.js": ("page.js", "text/javascript"),
     "/static/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-LISTED = 50  # locks of a page of the list
+PER_PAGE = 50  # locks of a page of the list
 PLACES = 50  # places of a line that are shown at once
 HOLDERS_LISTED = 3  # of a lock in the list; its own view has more
 PAGES_MOST = 10**6
@@ -212,13 +212,13 @@ class Page:
 
     def _list(self, request: Request, visitor: Visitor) -> Response:
         order, shown = request.args.get("order", "key"), request.args.get("show", "all")
-        if order not in ORDERS or shown not in SHOWN:
+        if order not in ORDERS or shown not in CHOICES:
             raise BadRequest("There is no such order or choice.")
         kept = self._cache.get("list", lambda: listing(self._locks.site))
         found = find(kept.value.rows, request.args.get("search", ""), shown, order)
-        pages = max(1, -(-len(found) // LISTED))
+        pages = max(1, -(-len(found) // PER_PAGE))
         page = min(max(request.args.get("page", 1, int), 1), pages)
-        first = (page - 1) * LISTED
+        first = (page - 1) * PER_PAGE
         locks = [
             {
                 **(as_json(row.state, most=HOLDERS_LISTED) if row.state else {}),
@@ -227,7 +227,7 @@ class Page:
                 "problem": str(row.problem) if row.problem else None,
                 "troubles": row.troubles,
             }
-            for row in found[first : first + LISTED]
+            for row in found[first : first + PER_PAGE]
         ]
         answer = {
             "locks": locks,
