@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -75,7 +74,8 @@ def dislock_server(request: pytest.FixtureRequest) -> Iterator[DislockServer]:
 
     server = None
     if url := request.config.getoption("--dislock-redis"):
-        process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-        server = RealServer(database(url, DATABASES * process))
+        of_xdist = getattr(request.config, "workerinput", {"workerid": "gw0"})
+        nth = int(of_xdist["workerid"].removeprefix("gw"))
+        server = RealServer(database(url, DATABASES * nth))
     with DislockServer(server, request.node.nodeid) as of_test:
         yield of_test

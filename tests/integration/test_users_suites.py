@@ -289,6 +289,20 @@ def test_the_same_test_runs_on_a_real_server(users, redis_url):
     assert "1 passed, 2 skipped" in outcome.stdout, outcome.stdout
 
 
+def test_processes_of_xdist_have_databases_of_their_own_on_a_real_server(users, redis_url):
+    """A test in one process finds nothing of a test in another."""
+    need("xdist")
+    outcome = users(
+        "@pytest.mark.parametrize('n', range(4))\n"
+        "def test(dislock_server, n):\n"
+        "    with dislock_server.hold('k'):\n"
+        "        dislock_server.advance(0.3)\n",
+        *(f"--dislock-redis={redis_url}", "-n2"),
+        plugins=["xdist.plugin"],
+    )
+    assert "4 passed" in outcome.stdout, outcome.stdout
+
+
 def test_a_real_server_that_is_not_empty_is_refused(users, redis_url, redis_client):
     """It keeps what it has."""
     redis_client.set("theirs", "1")
