@@ -22,7 +22,7 @@ from celery_dislock.parking.process import runtime_of
 from tests.commands import CANNOT_RUN, FOUND, HELD, LOST, NOT_FOUND, USAGE, Dislock
 from tests.holding import name_of, wait_for
 from tests.integration.strange import STRANGE, UNREADABLE, damage
-from tests.integration.test_redis_server import wait_until_gone
+from tests.programs import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30  # seconds for a command
