@@ -167,6 +167,7 @@ def _is_idle(lock: LockState) -> bool:
 
 def as_data(known: Any) -> Any:
     """Return data for JSON, with an object in place of each named tuple."""
-    if hasattr(known, "_asdict"):
-        return {name: as_data(value) for name, value in known._asdict().items()}
+    fields = known._asdict() if hasattr(known, "_asdict") else known
+    if isinstance(fields, dict):
+        return {name: as_data(value) for name, value in fields.items()}
     return [as_data(one) for one in known] if isinstance(known, list) else known

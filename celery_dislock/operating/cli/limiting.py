@@ -78,7 +78,7 @@ def limit(context: click.Context, /, key: str, number: int | None, **given: Any)
     """
     if number is None and given["rate"] is None:
         raise click.UsageError("Give NUMBER, or --rate, or both.")
-    _set(context, WhichLock(key, None, (), {}), number, **given)
+    _set(context, WhichLock(key), number, **given)
 
 
 @click.command()
@@ -103,7 +103,7 @@ def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
                 record(audit.rated(name, None, ""))
             done.append({**about, "seconds": None})
     if json_:
-        _write(done)
+        write_json(as_data(done))
         return
     for one in done:
         told = [*_before(one), *(["It was held back."] if one.get("held_back_before") else [])]
@@ -136,7 +136,7 @@ def _set(
                 record(audit.limited(name, number, by, seconds))
             done.append({**about, "seconds": seconds})
     if json_:
-        _write(done)
+        write_json(as_data(done))
         return
     for one in done:
         lasts = f"until: celery dislock resume {one['key']}"
@@ -149,10 +149,6 @@ def _set(
         click.echo(plain(" ".join([f"Lock {one['key']} {' It '.join(now)}", *_before(one)])))
 
 
-def _write(done: list[dict[str, Any]]) -> None:
-    write_json([{name: as_data(value) for name, value in one.items()} for one in done])
-
-
 def _before(done: dict[str, Any]) -> list[str]:
     """Say what somebody had set until then."""
     limit, rate = done.get("before"), done.get("rate_before")
@@ -162,10 +158,9 @@ def _before(done: dict[str, Any]) -> list[str]:
 
 def _names(opened: AppLocks, which: WhichLock, *, sets: bool = True) -> Sequence[str]:
     """Return the names of the locks; warn if nothing is known of a key, refuse a pattern."""
-    names = which.names(opened)
-    if which.is_known(opened):
+    names, key = which.names(opened), which.key
+    if key is None or opened.overview.lock(names[0], most=0).exists:
         return names
-    key = str(which.key)
     if set(key) & WILDCARDS:
         raise click.UsageError(
             f"{plain(key)} looks like a pattern, and no lock has it as its key. "

@@ -89,9 +89,9 @@ class WhichLock(NamedTuple):
     """
 
     key: str | None
-    task: str | None
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
+    task: str | None = None
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = {}
 
     def keys(self, opened: AppLocks) -> Sequence[str]:
         """
@@ -118,12 +118,6 @@ class WhichLock(NamedTuple):
     def names(self, opened: AppLocks) -> Sequence[str]:
         """Return the names in Redis; see :meth:`keys`."""
         return opened.runtime.lock_names(self.keys(opened))
-
-    def is_known(self, opened: AppLocks) -> bool:
-        """Tell whether the lock server knows anything of the lock, or a task names it."""
-        if self.key is None:
-            return True
-        return opened.overview.lock(opened.name_of(self.key), most=0).exists
 
 
 def by_key(command: Callable[..., Any]) -> Callable[..., Any]:
