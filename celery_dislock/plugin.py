@@ -27,7 +27,6 @@ from celery_dislock.keys.templates import keys_of
 from celery_dislock.locks.asynchronous import AsyncLock
 from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.locks.runtime import Process, Runtime, flush_all
-from celery_dislock.operating.counting import finish_all
 from celery_dislock.operating.telemetry import Telemetry
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.bridge import run_on_loop
@@ -394,8 +393,7 @@ def _start_watchdog(**_kwargs: Any) -> None:
 worker_process_init.connect(_start_watchdog, weak=False)
 # A pool process ends without atexit.
 worker_process_shutdown.connect(flush_all, weak=False)
-worker_process_shutdown.connect(finish_all, weak=False)
-worker_shutdown.connect(finish_all, weak=False)
+worker_shutdown.connect(flush_all, weak=False)
 
 for command in ("worker", "beat"):
     if f"celery.bin.{command}" in sys.modules:  # the command line, perhaps without our entry points
