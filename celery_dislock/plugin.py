@@ -281,6 +281,10 @@ class Dislock:
             expire: A fixed expiry in seconds, > 0, or a timedelta, instead of the watchdog.
             on_lost: "warn" logs the loss.  "raise" also raises LockLostError in the body of the
                 ``with`` block.  None: "warn", whatever the app's setting.
+            on_cancel: What happens when a task with ``lock_on_conflict="cancel"`` waits for this
+                lock.  "raise": SupersededError is raised in the body of the ``with`` block.
+                "warn": ``lease.superseded`` tells, and ``lease.ensure_held()`` raises it.  None: it
+                goes on.  A renewal tells it, so it takes a third of the timeout at most.
             timeout: Maximum seconds, >= 0, or a timedelta, that ``with`` waits for the lock before
                 it raises LockHeldError.  None: no limit.
             fair: False: pass the waiters in line if the lock admits one more lease.
