@@ -14,7 +14,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import SettingsError, SingletonTask
-from celery_dislock.exceptions import LockLostError, SupersededError
+from celery_dislock.exceptions import LockLostError, LockTermsError, SupersededError
 from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import Bounds, Lines, Ticket
 from tests.holding import name_of
@@ -121,6 +121,28 @@ def test_a_block_that_was_not_asked_goes_on(driven, comes, heard):
     assert "lock_superseded" not in [name for name, _ in heard]
 
 
+def test_a_block_that_was_told_before_it_began_does_not_begin(driven, comes, receive):
+    """As one whose lock was lost before."""
+
+    def be_quick(**_):
+        comes()
+        driven.advance(INTERVAL)
+
+    receive("lock_acquired", be_quick)
+    with pytest.raises(SupersededError), driven.lock(on_cancel="raise"):
+        pytest.fail("it has begun")
+
+
+def test_a_block_within_a_block_cannot_ask_for_more(driven):
+    """The outer one has the lease, and does not listen."""
+    with (
+        driven.lock(),
+        pytest.raises(LockTermsError, match="on_cancel"),
+        driven.lock(on_cancel="raise"),
+    ):
+        pytest.fail("it has begun")
+
+
 def test_a_block_of_a_coroutine_is_told(driven, comes):
     """Its task is cancelled, and the block ends with SupersededError; the task goes on."""
 
@@ -217,8 +239,8 @@ def test_not_before(driven, comes, task):
     assert told == ["", ""]
 
 
-def test_after_some_time_it_is_stopped(driven, comes, task):
-    """What `except Exception` does not catch is raised so long after it was told."""
+def test_after_some_time_it_is_stopped(driven, comes, task, heard):
+    """What `except Exception` does not catch is raised so long after it was told, once."""
     caught = []
 
     def body(_self):
@@ -237,6 +259,7 @@ def test_after_some_time_it_is_stopped(driven, comes, task):
 
     assert task(body, lock_cancel_after=5).apply().state == "REVOKED"
     assert caught == [SupersededError]
+    assert [name for name, _ in heard].count("lock_superseded") == 1
 
 
 def test_a_look_for_a_newer_task_is_not_counted(driven, comes):

@@ -55,6 +55,33 @@ def test_a_sender_that_does_not_say_it(app, lock_server, broker):
     assert came <= broker.last.notes["sent"] <= came + 1000
 
 
+def test_a_retry_of_a_task_whose_sender_does_not_say_it(app, lock_server, broker):
+    """It counts as sent when the task first came, also where that ran at once."""
+    task = declare(app, lambda self: self.retry(countdown=5), bind=True, **CANCEL)
+    came = us()
+    deliver(task, headers={})
+    assert broker.last.headers["retries"] == 1
+    assert came <= broker.last.notes["sent"] <= came + 1000
+
+
+def test_a_clock_that_is_ahead(app, broker):
+    """What was sent in the future was sent when it came; its turn and its retries keep that."""
+    task = declare(app, never, **CANCEL)
+    with held(app, "k", "holder"):
+        deliver(task, notes={"sent": us() + 3_600_000_000})
+    assert broker.last.notes["sent"] <= us()
+
+
+def test_there_is_room_for_one_in_line(app, broker):
+    """A second newcomer takes the place of the first, which ends as REVOKED."""
+    task = declare(app, never, **CANCEL)
+    with held(app, "k", "holder"):
+        deliver(task, "1", notes={"sent": us() - 2})
+        deliver(task, "2", notes={"sent": us() - 1})
+        assert [one.id for one in task.lock_for().line()] == ["2"]
+    assert app.AsyncResult("1").state == "REVOKED"
+
+
 @pytest.mark.parametrize("sent", [SENT * 1000, -1, "x", None, 1.5, True])
 def test_a_time_that_cannot_be_is_now(app, broker, sent):
     """A clock that is ahead, or a forged header, bars no later task."""
@@ -127,6 +154,9 @@ def test_a_broker_that_does_not_take_the_command(app, lock_server, caplog, monke
     task = declare(app, cancelled_body(lambda: task, lock_server, end), **options)
     deliver(task, headers={})
     assert app.AsyncResult("1").state == "REVOKED"
+    assert (
+        "Task shop.t[1] cancelled: a newer message of key 'k' replaces it: task 2." in caplog.text
+    )
     assert "hears at its next renewal that task 1 is cancelled: away" in caplog.text
 
 
