@@ -13,6 +13,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from celery_dislock.config.options import IN_LINE
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.troubles import MENTIONED, TROUBLES, troubles_of
 from celery_dislock.operating.locks import rows
@@ -206,7 +207,7 @@ class Facts:
         """Whether tasks are parked, or may be."""
         options = [one for side in self.sides.values() for one in side["tasks"].values()]
         return self.server.keeps_lines and (
-            any(one.get("lock_on_conflict") == "queue" for one in options) or self.locks.parked
+            any(one.get("lock_on_conflict") in IN_LINE for one in options) or self.locks.parked
         )
 
     def look(self) -> None:

@@ -249,6 +249,7 @@ def holder_lines(holder: Holder) -> Iterator[str]:
         else "held for": f"{for_people(holder.held)}, since {since}",
         "mode": holder.mode if holder.mode != "exclusive" else None,
         "lease": _lease_in_words(holder),
+        "newer": holder.superseded and f"task {holder.superseded}, which waits for this one to end",
         "token": holder.token,
         "owner": holder.owner,
     }

@@ -73,6 +73,16 @@ def test_all_that_is_known_is_told(dislock, all_of_it, words):
     assert answer.stderr == ""
 
 
+def test_a_holder_is_told_for_whose_end_a_newer_task_waits(dislock, server):
+    """With the id of the newer one; as JSON it stands beside the rest, null where none waits."""
+    server.put(lock("deploy", holders=[holder(1, superseded="id-2"), holder(3)]))
+    told = dislock("show", "deploy").stdout
+    assert told.count("newer ") == 1
+    assert "\n    newer     task id-2, which waits for this one to end\n" in told
+    holders = dislock.json("show", "deploy")["holders"]
+    assert [one["superseded"] for one in holders] == ["id-2", None]
+
+
 def test_what_nobody_leads_or_holds_is_told(dislock, all_of_it):
     """A beat's lock as such; a key that nobody knows is a finding, also if it is misspelt."""
     assert "  led by nobody\n  last tick 90 s ago\n" in dislock("show", "led by nobody").stdout
