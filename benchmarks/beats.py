@@ -35,7 +35,7 @@ from benchmarks.environments import ROOT
 from benchmarks.locks import OURS
 from benchmarks.measuring import Figure
 from benchmarks.processes import started
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     import subprocess

@@ -34,7 +34,7 @@ from celery import Celery, states
 
 from benchmarks.processes import started
 from benchmarks.report import Row
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -23,7 +23,7 @@ from benchmarks.contender import ASYNC, Job, async_kind
 from benchmarks.locks import OURS, PROCESSES, Fleet
 from benchmarks.measuring import Figure, percentile
 from benchmarks.report import take_turns
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

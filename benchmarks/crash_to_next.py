@@ -39,7 +39,7 @@ import redis
 from benchmarks.environments import REQUIREMENTS, ROOT, NotInstalled, environment
 from benchmarks.processes import STOPPING, started
 from benchmarks.report import Row
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

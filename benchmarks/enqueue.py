@@ -32,7 +32,7 @@ from benchmarks.acquire_release import LOOPBACK
 from benchmarks.report import Row, ratios, take_turns
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

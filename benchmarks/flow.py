@@ -38,7 +38,7 @@ from benchmarks.measuring import Figure, percentile
 from benchmarks.processes import started
 from benchmarks.report import take_turns
 from celery_dislock.operating.cli import dislock
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -37,7 +37,7 @@ from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

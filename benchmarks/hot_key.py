@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from benchmarks.recorded import ran, worker
 from benchmarks.recorded_tasks import COUNTDOWN, QUEUE, make_app
 from benchmarks.report import Row, ratios
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,7 +29,7 @@ from benchmarks.recorded import worker as recorded_worker
 from benchmarks.recorded_tasks import QUEUE
 from benchmarks.tasks import FLOOR, send, took, worker
 from celery_dislock import Dislock
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from pathlib import Path

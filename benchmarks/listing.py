@@ -34,7 +34,7 @@ from celery_dislock.servers.overview import TOGETHER
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.server import SCANNED
 from celery_dislock.servers.store import Store
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from pathlib import Path

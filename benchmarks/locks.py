@@ -34,7 +34,7 @@ from benchmarks.delay import delayed
 from benchmarks.environments import ROOT, environment
 from benchmarks.measuring import NETWORKS, Figure, percentile
 from benchmarks.report import take_turns
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -34,7 +34,7 @@ from celery_dislock.locks.watchdog import BATCH, Watchdog
 from celery_dislock.scripts import RENEW, milliseconds
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.processes import started
 from benchmarks.report import Row, ratios, take_turns
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -22,7 +22,7 @@ from benchmarks import beats, cancelling, coroutines, flow, flow_lines, idle, lo
 from benchmarks.environments import ROOT
 from benchmarks.many_leases import PEER_LOCKS
 from benchmarks.measuring import NETWORKS, Figure
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -40,7 +40,7 @@ import redis
 from benchmarks.recorded import ran, worker
 from benchmarks.recorded_tasks import QUEUE, make_app
 from benchmarks.report import Row, ratios
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

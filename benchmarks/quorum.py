@@ -21,7 +21,7 @@ from pottery import Redlock
 from benchmarks.acquire_release import new
 from benchmarks.report import Row, ratios, take_turns
 from celery_dislock import Dislock
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ from kombu.utils.imports import symbol_by_name
 import celery_dislock
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.locks.channel import TRACING
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

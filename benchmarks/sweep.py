@@ -34,7 +34,7 @@ from celery_dislock.parking.store import Ticket
 from celery_dislock.parking.sweep import PAGE, Sweep, interval
 from celery_dislock.scripts import SWEEP
 from celery_dislock.servers.replies import Granted
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -26,7 +26,7 @@ from benchmarks.measuring import NETWORKS, Figure
 from benchmarks.noop_tasks import MARKS
 from benchmarks.processes import started
 from benchmarks.report import take_turns
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

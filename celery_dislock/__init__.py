@@ -14,6 +14,7 @@ from celery_dislock.exceptions import (
 from celery_dislock.exceptions import DuplicateTaskError as DuplicateTaskError
 from celery_dislock.exceptions import EventLoopError as EventLoopError
 from celery_dislock.exceptions import NoResultError as NoResultError
+from celery_dislock.exceptions import SupersededError as SupersededError
 from celery_dislock.exceptions import TaskCrashedError as TaskCrashedError
 from celery_dislock.locks.asynchronous import AsyncLock
 from celery_dislock.locks.lease import Lease, current_lease

@@ -27,7 +27,6 @@ from celery_dislock.keys.templates import keys_of
 from celery_dislock.locks.asynchronous import AsyncLock
 from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.locks.runtime import Process, Runtime, flush_all
-from celery_dislock.operating.counting import finish_all
 from celery_dislock.operating.telemetry import Telemetry
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.bridge import run_on_loop
@@ -281,6 +280,10 @@ class Dislock:
             expire: A fixed expiry in seconds, > 0, or a timedelta, instead of the watchdog.
             on_lost: "warn" logs the loss.  "raise" also raises LockLostError in the body of the
                 ``with`` block.  None: "warn", whatever the app's setting.
+            on_cancel: What happens when a task with ``lock_on_conflict="cancel"`` waits for this
+                lock.  "raise": SupersededError is raised in the body of the ``with`` block.
+                "warn": ``lease.superseded`` tells, and ``lease.ensure_held()`` raises it.  None: it
+                goes on.  A renewal tells it, so it takes a third of the timeout at most.
             timeout: Maximum seconds, >= 0, or a timedelta, that ``with`` waits for the lock before
                 it raises LockHeldError.  None: no limit.
             fair: False: pass the waiters in line if the lock admits one more lease.
@@ -390,8 +393,7 @@ def _start_watchdog(**_kwargs: Any) -> None:
 worker_process_init.connect(_start_watchdog, weak=False)
 # A pool process ends without atexit.
 worker_process_shutdown.connect(flush_all, weak=False)
-worker_process_shutdown.connect(finish_all, weak=False)
-worker_shutdown.connect(finish_all, weak=False)
+worker_shutdown.connect(flush_all, weak=False)
 
 for command in ("worker", "beat"):
     if f"celery.bin.{command}" in sys.modules:  # the command line, perhaps without our entry points

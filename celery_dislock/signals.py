@@ -13,17 +13,17 @@ the watchdog's thread or greenlet, so keep them short.  No signal is sent when a
 lease is released by another process.  If a receiver raises an exception, Celery's dispatcher logs
 it, and nothing else changes.
 
-==================  =================================================================
-signal              arguments
-==================  =================================================================
-``lock_acquired``   ``lease``
-``lock_conflict``   ``conflict``: key, holder and remaining seconds; ``task_id``; for tasks only
-``lock_renewed``    ``lease``, sent after each renewal
-``lock_lost``       ``lease``, ``reason``; once per lease
-``lock_capped``     ``lease``; once per lease, when ``max_renew_times`` renewals are done
-``lock_superseded`` ``lease``; once per lease, when a newer task waits for it to end
-``lock_released``   ``lease``, ``expiring``: True if it is left to expire
-==================  =================================================================
+===================  =================================================================
+signal               arguments
+===================  =================================================================
+``lock_acquired``    ``lease``
+``lock_conflict``    ``conflict``: key, holder and remaining seconds; ``task_id``; for tasks only
+``lock_renewed``     ``lease``, sent after each renewal
+``lock_lost``        ``lease``, ``reason``; once per lease
+``lock_capped``      ``lease``; once per lease, when ``max_renew_times`` renewals are done
+``lock_superseded``  ``lease``; once per lease, when a newer task waits for it to end
+``lock_released``    ``lease``, ``expiring``: True if it is left to expire
+===================  =================================================================
 """
 
 from __future__ import annotations

@@ -1,12 +1,16 @@
-"""Times in words, text of strangers, and JSON: for messages, log lines and tools."""
+"""Times and names in words, text of strangers, and JSON: for messages, log lines and tools."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 LONGEST = 10.0**12  # seconds; a longer time comes from a damaged record
+NAMED = 5  # names of many that a text gives
 TEXT_MOST = 1000  # characters of a name, an id or a note of strangers
 RENEWED = 0.5  # seconds by which a renewal is later than the acquisition; the first is much later
 
@@ -42,6 +46,13 @@ def so_far(held_for: float | None, renewed: float | None = None) -> str:
     if renewed is not None and renewed < held_for - RENEWED:
         words += f", last renewed {for_people(renewed)} ago"
     return words
+
+
+def some(names: Iterable[str]) -> str:
+    """Name some of many: the first five in order, and how many others there are."""
+    known = sorted(set(names))
+    more = f" and {len(known) - NAMED} others" if len(known) > NAMED else ""
+    return ", ".join(known[:NAMED]) + more
 
 
 def plain(text: object) -> str:

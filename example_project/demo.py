@@ -22,12 +22,12 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from celery_dislock.testing.redis_server import RedisServer, ServerFailed, ServerMissing
 from example_project import scenes, shop, timeline
 from example_project.drawing import draw, legend, text_width
 from example_project.stage import Outcome, Stage
 from example_project.svg import picture
 from example_project.workers import PROJECT, WorkerFailed, Workers
+from tests.redis_server import RedisServer, ServerFailed, ServerMissing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

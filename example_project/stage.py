@@ -11,8 +11,8 @@ from example_project.timeline import bodies, holds
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from celery_dislock.testing.redis_server import RedisServer
     from example_project.timeline import Span
+    from tests.redis_server import RedisServer
 
 
 @dataclass

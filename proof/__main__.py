@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from celery_dislock.testing.redis_server import ServerMissing, find_server
 from proof import results
 from proof.controls import CONTROLS, RUN, SIMULATION
 from proof.leases import PROMISES as LEASES
@@ -36,6 +35,7 @@ from proof.run import run
 from proof.servers import KINDS
 from proof.simulation import Script, catch, simulate
 from tests.acceptance.rabbitmq import find_rabbitmq
+from tests.redis_server import ServerMissing, find_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from celery_dislock.testing.redis_server import find_server
+from tests.redis_server import find_server
 
 FILE = Path(__file__).with_name("results.jsonl")
 GIB = 1024**3

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from celery_dislock import StoreError
+    from celery_dislock.servers.overview import Overview
+    from celery_dislock.servers.view import LockState
+
 PATIENCE = 30.0  # seconds; far beyond what any condition takes on an idle machine
 POLL_INTERVAL = 0.005  # seconds
 
@@ -26,6 +30,13 @@ def wait_for(
         assert time.monotonic() < deadline, f"{what} did not come in {within:g} s"
         time.sleep(POLL_INTERVAL)
     return found
+
+
+def all_locks(
+    overview: Overview, failed: list[StoreError] | None = None
+) -> list[LockState | StoreError]:
+    """Look at all locks, without their lines."""
+    return [lock for names in overview.names(failed=failed) for lock in overview.look(names)]
 
 
 class Event(NamedTuple):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from celery_dislock.testing.redis_server import ServerMissing, find_server
+from tests.holding import wait_for
+from tests.redis_server import ServerMissing, find_server
 
 if TYPE_CHECKING:
     from typing import Any, NoReturn
@@ -53,6 +54,21 @@ def run(
 def run_code(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program in Python that is given as text; see :func:`run`."""
     return run(sys.executable, "-c", code, **options)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process that is no child of ours runs."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")  # an orphan may stay a zombie where nobody reaps it
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait for the end of a process that is no child of ours."""
+    wait_for(lambda: not alive(pid), f"end of process {pid}")
 
 
 def find_redis() -> Path:

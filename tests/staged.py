@@ -177,7 +177,8 @@ class Staged(LockServer):
         return self.now_ms - round(seconds * 1000)
 
     def _lease(self, name: str, one: Holder) -> None:
-        about = {field: getattr(one, field) for field in ("task", "id", "worker", "pid", "host")}
+        about: dict[str, Any] = {"superseded": one.superseded}
+        about |= {field: getattr(one, field) for field in ("task", "id", "worker", "pid", "host")}
         about |= {"thread": one.thread, "parked": one.turn or None}
         about["waits"] = one.waits and name_of(one.waits)
         about["timeout"] = None if one.renewed is None else one.renewed + one.remaining

@@ -3,8 +3,8 @@
 The beat that has the lock of ``dislock_beat_key`` leads.  The watchdog renews its lease, whatever
 the schedule does meanwhile.  The others wait in line for the lock, so one of them takes over at
 once when the leader stops, and after ``dislock_beat_timeout`` at most when it is killed.  A place
-in line decides nothing else: when the lease has ended, whoever asks first leads, and the place of
-one that was killed as it stood by holds nobody up.
+in line decides nothing else: when the lease has ended, the first beat that asks leads.  So a beat
+that was killed as it stood by holds nobody up.
 
 When each entry was last sent is kept beside the lock.  The leader claims a tick there before it
 sends the message, in one script.  That refuses a beat whose lease has ended, a tick that another
@@ -37,21 +37,9 @@ from celery.utils.imports import load_extension_class_names
 from kombu.exceptions import OperationalError
 from kombu.utils.imports import symbol_by_name
 
+from celery_dislock.beat import reasons
 from celery_dislock.beat.entries import copy_of, is_over, name_of, to_time, to_us
-from celery_dislock.beat.reasons import (
-    AWAY,
-    CLOCK,
-    DROPPED,
-    GONE_OUT,
-    HELD,
-    HUNG,
-    KEPT,
-    LOST,
-    NO_SCHEDULE,
-    PAUSE,
-    UNSENDABLE,
-    StandBy,
-)
+from celery_dislock.beat.reasons import PAUSE, StandBy
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.urls import MEMORY, shown
 from celery_dislock.exceptions import DislockError, LockKeyError, SettingsError, StoreError
@@ -99,7 +87,7 @@ class BeatLock:
         # Ticks that were claimed, and have not gone out as far as is known: when their entries were
         # sent before, and when they were claimed.
         self._unsent: dict[str, tuple[int, int]] = {}
-        self._followed = False  # whether another beat may have sent since this one knew all
+        self._followed = False  # whether another beat may have sent what this one does not know
         self._said = ""
         self._ticks = False
 
@@ -153,7 +141,7 @@ class BeatLock:
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
         """Send the message of a tick, under the task id of this tick."""
         if not self.leads:  # stopped, or waiting for the broker, since the claim
-            raise StandBy(LOST)
+            raise StandBy(reasons.LOST)
         before_us = to_us(entry.last_run_at)
         if before_us:  # else it is new, and an older entry may have had its name
             tick = f"{self._lock.names[0]} {before_us} {name_of(entry)}"
@@ -191,11 +179,11 @@ class BeatLock:
         try:
             answer = lock.acquire(attempt, timeout=within, place=within + PLACE_MORE)
         except StoreError as exc:
-            raise StandBy(AWAY, exc) from exc
+            raise StandBy(reasons.AWAY, exc) from exc
         finally:
             self._followed = self._followed or attempt.how == WAITED
         if isinstance(answer, Conflict):
-            raise StandBy(HELD, in_words(answer.holder), level=logging.INFO, pause=0.0)
+            raise StandBy(reasons.HELD, in_words(answer.holder), level=logging.INFO, pause=0.0)
         answer.on_end = self._says_if_it_hangs
         try:
             self._go_on()
@@ -203,7 +191,9 @@ class BeatLock:
             self._give_up()
             if not isinstance(exc, Exception):
                 raise
-            raise StandBy(NO_SCHEDULE, type(exc).__name__, exc, level=logging.ERROR) from exc
+            raise StandBy(
+                reasons.NO_SCHEDULE, type(exc).__name__, exc, level=logging.ERROR
+            ) from exc
         self._said = ""
         logger.info("Beat leads, lock %r.", self._lock.key)
 
@@ -216,19 +206,19 @@ class BeatLock:
 
     def _says_if_it_hangs(self, lease: Lease, _action: str) -> None:
         if lease.capped:
-            logger.error(HUNG, lease.key, HANGS * self._lock.timeout)
+            logger.error(reasons.HUNG, lease.key, HANGS * self._lock.timeout)
 
     def _clock_was_set(self) -> bool:
-        """Return whether it was since this beat leads; if it was set back, no entry is due."""
+        """Tell whether the clock was set since this beat leads: set back, it makes no entry due."""
         return abs(self._asked_us() - self._began_us) > self._lock.timeout * 1e6
 
     def _asked_us(self) -> int:
-        """Return when the lease was asked for, as the wall clock has that now."""
+        """Return when the lease was asked for, by the wall clock as it is set now."""
         lease = self._lease
         return to_us(self.app.now()) - int(lease.held_for * 1e6) if lease else 0
 
     def _go_on(self) -> None:
-        """Take over when each entry was last sent."""
+        """Learn from the record when each entry was last sent."""
         entries = self._entries()
         now_us = to_us(self.app.now())
         self._began_us = self._asked_us()
@@ -260,7 +250,7 @@ class BeatLock:
         for name, (before_us, claimed_us) in list(self._unsent.items()):
             entry = entries.get(name) or self._load(name)
             if not entry or is_over(entry, self.app):
-                logger.warning(DROPPED, self._lock.key, name)
+                logger.warning(reasons.DROPPED, self._lock.key, name)
                 del self._unsent[name]
                 continue
             entry = copy_of(entry, last_run_at=to_time(before_us, entry))
@@ -271,9 +261,9 @@ class BeatLock:
             except Exception:
                 if name in self._unsent:  # the broker takes nothing yet
                     return
-                logger.exception(UNSENDABLE, self._lock.key, name)
+                logger.exception(reasons.UNSENDABLE, self._lock.key, name)
             else:
-                logger.info(GONE_OUT, self._lock.key, name)
+                logger.info(reasons.GONE_OUT, self._lock.key, name)
 
     def _not_sent(self, name: str, tick: tuple[int, int], error: Exception) -> None:
         """Keep a tick that the broker did not take; one that cannot be sent at all is lost."""
@@ -283,7 +273,7 @@ class BeatLock:
             self._unsent.pop(name, None)
         elif self._unsent.get(name) != tick:
             self._unsent[name] = tick
-            logger.warning(KEPT, self._lock.key, name, error)
+            logger.warning(reasons.KEPT, self._lock.key, name, error)
 
     def _claim(self, entry: Any) -> None:
         name, self._claimed_us = name_of(entry), to_us(entry.default_now())
@@ -298,8 +288,8 @@ class BeatLock:
         Return whether what a scheduler knows of an entry is newer than the record.
 
         The entries of django-celery-beat and RedBeat are kept where all beats see them, and are
-        saved before it is noted that a message has gone out.  Those of Celery are kept in a file,
-        and one that is in none has the time when it was made.
+        saved before it is noted that a message has gone out.  Those of Celery are kept in a
+        file; an entry that is not in the file counts as sent when it was made.
         """
         if self.Entry is not ScheduleEntry:
             return not claimed or known_us >= last_us
@@ -327,7 +317,7 @@ class BeatLock:
         """
         lease = self._lease
         if lease is None:
-            raise StandBy(LOST)
+            raise StandBy(reasons.LOST)
         self._goes_on()
         name, timeout = self._lock.names[0], self._lock.timeout
         keys, apart_us = [name, beat_of(name)], math.ceil(timeout * 1e6)
@@ -336,13 +326,13 @@ class BeatLock:
                 script, keys, lease.owner, lease.token, now_us, apart_us, *more
             )
         except StoreError as exc:
-            raise StandBy(AWAY, exc) from exc
+            raise StandBy(reasons.AWAY, exc) from exc
         if told[0] in {NOT_LEADING, PAUSED}:
             self._give_up()
-            raise StandBy(LOST) if told[0] == NOT_LEADING else StandBy(pause=0.0)
+            raise StandBy(reasons.LOST) if told[0] == NOT_LEADING else StandBy(pause=0.0)
         if told[0] == WRONG_CLOCK:
             self._give_up()
-            raise StandBy(CLOCK, (now_us - int(told[1])) / 1e6, level=logging.ERROR)
+            raise StandBy(reasons.CLOCK, (now_us - int(told[1])) / 1e6, level=logging.ERROR)
         return told[1:]
 
     def _give_up(self) -> None:
@@ -378,7 +368,7 @@ class TableLock(BeatLock):
             super().sync()  # type: ignore[misc]
 
     def _go_on(self) -> None:
-        self._dirty: set[str] = set()  # others have sent since, and saved that:
+        self._dirty: set[str] = set()  # not to be saved: others have sent since, and saved that
         self._initial_read = True
         super()._go_on()
 

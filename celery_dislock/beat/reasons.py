@@ -21,7 +21,7 @@ HUNG = (
     "more, and another beat may lead. Look at its connections to the broker and to its schedule."
 )
 
-# Of messages that the broker did not take, or the beat before did not note.
+# Of messages that the broker did not take, or that the beat before has not noted as sent.
 KEPT = (
     "Beat keeps a message that has not gone out, lock %r, entry %r. It is sent as soon as the "
     "broker takes it, unless the entry is due again before: %s"

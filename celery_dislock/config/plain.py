@@ -29,6 +29,7 @@ class PlainOptions(TypedDict, total=False):
     max_renew_times: int | None
     expire: float | timedelta | None
     on_lost: Literal["warn", "raise"] | None
+    on_cancel: Literal["warn", "raise"] | None
     timeout: float | timedelta | None
     fair: bool
 
@@ -95,13 +96,15 @@ def plain_options(
             except ValueError as exc:
                 raise SettingsError(owner, name, given[name], str(exc)) from exc
     declared = {of_task(name): value for name, value in stated.items()}
-    try:
-        options = task_options(owner, declared, conf)
+    try:  # the app's strategy is that of its tasks
+        options = task_options(owner, {**declared, "lock_on_conflict": "skip"}, conf)
     except SettingsError as exc:
         option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")
         raise SettingsError(exc.owner, option, exc.value, exc.remedy) from exc
-    if stated.get("on_lost") == "terminate":
-        remedy = "use 'warn' or 'raise'; 'terminate' is for tasks"
-        raise SettingsError(owner, "on_lost", "terminate", remedy)
-    options = replace(options, lock_on_lost=stated.get("on_lost", on_lost))
+    stops = {"on_lost": stated.get("on_lost", on_lost), "on_cancel": stated.get("on_cancel")}
+    for name, value in stops.items():
+        if value == "terminate":
+            remedy = "use 'warn' or 'raise'; 'terminate' is for tasks"
+            raise SettingsError(owner, name, value, remedy)
+    options = replace(options, **{of_task(name): value for name, value in stops.items()})
     return Plain(options, stated=declared.keys(), **own)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from celery_dislock.exceptions import LockLostError
 from celery_dislock.locks.callers import caller_of, current_caller
+from celery_dislock.locks.interruption import why_stopped
 from celery_dislock.servers.bridge import require_greenlet, run_at_once, task_here
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ class AsyncLock:
             self._lock.leave(id(current_caller()), None if ours else exc)
         except LockLostError as lost:
             raise lost from exc
+        if ours and held is not None:
+            raise why_stopped(held.lease) from exc
 
     def _run(
         self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -19,6 +19,7 @@ that nobody can release it.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -58,6 +59,8 @@ JOBS = {
 
 # The leases in whose blocks a context runs.  Weak: a context may live on, and releases nothing.
 _around: ContextVar[tuple[ref[CallerLease], ...]] = ContextVar("dislock_around", default=())
+
+logger = logging.getLogger("celery_dislock")
 
 
 HINT = (
@@ -378,6 +381,8 @@ def check_terms(
         names += ["lock_watchdog_timeout", "max_renew_times"]
     if asked.lock_on_lost != "warn":
         names.append("lock_on_lost")
+    if asked.lock_on_cancel is not None:
+        names.append("lock_on_cancel")
     differing = [name for name in names if getattr(has, name) != getattr(asked, name)]
     if not has.admits_several:
         if asked.lock_mode == "shared" and "lock_mode" in differing:
@@ -395,3 +400,12 @@ def check_terms(
 
 def _terms(options: TaskOptions, names: list[str]) -> str:
     return ", ".join(f"{name.removeprefix('lock_')}={getattr(options, name)!r}" for name in names)
+
+
+@lru_cache(1000)  # keys that are remembered as warned of
+def warn_of_wait(key: str, thread: str, hint: str) -> None:
+    """Log once that a thread may begin to wait for itself."""
+    logger.warning(
+        "%s waits without a limit for lock %r: %s. If nobody else does that, it waits for itself.",
+        *(thread, key, hint),
+    )

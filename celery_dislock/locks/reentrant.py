@@ -9,12 +9,11 @@ Every step that releases something is repeated once if a signal handler's except
 
 from __future__ import annotations
 
-import logging
 import sys
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from celery_dislock.config.plain import of_task
 from celery_dislock.config.settings import ONE_BY_ONE, is_cluster
 from celery_dislock.config.values import seconds
 from celery_dislock.exceptions import (
@@ -31,6 +30,7 @@ from celery_dislock.locks.callers import (
     check_terms,
     current_caller,
     described,
+    warn_of_wait,
 )
 from celery_dislock.locks.interruption import Running, refusal
 from celery_dislock.locks.lease import Attempt, End
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.view import Holder
 
 MAY_WAIT = seconds(at_least=0)  # check of a maximum wait
-
-logger = logging.getLogger("celery_dislock")
 
 
 class ReentrantLock:
@@ -89,6 +87,8 @@ class ReentrantLock:
         self._options, self._timeout, self._fair, self._stated = runtime.plain(
             key, options, on_lost
         )
+        stops = {"on_lost": self._options.lock_on_lost, "on_cancel": self._options.lock_on_cancel}
+        self._stops = [option for option, what in stops.items() if what == "raise"]
         self.keys = (check_written(key),) if isinstance(key, str) else keys_of(key)
         if len(self.keys) > 1 and self._options.has_rate and is_cluster(runtime.conf):
             raise self._refusal("rate", options.get("rate"), ONE_BY_ONE)
@@ -243,7 +243,7 @@ class ReentrantLock:
             answer = self._take(entry, block, blocking=True, timeout=self._timeout)
             if isinstance(answer, Conflict):
                 raise answer.error(self._hint())  # noqa: TRY301 -- nothing to undo
-            if self._options.lock_on_lost == "raise" and not (answer.execution or answer.running):
+            if self._stops and not (answer.execution or answer.running):
                 answer.running, answer.block = Running(answer.lease, frame), entry
                 answer.running.begin()
         except BaseException:
@@ -373,8 +373,8 @@ class ReentrantLock:
         caller, options = current_caller(), self._options
         if caller.kind != "task" and an_event_loop_runs():
             raise EventLoopError(self.key)
-        if options.lock_on_lost != "warn":
-            self._refuse_to_interrupt(block)
+        for option in self._stops:
+            self._refuse_to_interrupt(option, block)
         process = self._runtime.process
         lock = self._lock_here(process, caller)
         if caller.kind == "greenlet":
@@ -414,7 +414,7 @@ class ReentrantLock:
         """Raise an error if the caller would wait for itself, or warn if it may do so for ever."""
         caller.refuse_to_wait(lock)
         if timeout is None and (hint := caller.hint(lock)):
-            _warn_of_wait(self.key, caller.thread.name + caller.label, hint)
+            warn_of_wait(self.key, caller.thread.name + caller.label, hint)
 
     def _entered(
         self, held: CallerLease, entry: object, block: object, caller: Caller
@@ -427,25 +427,16 @@ class ReentrantLock:
         held.entries[entry] = block
         return held
 
-    def _refuse_to_interrupt(self, block: object) -> None:
-        """Raise an error if ``on_lost`` could interrupt nothing here."""
+    def _refuse_to_interrupt(self, option: str, block: object) -> None:
+        """Raise an error if this option could interrupt nothing here."""
         remedy = refusal()
-        if not block and "lock_on_lost" in self._stated:
+        if not block and of_task(option) in self._stated:
             remedy = "it interrupts the body of a `with` block, and nothing else: use one"
         if remedy:
-            raise self._refusal("on_lost", self._options.lock_on_lost, remedy)
+            raise self._refusal(option, "raise", remedy)
 
     def _refusal(self, option: str, value: object, remedy: str) -> SettingsError:
         return SettingsError(f"lock {self.key!r}", option, value, remedy)
 
     def _not_owner(self) -> NotOwnerError:
         return NotOwnerError(self.key, ", ".join(one.who for one in self.holders()), self._hint())
-
-
-@lru_cache(1000)  # keys that are remembered as warned of
-def _warn_of_wait(key: str, thread: str, hint: str) -> None:
-    """Log once that a thread may begin to wait for itself."""
-    logger.warning(
-        "%s waits without a limit for lock %r: %s. If nobody else does that, it waits for itself.",
-        *(thread, key, hint),
-    )

@@ -360,11 +360,12 @@ _living: WeakSet[Process] = WeakSet()
 
 
 def flush_all(**_kwargs: Any) -> None:
-    """Send, at the end of this process, what its watchdogs have not sent yet."""
+    """Send, at the end of this process, what its watchdogs and watchers have not sent yet."""
     until = time.monotonic() + FLUSH_WITHIN
     for process in list(_living):
         if process.pid == os.getpid():
             process.watchdog.flush(until - time.monotonic())
+            process.channel.finish()
 
 
 atexit.register(flush_all)

@@ -130,7 +130,7 @@ class Watchdog(Loop):
     def look_at(self, task_id: object) -> None:
         """Ask the server soon whether a newer task waits for this one; does not block."""
         for lease in self:
-            if lease.holder.get("id") == task_id and lease.due is not None and not lease.superseded:
+            if lease.holder.get("id") == task_id and lease.due is not None:
                 lease.due = self.clock()
                 self.wake(lease.due)
 

@@ -117,4 +117,5 @@ def skip(delivery: Delivery, reason: str) -> NoReturn:
     delivery.end_reservation()
     if not delivery.is_eager or delivery.task.store_eager_result:
         store_end(delivery.task, delivery.request, TaskRevokedError(reason), states.REVOKED)
-    raise delivery.logged(TaskSkipped(reason), f"skipped: {reason}. It does not run.")
+    what = f"cancelled: {reason}" if delivery.began else f"skipped: {reason}. It does not run"
+    raise delivery.logged(TaskSkipped(reason), f"{what}.")

@@ -2,7 +2,7 @@
 
 The children of a prefork worker are processes of their own, which come and go.  A program that asks
 one of them sees only its counts.  So the counts of all processes are added up in Redis, by worker,
-and whoever asks for metrics reads them there; see :mod:`celery_dislock.operating.web.metrics`.
+and a reader of the metrics finds them there; see :mod:`celery_dislock.operating.web.metrics`.
 
 Counting must cost nothing that a task could notice.  What happens is appended to a queue in memory,
 which needs no mutex and may be interrupted by a signal handler at any instruction.  Every few
@@ -10,22 +10,19 @@ seconds the watchdog's loop adds the queue up, and sends the sums in one round t
 happened, it sleeps on.
 
 Sums that the server has not confirmed are sent again.  If only its reply was lost, they count
-twice.  They never count more often: after a failure a call without counts comes first, and the sums
-follow when it is answered.  Or a server that hangs would find them many times in its sockets.
-What is left is sent at the end of the process.  If it is killed, the counts of its last seconds are
-lost.
+twice.  They never count more often: after a failure a call without counts is sent first, and the
+sums follow when that is answered.  A server that hung would otherwise find the sums in its sockets
+many times.  What is left is sent at the end of the process.  If the process is killed, the counts
+of its last seconds are lost.
 
 What is counted is also recorded by instruments of OpenTelemetry's metrics API, if the application
 uses it.  This package never imports it.
 
-What is counted is bounded: by name of a task, of which a process has few, and by the worker's name.
+Counts are kept by the names of task and worker.  The number of both is bounded.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
 import sys
 import time
 from bisect import bisect_left
@@ -33,7 +30,6 @@ from collections import Counter, deque
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from celery_dislock.clock import FOREVER
 from celery_dislock.exceptions import StoreError
@@ -60,10 +56,8 @@ EVENTS_MOST = 200_000  # that are not added up yet; the oldest are dropped
 FINISH_WITHIN = 2.0  # seconds to wait for a batch on its way, at the end of a process
 OTHER = "other"
 SPOKEN = "celery_dislock."  # before all names that OpenTelemetry gets
-UNSET = ("Proxy", "NoOp")  # of the names of meter providers: the application has set none
+UNSET = ("Proxy", "NoOp")  # how the meter provider's name begins if the application has set none
 HISTOGRAMS = {word for word, metric in COUNTED.items() if metric.kind == "histogram"}
-
-logger = logging.getLogger("celery_dislock")
 
 
 class Instruments:
@@ -144,13 +138,11 @@ class Counters:
         self._clock = clock
         self._prefix = prefix
         self._send_last = send_last
-        self._pid = os.getpid()
         self._events: deque[Counted] = deque(maxlen=EVENTS_MOST)
         self._instruments: Instruments | None = None
         self._mutex = mutex()  # of a flush
         self._tasks: set[str] = set()
         self._sums: dict[str, Counter[str]] = {}  # by worker and by field, not confirmed yet
-        _living.add(self)
 
     def add(
         self, what: str, holder: Mapping[str, Any], outcome: str = "", value: float = 1
@@ -201,7 +193,7 @@ class Counters:
 
     def finish(self) -> None:
         """Send what is left, at the end of the process; blocks for a round trip or two."""
-        if self._pid == os.getpid() and (self._events or self._sums):
+        if self._events or self._sums:
             self.flush(self._send_last, patience=FINISH_WITHIN)
 
     def _try(self, send: Send, sums: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -234,18 +226,3 @@ class Counters:
                 sums[f"{what} {SUM} {task}"] += micros
             word, value = PARTS[bisect_left(BUCKETS, seconds)], 1
         sums[f"{what} {word or '-'} {task}"] += int(value)
-
-
-_living: WeakSet[Counters] = WeakSet()
-
-
-def finish_all(**_kwargs: Any) -> None:
-    """Send what the processes of all apps have left to send; a handler of Celery's signals, too."""
-    for counters in list(_living):
-        try:
-            counters.finish()
-        except Exception as exc:  # noqa: BLE001 -- the process ends; its counts are not worth more
-            logger.debug("Counts of locks are lost at the end of the process: %r", exc)
-
-
-atexit.register(finish_all)

@@ -1,4 +1,4 @@
-"""An app's locks, for the commands and the page: what they read, do, list and log."""
+"""An app's locks, for the commands and the page: what they read, do and list."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.view import shown_key
 from celery_dislock.tasks.actions import Actions
-from celery_dislock.words import for_people
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from celery_dislock.config.terms import Rate
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.servers.view import Holder, LockState
@@ -105,19 +103,27 @@ class ListedLock(NamedTuple):
     Attributes:
         key: The key.
         name: The lock's name in Redis.
-        state: What the lock server knows of it; None if it cannot be read.
-        problem: Why it cannot be read.
+        found: What the lock server knows of it, or why that cannot be read.
         troubles: What is wrong with it, the worst first, each with the seconds for which it is so,
             if they are known; see :func:`celery_dislock.operating.checks.troubles.judged`.
-        rank: A number that sorts what is wrong to the top, the worst first.
+        rank: A number by which lists are sorted, the worst first.
     """
 
     key: str
     name: str
-    state: LockState | None
-    problem: StoreError | None = None
+    found: LockState | StoreError
     troubles: Mapping[str, float | None] = {}
     rank: int = SOUND
+
+    @property
+    def state(self) -> LockState | None:
+        """What the lock server knows of it; None if it cannot be read."""
+        return None if isinstance(self.found, StoreError) else self.found
+
+    @property
+    def problem(self) -> StoreError | None:
+        """Why it cannot be read."""
+        return self.found if isinstance(self.found, StoreError) else None
 
     @property
     def holders(self) -> Sequence[Holder]:
@@ -141,18 +147,16 @@ def rows(
     """
     Read all locks whose keys match, with the first place of their lines.
 
-    See :meth:`Overview.locks`.  One that only has a rate, and may be taken now, is left out: it has
-    been taken within the window of its rate, and nobody has changed it.
+    See :meth:`Overview.names`.  A lock that may be taken now and has nothing but the rate of its
+    task is left out: it was taken within the last window, and that is all.
 
     Raises:
         StoreError: A server did not answer.
     """
     for names in overview.names(pattern, failed):
-        for name, lock in zip(names, overview.look(names, most=1), strict=True):
-            if isinstance(lock, StoreError):
-                yield ListedLock(shown_key(name), name, None, lock)
-            elif lock.exists and not _is_idle(lock):
-                yield ListedLock(lock.key, name, lock)
+        for name, found in zip(names, overview.look(names, most=1), strict=True):
+            if isinstance(found, StoreError) or (found.exists and not _is_idle(found)):
+                yield ListedLock(shown_key(name), name, found)
 
 
 def _is_idle(lock: LockState) -> bool:
@@ -163,65 +167,7 @@ def _is_idle(lock: LockState) -> bool:
 
 def as_data(known: Any) -> Any:
     """Return data for JSON, with an object in place of each named tuple."""
-    if hasattr(known, "_asdict"):
-        return {name: as_data(value) for name, value in known._asdict().items()}
+    fields = known._asdict() if hasattr(known, "_asdict") else known
+    if isinstance(fields, dict):
+        return {name: as_data(value) for name, value in fields.items()}
     return [as_data(one) for one in known] if isinstance(known, list) else known
-
-
-# What was done to a lock, in words: a record for the log, the same of a command and of the page.
-
-
-def freed(name: str, holder: Holder) -> str:
-    """Say that a lease was ended."""
-    return f"freed lock {shown_key(name)!r} of {_of(holder)}"
-
-
-def terminated(name: str, holder: Holder) -> str:
-    """Say that the workers were told to end a task."""
-    return f"told the workers to end {_of(holder)}, which holds lock {shown_key(name)!r}"
-
-
-def unreserved(name: str, task_id: str) -> str:
-    """Say that a reservation was ended."""
-    return f"ended the reservation of lock {shown_key(name)!r} for task {task_id!r}"
-
-
-def dropped(name: str, ticket: str) -> str:
-    """Say that a parked task was taken out of its line."""
-    return f"dropped the parked task of ticket {ticket!r} from the line of lock {shown_key(name)!r}"
-
-
-def limited(name: str, limit: int | None, note: str, seconds: float | None = None) -> str:
-    """Say that a limit or a pause was set, or taken back."""
-    key = repr(shown_key(name))
-    if limit is None:
-        return f"took back the limit of lock {key}"
-    does = f"limited lock {key} to {limit} leases" if limit else f"paused lock {key}"
-    return f"{does}{_noted(seconds, note)}"
-
-
-def rated(name: str, rate: Rate | None, note: str, seconds: float | None = None) -> str:
-    """Say that a rate was set, or that it and a hold-back were taken back."""
-    key = repr(shown_key(name))
-    if rate is None:
-        return f"let lock {key} be taken as often as the code says"
-    return f"limited lock {key} to {rate}{_noted(seconds, note)}"
-
-
-def held_back(name: str, seconds: float, note: str) -> str:
-    """Say that nobody may take a lock for some time."""
-    return f"held back lock {shown_key(name)!r}{_noted(seconds, note)}"
-
-
-def _noted(seconds: float | None, note: str) -> str:
-    lasts = f" for {for_people(seconds)}" if seconds else ""
-    return f"{lasts}, with the note {note!r}"
-
-
-def signed(user: str, why: str) -> str:
-    """Return the note of a limit: who set it, and why."""
-    return f"by {user}: {why}" if why else f"by {user}"
-
-
-def _of(holder: Holder) -> str:
-    return f"{holder.who!r} (owner {holder.owner!r}, token {holder.token})"

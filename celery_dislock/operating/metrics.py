@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from operator import add, attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock.servers.view import is_beat
 
@@ -30,7 +30,7 @@ INFINITE, SUM = "inf", "sum"
 MICROSECONDS = 1e6  # in which sums are counted: whole numbers add up exactly
 PARTS = (*(f"{limit:g}" for limit in BUCKETS), INFINITE, SUM)  # of a histogram
 
-TASK, WORKER, OUTCOME, STATE = "task", "worker", "outcome", "state"
+TASK, WORKER, OUTCOME, STATE, TROUBLE = "task", "worker", "outcome", "state", "trouble"
 BY_WORKER, BY_OUTCOME = (TASK, WORKER), (TASK, WORKER, OUTCOME)
 
 
@@ -88,21 +88,6 @@ def _reserved(number: Callable[[ReservationState], float]) -> Source:
     return of
 
 
-def _limited(number: Callable[[LockState, float | None], Any]) -> Source:
-    """Return the source of a gauge of what people have set: its number of a lock, and the age."""
-
-    def of(lock: LockState) -> Iterable[tuple[tuple[str], float]]:
-        rate = lock.rate
-        if lock.limit is not None:
-            yield ("paused" if lock.is_paused else "limited",), number(lock, lock.limit_age)
-        if rate is not None and rate.is_set:
-            yield ("rated",), number(lock, rate.age)
-        if rate is not None and rate.held_back:
-            yield ("held back",), number(lock, rate.age)
-
-    return of
-
-
 def _beats(lock: LockState) -> Iterable[tuple[tuple[str], float]]:
     if lock.ticked is None:
         return []
@@ -116,6 +101,17 @@ def _kind(kind: str) -> Callable[..., Metric]:
 
 
 _counter, _histogram, _gauge = map(_kind, ("counter", "histogram", "gauge"))
+
+IN_TROUBLE = _gauge(
+    "troubles", (TROUBLE,), "Locks that are in trouble now, by what celery dislock ls calls it."
+)
+IN_TROUBLE_FOR = _gauge(
+    "troubles_oldest_seconds",
+    (TROUBLE,),
+    "Seconds for which the first of them has been so, of those of which that is known.",
+    None,
+    max,
+)
 
 METRICS = (
     _counter(
@@ -187,25 +183,8 @@ METRICS = (
         _reserved(attrgetter("since")),
         max,
     ),
-    _gauge(
-        "limits",
-        (STATE,),
-        "Keys of which people have set something now: paused, limited, rated or held back.",
-        _limited(lambda _lock, _age: 1.0),
-    ),
-    _gauge(
-        "limits_oldest_seconds",
-        (STATE,),
-        "Seconds since the oldest of these was set.",
-        _limited(lambda _lock, age: age),
-        max,
-    ),
-    _gauge(
-        "limits_waiting",
-        (STATE,),
-        "Waiters and parked tasks in the lines of these keys.",
-        _limited(lambda lock, _age: lock.waiting),
-    ),
+    IN_TROUBLE,
+    IN_TROUBLE_FOR,
     _gauge(
         "beats",
         (STATE,),

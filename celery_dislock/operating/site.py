@@ -1,7 +1,7 @@
-"""What tells more of a lock than its own records: the app's tasks, its broker, and who sweeps.
+"""What is known beside a lock's records: the app's tasks, its broker, and who sweeps.
 
-Each of it is asked when a lock needs it for the first time, and once: most looks need none of it.
-What cannot be asked is not known, and nothing is concluded from it.
+Each is asked once, when a lock needs it first; most locks need none.  If it cannot be asked,
+nothing is concluded from that.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Site:
         self._waiting: dict[str, int | None] = {}
 
     def is_swept(self, home: str) -> bool:
-        """Tell whether a worker sweeps the lines of a broker; also if that cannot be read."""
+        """Tell whether a worker sweeps the lines of a broker; True if that cannot be read."""
         if home not in self._swept:
             self._swept[home] = True
             with suppress(StoreError):
@@ -118,7 +118,7 @@ def _queue_of(app: Celery, task: str) -> str:
 
 
 def patient(app: Celery, within: float) -> dict[str, Any]:
-    """Return transport options with which a Redis broker is not waited for for ever."""
+    """Return transport options that bound the wait for a Redis broker, which has no end else."""
     options: dict[str, Any] = dict(app.conf.broker_transport_options or {})
     if app.connection_for_read().transport.driver_type != "redis":
         return options

@@ -77,7 +77,7 @@ class Telemetry(Watcher):
         self.process = process
         self._channel = process.channel
         self.counters: Counters | None = None
-        self._unsent = False  # and that was logged
+        self._unsent = False  # whether counts cannot be sent, which is logged once
         self._events: deque[Callable[[], None]] = deque(maxlen=EVENTS_MOST)
         if process.settings.dislock_metrics:
             self.counters = Counters(process.settings.dislock_prefix, self._send_last)

@@ -52,36 +52,17 @@ class Overview:
         """
         return look(self._server, name, first, most)
 
-    def locks(
-        self, pattern: str = "*", failed: list[StoreError] | None = None
-    ) -> Iterator[LockState | StoreError]:
-        """
-        Look at all locks whose keys match, without their lines.
-
-        The names are read in pages, so that the server answers others in between.  A lock that
-        comes or goes meanwhile may be there or not.
-
-        Args:
-            pattern: Pattern of keys, with Redis's wildcards ``*``, ``?`` and ``[a-z]``.
-            failed: See :meth:`names`.
-
-        Returns:
-            Each lock once, in no order; the error of one that cannot be read.
-
-        Raises:
-            StoreError: A server did not answer.
-        """
-        for names in self.names(pattern, failed):
-            yield from self.look(names)
-
     def names(
         self, pattern: str = "*", failed: list[StoreError] | None = None
     ) -> Iterator[list[str]]:
         """
         List the names of locks whose keys match, each once, in pages of :data:`TOGETHER`.
 
+        The server answers others in between.  A lock that comes or goes meanwhile may be there or
+        not.
+
         Args:
-            pattern: See :meth:`locks`.
+            pattern: Pattern of keys, with Redis's wildcards ``*``, ``?`` and ``[a-z]``.
             failed: Takes the error of each server that did not answer, in place of raising it: the
                 others are read nevertheless.
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.server import Server
 
 LEASES_ALONE = -1  # an argument of look.lua
-OVERDUE = MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
+OVERDUE_FROM = MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
 
 # Later versions of a record begin with the same fields; what comes after them is not known here.
 LIMIT_RECORD = re.compile(rb"\d{1,9} %b %b (.*)" % (COUNT, MS), re.DOTALL)
@@ -108,7 +108,7 @@ class Holder(NamedTuple):
     @property
     def is_overdue(self) -> bool:
         """Whether it has missed two renewals, because its process is dead, stopped or cut off."""
-        return self.timeout is not None and (self.renewed or 0.0) > OVERDUE * self.timeout
+        return self.timeout is not None and (self.renewed or 0.0) > OVERDUE_FROM * self.timeout
 
     @property
     def is_renewed(self) -> bool:

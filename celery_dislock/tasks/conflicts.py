@@ -220,7 +220,8 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
         # It may be in line already, so it does not run without its lock.
         answer = asking.answer(partial(asking.parking.park, conflict, bounds), may_run=False)
     except TaskParked as parked:
-        tell_workers(delivery.task.app, parked.told)
+        if parked.told:
+            tell_workers(delivery.task.app, parked.told)
         _count(delivery, conflict, "cancel" if options.cancels else "queue")
         if hint := _hint(delivery, conflict):
             _warn_of_wait(delivery.task.name, conflict.key, hint)

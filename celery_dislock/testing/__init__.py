@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 from weakref import WeakSet
 
-import redis
 from celery import Task, states
 from celery.canvas import Signature
 
@@ -137,9 +136,7 @@ class DislockServer:
             self._send("FLUSHDB")
             return
         for url in self._databases():
-            with redis.Redis.from_url(url) as client:
-                keys = client.dbsize()
-            if keys:
+            if keys := _ask(url, "DBSIZE"):
                 first, last = self._first, self._first + DATABASES - 1
                 remedy = (
                     f"it has {keys} keys, and tests empty its databases {first} to {last} at their "
@@ -159,12 +156,11 @@ class DislockServer:
                 if not (holder.expiring or holder.turn or holder.owner in crashed)
             ]
             for url in [self.url] if self._is_ours else self._databases():
-                with redis.Redis.from_url(url) as client:
-                    client.flushdb()
+                _ask(url, "FLUSHDB")
         finally:
             for lease in self._crashed + self._renewed():
                 self._crash(lease)
-                lease.finished = True  # or its thread, which the next test has too, cannot wait
+                lease.finished = True  # else this thread has it, and cannot wait in the next test
             self._undo.close()
         if len(held) > LEAKS_MOST:
             held[LEAKS_MOST:] = [f"{len(held) - LEAKS_MOST} more are"]
@@ -243,7 +239,7 @@ class DislockServer:
             lease.release()
 
     def _take(self, key: Key, **options: Any) -> Lease:
-        # By an app's own way to the server, where there is one: a release publishes turns.
+        # As a process of an app that uses this server, if there is one: a release publishes turns.
         here = (runtime_of(app) for app in self._apps if app.conf.dislock_url == self.url)
         runtime = next(here, self._runtime)
         process = runtime.process
@@ -425,6 +421,11 @@ class DislockServer:
         """Return the seconds by which time has been moved, and a constant."""
         clock = self._server.clock
         return 0.0 if clock is None else clock() - monotonic()
+
+
+def _ask(url: str, command: str) -> Any:
+    with Dislock.from_url(url) as dislock:
+        return dislock.runtime.process.store.lock_server.send(command)
 
 
 def _told(result: AsyncResult) -> str:

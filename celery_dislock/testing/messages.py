@@ -74,7 +74,6 @@ class Messages:
             return original(control, command, *args, **options)
 
         self._undo.enter_context(mock.patch.object(Control, "broadcast", broadcast))
-        self._undo.enter_context(mock.patch.dict(state.revoked_stamps))
         self._undo.callback(partial(_forget_others_than, set(state.revoked)))
         return self
 
@@ -87,14 +86,8 @@ class Messages:
 
     def _hear(self, control: Control, command: str, told: dict[str, Any]) -> None:
         """Do what a worker does about a revoke; nothing runs at the same time."""
-        if control.app not in self._apps:
-            return
-        if command == "revoke":
+        if control.app in self._apps and command == "revoke":
             state.revoked.update(map(str, maybe_list(told["task_id"]) or ()))
-        elif command == "revoke_by_stamped_headers":
-            for stamp, values in told["headers"].items():
-                known = maybe_list(state.revoked_stamps.get(stamp)) or []
-                state.revoked_stamps[stamp] = [*known, *maybe_list(values)]
 
     def run(self) -> int:
         """

@@ -2,12 +2,13 @@
 
 A worker may keep a message for long before its task begins: it was prefetched, or has an ETA.  Its
 reservation would expire meanwhile, and a second message of the key would be sent.  So the main
-process renews the reservations of the messages that it has, in one pipelined round trip.  So it
-does for tasks that run: they may have no lease to renew theirs with, or be in a process that was
-stopped.  The watchdog renews them as well, because this timer may wait for a body itself: in a solo
-pool, or beside a greenlet that does not yield.
+process renews the reservations of the messages that it has, in one pipelined round trip.
 
-A reservation that is missed costs a second message, and nothing else.
+It renews those of running tasks, too: such a task may have no lease, or its process was stopped.
+The watchdog renews them as well, because this timer may have to wait for a body: in a solo pool, or
+beside a greenlet that does not yield.
+
+A reservation that is not renewed costs a second message, and nothing else.
 """
 
 from __future__ import annotations

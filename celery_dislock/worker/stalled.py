@@ -9,7 +9,7 @@ from the acquisition.
 
 All of it runs in the worker's timer, which is the event loop if the worker has one.  A thread could
 be running while the main process forks a pool process; see :mod:`celery_dislock.tasks.request`.
-Only a worker that shuts down stops its timer and forks no more, and goes on in a thread.
+A worker that shuts down stops its timer and forks no more: then a thread goes on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.store import Store
 
 WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
-STEPS = 4  # per renewal interval; an execution is looked at by the step after it may be overdue
+STEPS = 4  # per renewal interval; the first one after an execution may be overdue looks at it
 LATE = 1.2  # renewal intervals without a renewal after which the main process renews
 
 logger = logging.getLogger("celery_dislock")
@@ -180,7 +180,7 @@ class StalledKeeper:
         """Log once that a process does not renew, if the main process has to do so again."""
         if not unrenewed:
             watched.silent_since = None
-        elif watched.silent_since is None:  # perhaps after an outage, just before the process
+        elif watched.silent_since is None:  # the process may do so next, as after an outage
             watched.silent_since = now - unrenewed
         elif not watched.told:
             watched.told = True

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import OF_OTHERS
 from celery_dislock.tasks.task import declared_options, guards_of
+from celery_dislock.words import some
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from celery import Celery, Task
 
     from celery_dislock.config.options import TaskOptions
 
 VISIBILITY_TIMEOUT = 3600  # seconds; kombu's default for Redis
-NAMED = 5  # maximum number of tasks that a warning names
 
 UNLOCKED = (
     "These tasks have a lock_key but are no SingletonTask, and get no lock in this worker: "
@@ -87,7 +87,7 @@ def about_tasks(app: Celery) -> Iterator[str]:
     }
     for warning, names in found.items():
         if names:
-            yield warning.format(tasks=_names(names), visible_for=visible_for)
+            yield warning.format(tasks=some(names), visible_for=visible_for)
 
 
 def _asks_for_a_lock(task: Task) -> bool:
@@ -153,9 +153,3 @@ def is_replica(info: Mapping[str, str]) -> tuple[str, str] | None:
         "The lock server is a replica, which takes no locks: every task is put off.",
         "Give the master's URL, or sentinel:// to follow it (dislock_url).",
     )
-
-
-def _names(names: Iterable[str]) -> str:
-    known = sorted(names)
-    more = f" and {len(known) - NAMED} others" if len(known) > NAMED else ""
-    return ", ".join(known[:NAMED]) + more

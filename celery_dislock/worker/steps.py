@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
 
 POOL_CHECK_EVERY = 0.25  # seconds
-ALONE = (
+NOT_SHARED = (
     "it is a lock server inside this process, for eager tasks: the processes that send to this "
     "worker, and other workers, would not meet its locks. Give a Redis"
 )
@@ -145,7 +145,7 @@ def check_lock_server(app: Celery) -> tuple[str, list[str]]:
     for name, guard in guards_of(app).items():  # may be bound before the command line was read
         check_servers(name, guard.options, app.conf)
     if runtime.enabled is not False and app.conf.get("dislock_url") == MEMORY:
-        raise SettingsError("app.conf", "dislock_url", MEMORY, ALONE)
+        raise SettingsError("app.conf", "dislock_url", MEMORY, NOT_SHARED)
     warnings: list[str] = []
     if runtime.enabled:
         guard_tasks(app)

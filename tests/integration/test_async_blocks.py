@@ -56,6 +56,7 @@ async def forever():
 
 @on_loop
 async def test_a_body_whose_lock_is_lost_is_cancelled(make, driven):
+    """It ends with LockLostError, caused by the cancellation."""
     with pytest.raises(LockLostError) as caught:
         async with make("k"):
             driven.lose("k")
@@ -99,6 +100,7 @@ async def test_a_lock_that_is_lost_as_its_body_ends_says_so_and_cancels_nothing(
 
 @on_loop
 async def test_a_lock_that_is_gone_when_it_is_released_says_so_and_cancels_nothing(make, driven):
+    """Its body has ended by then, so only the block's end can tell."""
     with pytest.raises(LockLostError, match="gone when it was released"):
         async with make("k"):
             driven.client.delete(name_of("k"))
@@ -106,6 +108,7 @@ async def test_a_lock_that_is_gone_when_it_is_released_says_so_and_cancels_nothi
 
 @on_loop
 async def test_a_lock_that_is_lost_as_it_is_entered_runs_no_body(make, driven, receive):
+    """A receiver of the signal may have lost it before the body begins."""
     receive("lock_acquired", lambda **_: driven.lose("k"))
     with pytest.raises(LockLostError):
         async with make("k"):
@@ -115,6 +118,7 @@ async def test_a_lock_that_is_lost_as_it_is_entered_runs_no_body(make, driven, r
 
 @on_loop
 async def test_a_body_that_hides_the_cancellation_ends_with_the_loss(make, driven):
+    """It may swallow CancelledError, and still cannot pass for a body that held its lock."""
     with pytest.raises(LockLostError) as caught:
         async with make("k"):
             driven.lose("k")
@@ -125,6 +129,7 @@ async def test_a_body_that_hides_the_cancellation_ends_with_the_loss(make, drive
 
 @on_loop
 async def test_an_error_of_the_body_stays_and_gets_a_note(make, driven):
+    """What the body raises is not replaced by the loss, which is told beside it."""
     with pytest.raises(LookupError) as caught:
         async with make("k"):
             driven.lose("k")
@@ -144,6 +149,8 @@ async def spin():
 @pytest.mark.parametrize("first", ["loss", "cancel"])
 @on_loop
 async def test_a_body_that_is_also_cancelled_from_outside_is_cancelled(make, driven, first, waits):
+    """Whichever comes first, the outer cancellation wins and is counted once."""
+
     async def body():
         async with make("k"):
             soon = asyncio.get_running_loop().call_soon
@@ -163,6 +170,8 @@ async def test_a_body_that_is_also_cancelled_from_outside_is_cancelled(make, dri
 @pytest.mark.parametrize("ends", ["hidden", "error", "cancelled"])
 @on_loop
 async def test_a_cancellation_during_the_release_of_a_lost_lock_is_not_hidden(make, driven, ends):
+    """However the body ended, who cancels the task sees it cancelled."""
+
     async def body():
         async with make("k"):
             driven.lose("k")
@@ -183,6 +192,7 @@ async def test_a_cancellation_during_the_release_of_a_lost_lock_is_not_hidden(ma
 @counted
 @on_loop
 async def test_a_timeout_around_the_block_and_one_in_it_keep_to_their_own(make, driven):
+    """A timeout raises TimeoutError where it stands, and a loss LockLostError at its block."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(None) as timeout, make("k"):
             timeout.reschedule(0)
@@ -207,6 +217,7 @@ async def test_a_timeout_around_the_block_and_one_in_it_keep_to_their_own(make, 
 
 @on_loop
 async def test_a_task_group_in_the_block_is_cancelled_with_it(make, driven):
+    """Its children do not outlive the lock."""
     if sys.version_info < (3, 11):
         pytest.skip("task groups came with Python 3.11")
     children = []
@@ -220,6 +231,7 @@ async def test_a_task_group_in_the_block_is_cancelled_with_it(make, driven):
 @counted
 @on_loop
 async def test_of_two_blocks_that_lose_their_locks_the_outer_one_says_so(make, driven):
+    """One cancellation ends both, and the outer error replaces the inner one."""
     with pytest.raises(LockLostError) as caught:
         async with make("outer"), make("inner"):
             driven.lose(["inner", "outer"])
@@ -229,6 +241,7 @@ async def test_of_two_blocks_that_lose_their_locks_the_outer_one_says_so(make, d
 
 @on_loop
 async def test_an_inner_block_that_loses_its_lock_leaves_the_outer_one_alone(make, driven):
+    """Its body goes on after the error was caught, and its lock stays held."""
     async with make("outer") as outer:
         with pytest.raises(LockLostError) as caught:
             async with make("inner"):
@@ -241,6 +254,7 @@ async def test_an_inner_block_that_loses_its_lock_leaves_the_outer_one_alone(mak
 
 @on_loop
 async def test_nested_blocks_of_one_lock_lose_it_together(make, driven):
+    """There is one lease, so each block ends with the loss."""
     lock, ends = make("k"), []
     with pytest.raises(LockLostError):
         async with lock:
@@ -275,6 +289,7 @@ async def test_an_outer_lock_that_is_lost_while_an_inner_one_is_taken_or_release
 
 @on_loop
 async def test_a_lock_without_a_block_is_lost_without_a_cancellation(make, driven):
+    """Nothing says where its body ends, so the next call tells."""
     lock = make("k")
     await lock.acquire()
     driven.lose("k")
@@ -306,6 +321,7 @@ async def test_nothing_is_cancelled_after_a_block_that_leaves_its_lock_held(make
 
 @on_loop
 async def test_a_block_in_a_lock_that_was_taken_before_is_cancelled(make, driven):
+    """The block has a body to cancel, and the release after it tells of the loss, too."""
     lock = make("k")
     await lock.acquire()
     for _ in range(2):
@@ -334,6 +350,7 @@ async def test_a_body_that_releases_its_lost_lock_takes_the_cancellation_back(ma
 
 @on_loop
 async def test_a_release_that_is_cancelled_happens_and_is_told_once(make, driven, heard):
+    """It is shielded, and the caller is cancelled all the same."""
     lock = make("k")
 
     async def body():
@@ -351,6 +368,8 @@ async def test_a_release_that_is_cancelled_happens_and_is_told_once(make, driven
 
 @on_loop
 async def test_a_release_that_fails_does_not_hide_the_cancellation(make, driven):
+    """The watchdog sends the release again."""
+
     async def body():
         async with make("k"):
             driven.fault(scripts.RELEASE, "-ERR not now")
@@ -408,6 +427,7 @@ def test_a_lease_of_an_event_loop_that_was_closed_is_renewed_no_more():
 
 @on_loop
 async def test_an_error_of_the_lock_server_is_the_caller_s(make, driven):
+    """It is a StoreError there, as in the blocking lock."""
     with driven.outage(), pytest.raises(StoreError):
         await make("k").acquire()
 

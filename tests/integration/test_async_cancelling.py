@@ -419,6 +419,8 @@ def test_an_acquisition_that_comes_after_its_release_is_undone(request, kind):
 def test_a_cancellation_while_a_reply_is_lost_leaves_nothing(
     redis_url, redis_server, redis_client, command, happens
 ):
+    """No lease and no place, in the pause before the command is sent again either."""
+
     async def main(proxy):
         async with Dislock.from_url(proxy.url) as dislock:
             for after in (0.0, 0.001, 0.01, 0.05):  # before it is resent, and in the pause

@@ -55,6 +55,7 @@ async def use(lock):
 
 class TestTasks:
     def test_tasks_exclude_each_other_and_a_task_does_not_exclude_itself(self, dislock):
+        """The owner is the asyncio task, whose second block has the lease of its first."""
         inside, order = [], []
 
         async def body(lock):
@@ -78,6 +79,8 @@ class TestTasks:
         assert len(order) == 20
 
     def test_threads_and_tasks_stand_in_one_line(self, redis_url):
+        """A lock that a thread holds is held for coroutines, in the same process, too."""
+
         async def main():
             async with Dislock.from_url(redis_url) as dislock:
                 with pytest.raises(LockHeldError):
@@ -105,6 +108,8 @@ class TestTasks:
         on_loop(main)
 
     def test_a_task_of_asyncio_is_not_taken_for_one_of_celery(self, dislock):
+        """The error of a stronger second lease names the asyncio task."""
+
         async def main():
             async with dislock.async_lock("k", mode="shared"):
                 with pytest.raises(LockTermsError, match="by this very asyncio task with mode"):
@@ -190,6 +195,7 @@ class TestLoops:
         on_loop(main)
 
     def test_uvloop(self, dislock):
+        """Its loop runs the locks as that of asyncio does."""
         uvloop = pytest.importorskip("uvloop")
 
         async def main():
@@ -298,6 +304,7 @@ class TestBlocking:
             on_loop(lambda: use(dislock.async_lock("k")))
 
     def test_with_on_an_async_lock_is_refused(self, dislock):
+        """It would block the loop; the error says what to write."""
         assert repr(dislock.async_lock("k")) == "<AsyncLock 'k'>"
         with pytest.raises(TypeError, match="async with"), dislock.async_lock("k"):
             pytest.fail("it was taken")

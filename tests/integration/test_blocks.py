@@ -232,6 +232,7 @@ def test_a_writer_that_stops_writing_stays_a_writer(driven, lock):
 
 
 def test_a_stack_releases_a_lock_that_it_did_not_take(driven, lock):
+    """ExitStack.push() calls the end of a block without its beginning."""
     lock.acquire()
     with ExitStack() as stack:
         stack.push(lock)

@@ -22,7 +22,7 @@ from celery_dislock.parking.process import runtime_of
 from tests.commands import CANNOT_RUN, FOUND, HELD, LOST, NOT_FOUND, USAGE, Dislock
 from tests.holding import name_of, wait_for
 from tests.integration.strange import STRANGE, UNREADABLE, damage
-from tests.integration.test_redis_server import wait_until_gone
+from tests.programs import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30  # seconds for a command
@@ -86,14 +86,14 @@ def test_a_purged_message_is_told_within_minutes(dislock, app, redis_client):
     assert dislock("ls").stderr == "No lock matches.\n"
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "line", "top", "doctor"])
+@pytest.mark.parametrize("command", ["ls", "show", "line", "doctor"])
 def test_no_record_stops_a_command_for_all_locks(dislock, held, redis_client, command):
     """Whatever stands in the records of some locks, the others are told."""
     with held("whole"):
         damage(redis_client)
         about = ("whole",) if command in {"show", "line"} else ()
         answer = dislock(command, *about)
-        told = dislock.json(command, *about) if command != "top" else None
+        told = dislock.json(command, *about)
     assert "Traceback" not in answer.output
     assert answer.exit_code in {0, FOUND}
     answer.stdout.encode()

@@ -59,6 +59,7 @@ class TestLease:
         ],
     )
     def test_it_takes_the_room_that_its_head_says(self, broker, server, mode, asked, admitted):
+        """A lease of a later release counts by its mode, and ends when its head says."""
         self.lease(server, mode)
         assert broker.wait("me@w:1/1", place=0, **asked) is admitted
         assert broker.store.holders(LOCK)[0].owner == "new@w:1/1"
@@ -86,6 +87,7 @@ class TestPlace:
         server.send("ZADD", f"{LOCK}:line", 1, "new@w:1/1")
 
     def test_it_is_handed_the_lock(self, broker, server):
+        """A place of a later release is served in its turn, with the record that it wrote."""
         broker.ask("first")
         self.place(server, "x", 60)
         broker.wait("next@w:1/1")
@@ -95,6 +97,7 @@ class TestPlace:
         assert (record[:2], record.endswith(HOLDER.encode())) == (b"2 ", True)
 
     def test_on_terms_that_are_not_known_it_stops_the_line_until_its_deadline(self, broker, server):
+        """Nobody here can grant them, so the next waits until that place is over."""
         broker.ask("first")
         self.place(server, "w", 60)
         broker.wait("next@w:1/1")
@@ -156,6 +159,7 @@ class TestTicket:
         assert broker.line() == ["d"]
 
     def test_a_claim_is_not_deleted_and_claims_again_when_its_process_is_gone(self, broker, server):
+        """A claim of a later release keeps a copy off while its lease lives, and no longer."""
         broker.ask("first")
         broker.park("a")
         broker.end("first")
@@ -172,12 +176,14 @@ class TestTicket:
 
 
 def test_a_done_mark_counts_by_its_key_alone(broker, server):
+    """Whatever a later release writes into it, that work is done."""
     server.send("SET", f"{LOCK}:done:a:0:0", "2 what it means later", "PX", 100_000)
     assert broker.claim("a") == "done"
 
 
 @pytest.mark.parametrize(("limit", "admitted"), [(0, False), (3, True)])
 def test_a_limit_counts_by_its_number(broker, server, limit, admitted):
+    """What a later release adds to it is passed over."""
     broker.ask("first")
     server.send("SET", f"{LOCK}:limit", f"2 {limit} {server.now_ms} new more text")
     assert broker.wait("me@w:1/1", place=0) is admitted
@@ -185,6 +191,7 @@ def test_a_limit_counts_by_its_number(broker, server, limit, admitted):
 
 
 def test_a_rate_counts_by_its_numbers(broker, server):
+    """What a later release adds to it is passed over."""
     now = server.now_ms
     server.send("SET", f"{LOCK}:rate", f"2 0 1 60000 {now} new more text")
     assert broker.ask("first") == "granted"
@@ -192,6 +199,7 @@ def test_a_rate_counts_by_its_numbers(broker, server):
 
 
 def test_the_starts_are_kept_as_a_later_version_wants_them(broker, server):
+    """This release keeps as many starts as the most that any has asked for."""
     rate = {"limit": 9, "rate": Rate(1, 1.0)}
     broker.ask("first", **rate)
     server.send("LTRIM", f"{LOCK}:starts", 0, 0)
@@ -203,6 +211,7 @@ def test_the_starts_are_kept_as_a_later_version_wants_them(broker, server):
 
 
 def test_the_number_of_a_line_in_the_index_may_be_anything(broker, server):
+    """Only that it is there counts."""
     server.send("HSET", "dislock:lines:here", LOCK, "2 7 new")
     broker.ask("first")
     assert broker.park("a") == "parked"
@@ -235,6 +244,7 @@ class TestReservation:
         return record
 
     def test_nothing_touches_it(self, broker, server, record):
+        """A reservation of a later release is neither ended nor replaced, and prevents no run."""
         kept = broker.store.reservations
         assert kept.reserve(self.MINE, "nonce") is None
         assert kept.reserve(self.MINE, "nonce", replaces=True) is None
@@ -250,6 +260,7 @@ class TestReservation:
         assert server.client().get(f"{LOCK}:unique") == record
 
     def test_when_it_is_gone_keys_are_reserved_again(self, broker, server, record):
+        """Its expiry is that of the key, which any release can end."""
         server.advance(901)
         server.end_keys()
         assert isinstance(broker.store.reservations.reserve(self.MINE, "nonce"), Reserved)

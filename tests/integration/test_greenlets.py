@@ -255,11 +255,13 @@ def test_a_lease_is_renewed_for_as_long_as_its_greenlet_lives(run):
 
 
 def test_jobs_of_its_pool_of_threads_exclude_each_other(run):
+    """The second is refused; a block in the block of one job has its lease."""
     out, err = run(POOLS)
     assert out.strip() == "True False True", err
 
 
 def test_blocks_that_begin_and_end_in_any_greenlet_exclude_each_other(run):
+    """At most one is inside, whichever greenlet has begun or ended a block."""
     out, err = run(GREENLETS)
     assert out.strip() == "1", err
 

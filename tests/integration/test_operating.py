@@ -24,7 +24,7 @@ from celery_dislock.servers.replies import Granted, Handed
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.actions import Actions
-from tests.holding import name_of
+from tests.holding import all_locks, name_of
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, Broker
 from tests.redis_server import RedisServer
@@ -469,7 +469,7 @@ class TestActions:
         overview = Overview(store.lock_server, "dislock")
 
         def shown():
-            return [(one.limit, one.limit_differs, one.exists) for one in overview.locks()]
+            return [(one.limit, one.limit_differs, one.exists) for one in all_locks(overview)]
 
         actions.limit(LOCK, 0)
         for server, left in zip(servers, [[(0, 1, True)], [(None, 1, True)], []], strict=True):

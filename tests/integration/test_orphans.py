@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_redis_server import wait_until_gone
+from tests.programs import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 RUN = """

@@ -14,7 +14,7 @@ from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, runs, swallow_reply
-from tests.holding import Holding, wait_for
+from tests.holding import Holding, all_locks, wait_for
 from tests.redis_server import RedisServer
 
 LOCK = "dislock:{export:7}"
@@ -173,7 +173,7 @@ class TestAllHolders:
 def found(store):
     return {
         lock.name: [holder.owner for holder in lock.holders]
-        for lock in Overview(store.lock_server, "dislock").locks()
+        for lock in all_locks(Overview(store.lock_server, "dislock"))
         if lock.holders
     }
 

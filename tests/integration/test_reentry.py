@@ -301,6 +301,7 @@ def held(lock):
 
 @pytest.mark.parametrize("_again", range(2))
 def test_a_test_is_inside_the_block_of_its_fixture(dislock, held, _again):
+    """Both run in one thread, and the second block has the lease of the first."""
     with dislock.lock(KEY, timeout=0) as lease:
         assert lease is held
 
@@ -381,6 +382,7 @@ class TestReleases:
         assert not lock.locked()
 
     def test_threads_that_share_an_object_release_each_its_own(self, dislock, pool):
+        """With two slots, a release in one thread leaves the lease of the other."""
         slots = dislock.lock(KEY, limit=2)
         slots.acquire()
         theirs = pool(slots.try_acquire)
@@ -397,6 +399,7 @@ class TestReleases:
             assert lease.held
 
     def test_what_was_released_elsewhere_can_be_taken_anew(self, lock, pool):
+        """The object forgets the lease, whichever thread has released it."""
         for _ in range(3):
             assert lock.acquire()
             pool(lock.release)
@@ -404,6 +407,7 @@ class TestReleases:
         assert not lock.locked()
 
     def test_what_was_released_by_its_lease_is_not_held_any_more(self, lock, pool):
+        """A second release is refused in each thread."""
         lock.acquire()
         lock.lease.release()
         for call in (lock.release, partial(pool, lock.release)):
@@ -411,6 +415,7 @@ class TestReleases:
                 call()
 
     def test_an_extension_works_in_any_thread(self, lock, pool):
+        """As a release does, if the thread itself holds nothing."""
         lock.acquire()
         pool(lock.extend)
         lock.release()
@@ -436,6 +441,7 @@ class TestEnds:
             assert not dislock.lock(KEY).locked()
 
     def test_a_lock_object_keeps_what_its_thread_has_left_held(self, redis_url):
+        """It is renewed as long as the object lives, and expires after it."""
         with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
             lock = dislock.lock(KEY)
             self.start(lock.acquire)

@@ -32,7 +32,7 @@ from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
 from proof.proxy import Proxy, runs
-from tests.holding import PATIENCE, Holding, wait_for
+from tests.holding import PATIENCE, Holding, all_locks, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (
     FAST_SYNC,
@@ -555,9 +555,8 @@ class TestCluster:
                 assert isinstance(away, StoreError)
                 assert renewals == [True, True]
             failed = []
-            found = [
-                one.name for one in Overview(store.lock_server, "dislock").locks(failed=failed)
-            ]
+            overview = Overview(store.lock_server, "dislock")
+            found = [one.name for one in all_locks(overview, failed)]
             assert set(locks) & set(found) == set(locks[1:])
             assert len(failed) == 1
         finally:

@@ -17,7 +17,7 @@ from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
 from tests.conftest import BOTH
-from tests.holding import wait_for
+from tests.holding import all_locks, wait_for
 from tests.integration.lua_server import LuaServer
 from tests.integration.test_async_servers import used
 from tests.redis_server import RedisServer
@@ -170,7 +170,7 @@ class TestAllHolders:
 
 def all_holders(store, prefix="dislock"):
     """Collect who holds which lock."""
-    found = Overview(store.lock_server, prefix).locks()
+    found = all_locks(Overview(store.lock_server, prefix))
     return {lock.name: lock.holders for lock in found if isinstance(lock, LockState)}
 
 
@@ -219,7 +219,7 @@ class TestPacking:
         store.clear([LateRelease([LOCK], "b/1")], within=5)
         lines.park([LOCK], "c@w:1/1", LONG, HOLDER, Ticket("c:0:0", False, b"message"))
         lines.sweep([LOCK])
-        list(Overview(store.lock_server, "dislock").locks())
+        all_locks(Overview(store.lock_server, "dislock"))
         store.release([LOCK], "a/1")
         store.ping()
         store.close()

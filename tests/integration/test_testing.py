@@ -391,7 +391,7 @@ class TestOfParkedTasks:
         assert (parked.state, kept.state, ran) == ("REVOKED", "SUCCESS", [7])
         server.assert_waiting("k:7", 0)
 
-    @pytest.mark.parametrize("how", ["result", "ids", "stamp"])
+    @pytest.mark.parametrize("how", ["result", "ids"])
     def test_a_task_that_is_revoked_does_not_run(self, server, app, declare, ran, how):
         """It was sent, or is parked; its key is free again."""
         task = declare("queue", lock_unique_until="end")
@@ -399,17 +399,10 @@ class TestOfParkedTasks:
         def revoke(sent):
             if how == "result":
                 sent.revoke()
-            elif how == "ids":
-                app.control.revoke([sent.id, "another"])
             else:
-                app.control.revoke_by_stamped_headers({"batch": ["b1"]})
+                app.control.revoke([sent.id, "another"])
 
-        def send():
-            sent = task.s(7)
-            sent.stamp(batch="b1")
-            return sent.apply_async()
-
-        revoke(first := send())
+        revoke(first := task.delay(7))
         assert server.run_parked() == 1
         with server.hold("k:7"):
             app.control.revoke("another")
@@ -431,10 +424,8 @@ class TestOfParkedTasks:
                 sent = task.apply_async((7,), task_id="same")
                 server.run_parked()
                 app.control.revoke("same")
-                app.control.revoke_by_stamped_headers({"batch": "b1"})
         assert ran == [7, 7]
         assert sent.id not in state.revoked
-        assert "batch" not in state.revoked_stamps
 
     def test_a_task_that_puts_itself_back_for_ever(self, server, app, monkeypatch):
         """It is named, instead of a test that hangs."""

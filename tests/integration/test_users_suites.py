@@ -260,8 +260,8 @@ def test_pytest_django(tmp_path):
     assert "4 passed" in ran.stdout, ran.stdout
 
 
-def test_the_same_test_runs_on_a_real_server(users, redis_program):
-    """With --dislock-redis; there time takes its time, and nobody waits for an hour."""
+def test_the_same_test_runs_on_a_real_server(users, redis_url):
+    """With --dislock-redis; time takes its time there, and what would take too long is skipped."""
     outcome = users(
         "def test(dislock_server):\n"
         "    dislock_server.use(app)\n"
@@ -279,8 +279,33 @@ def test_the_same_test_runs_on_a_real_server(users, redis_program):
         "    @app.task(base=SingletonTask)\n"
         "    def hour():\n"
         "        dislock_server.advance(3600)\n"
-        "    hour.apply()\n",
-        "--dislock-redis",
+        "    hour.apply()\n"
+        "def test_outage(dislock_server):\n"
+        "    with dislock_server.outage():\n"
+        "        pass\n",
+        f"--dislock-redis={redis_url}",
         plugins=[],
     )
-    assert "1 passed, 1 skipped" in outcome.stdout, outcome.stdout
+    assert "1 passed, 2 skipped" in outcome.stdout, outcome.stdout
+
+
+def test_processes_of_xdist_have_databases_of_their_own_on_a_real_server(users, redis_url):
+    """A test in one process finds nothing of a test in another."""
+    need("xdist")
+    outcome = users(
+        "@pytest.mark.parametrize('n', range(4))\n"
+        "def test(dislock_server, n):\n"
+        "    with dislock_server.hold('k'):\n"
+        "        dislock_server.advance(0.3)\n",
+        *(f"--dislock-redis={redis_url}", "-n2"),
+        plugins=["xdist.plugin"],
+    )
+    assert "4 passed" in outcome.stdout, outcome.stdout
+
+
+def test_a_real_server_that_is_not_empty_is_refused(users, redis_url, redis_client):
+    """It keeps what it has."""
+    redis_client.set("theirs", "1")
+    outcome = users("def test(dislock_server): pass\n", f"--dislock-redis={redis_url}", plugins=[])
+    assert "it has 1 keys, and tests empty its databases" in outcome.stdout
+    assert redis_client.get("theirs") == "1"

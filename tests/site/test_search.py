@@ -15,6 +15,8 @@ EXPECTED = {
     "stuck": {"faq"},
     "409": {"how-to/django"},
     "fakeredis": {"how-to/test-your-tasks"},
+    "latest wins": {"how-to/cancel-what-runs"},
+    "cancel the running": {"how-to/cancel-what-runs"},
 }
 
 

@@ -297,6 +297,15 @@ def test_a_task_of_several_keys_is_told_at_each_and_dropped_at_a_later_one(opene
     assert page.faults == []
 
 
+def test_a_holder_is_told_for_whose_end_a_newer_task_waits(opened):
+    """By the id of the newer one."""
+    page = opened(lock("deploy", holders=[holder(1, superseded="id-2")]))
+    page.show("deploy")
+    holds = page.tab.get_by_role("listitem").filter(has_text="shop.export[id-1]")
+    expect(holds).to_contain_text("token 1, newer task id-2 waits for this one to end")
+    assert page.faults == []
+
+
 def test_rates_are_told_set_and_taken_back(opened):
     """The code's and that of people, until when, and when the next may start; a form sets one."""
     rate = RateState(Rate(100, 60.0), 12.0)

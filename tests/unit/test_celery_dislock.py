@@ -20,7 +20,8 @@ def test_the_public_names_are_pinned():
 
 def test_what_users_catch_is_imported_from_the_top():
     """So are the errors that a pinned list does not name."""
-    for name in ("DuplicateTaskError", "EventLoopError", "NoResultError", "TaskCrashedError"):
+    names = ("DuplicateTaskError", "EventLoopError", "NoResultError")
+    for name in (*names, "SupersededError", "TaskCrashedError"):
         assert issubclass(getattr(celery_dislock, name), celery_dislock.DislockError)
 
 

@@ -24,6 +24,6 @@ def test_a_signal_is_called_as_it_is_imported(name):
 @pytest.mark.parametrize("name", signals.__all__)
 def test_the_table_tells_the_arguments(name):
     """Each argument that a receiver is given stands in the signal's row."""
-    table = signals.__doc__.partition("signal              arguments")[2]
+    table = signals.__doc__.partition("signal               arguments")[2]
     [row] = [row for row in table.split("\n") if row.startswith(f"``{name}``")]
     assert [one for one in getattr(signals, name).providing_args if f"``{one}``" not in row] == []

@@ -1,27 +1,29 @@
 """The facts that the checks judge, gathered once.
 
-Nothing here needs more rights than locks need.  All locks are read once, in pages, and only those
-that something may be wrong with are remembered.  A lock changes while it is looked at, so a fact
-was true a moment ago.
+Nothing here needs more rights than locks need.  All locks are read once, in pages; of the sound
+ones nothing is remembered but their number.  A lock changes while it is looked at, so a fact was
+true a moment ago.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from celery_dislock.config.options import IN_LINE
 from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.checks.troubles import MENTIONED, TROUBLES, troubles_of
 from celery_dislock.operating.locks import rows
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.trial import complaints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from celery_dislock.operating.checks.table import Row
     from celery_dislock.operating.locks import ListedLock
     from celery_dislock.operating.site import Site
     from celery_dislock.servers.server import Server
@@ -37,7 +39,7 @@ LINES_MOST = 200  # lines that are read place by place
 PLACES_MOST = 50  # places of each that are read
 
 
-class Member(NamedTuple):
+class Examined(NamedTuple):
     """
     One Redis process of the lock server.
 
@@ -60,16 +62,16 @@ class Member(NamedTuple):
     clock: float | None = None
 
 
-def members_of(server: Server) -> list[Member]:
+def members_of(server: Server) -> list[Examined]:
     """Ask each process of a lock server about itself; about twelve round trips to each."""
     try:
         return [_member(one.name, one.send) for one in server.members()]
     except StoreError as exc:
-        return [Member(server.name, away=exc.reason)]
+        return [Examined(server.name, away=exc.reason)]
 
 
-def _member(name: str, send: Callable[..., Any]) -> Member:
-    member = Member(name, send)
+def _member(name: str, send: Callable[..., Any]) -> Examined:
+    member = Examined(name, send)
     times, ahead = [], []
     try:
         for _ in range(ROUND_TRIPS):
@@ -80,7 +82,7 @@ def _member(name: str, send: Callable[..., Any]) -> Member:
         member = member._replace(round_trip=median(times), clock=median(ahead))
     except StoreError as exc:
         if not is_answer(exc):
-            return Member(name, away=exc.reason)
+            return Examined(name, away=exc.reason)
     try:
         lines = send(b"INFO").decode(errors="replace").splitlines()
     except StoreError as exc:
@@ -111,7 +113,7 @@ ANSWER = {"leases": list, "tasks": dict, "warnings": list, "version": str, "lock
 
 
 def understood(answer: object) -> Description | None:
-    """Return a worker's answer; None if it is none that this version knows."""
+    """Return a worker's answer; None if this version cannot read it."""
     if isinstance(answer, dict) and all(isinstance(answer.get(one), ANSWER[one]) for one in ANSWER):
         return answer
     return None
@@ -125,18 +127,23 @@ class Locks:
     Attributes:
         locks, leases, waiting: How many there are.
         of_tasks: Whether tasks hold a lock, or wait for one.
-        suspects: The locks that something may be wrong with; the longest lines with their places.
-        unread: Why a lock could not be read.
-        away: Why the locks of one server of several could not be read.
+        parked: Whether tasks are parked.
+        troubles: What is wrong with locks, and what was set: more of each, by key.
+        away: The error of each server whose locks could not be read; another one answered.
     """
 
     locks: int = 0
     leases: int = 0
     waiting: int = 0
     of_tasks: bool = False
-    suspects: list[LockState] = field(default_factory=list)
-    unread: list[StoreError] = field(default_factory=list)
+    parked: bool = False
+    troubles: dict[Row, dict[str, str]] = field(default_factory=dict)
     away: list[StoreError] = field(default_factory=list)
+
+    def judge(self, key: str, lock: LockState | StoreError, site: Site) -> None:
+        """Take note of what is wrong with a lock."""
+        for one in troubles_of(lock, site, (*TROUBLES, *MENTIONED)):
+            self.troubles.setdefault(one.row, {})[key] = one.more
 
 
 @dataclass
@@ -165,11 +172,11 @@ class Facts:
     ours: Description
     fleet: Fleet
     keyprefix: str = ""
-    members: Sequence[Member] = ()
+    members: Sequence[Examined] = ()
     locks: Locks = field(default_factory=Locks)
 
     @property
-    def answering(self) -> list[Member]:
+    def answering(self) -> list[Examined]:
         """The processes of the lock server that answer."""
         return [one for one in self.members if not one.away]
 
@@ -181,7 +188,7 @@ class Facts:
 
     @cached_property
     def complaints(self) -> Sequence[Complaint]:
-        """What the lock server refuses of all that locks need; it is tried once."""
+        """What locks need and the lock server refuses; it is tried once."""
         return [] if self.away else complaints(self.server, self.prefix)
 
     @property
@@ -200,37 +207,33 @@ class Facts:
         """Whether tasks are parked, or may be."""
         options = [one for side in self.sides.values() for one in side["tasks"].values()]
         return self.server.keeps_lines and (
-            any(one.get("lock_on_conflict") == "queue" for one in options)
-            or any(one.parked for lock in self.locks.suspects for one in lock.line)
+            any(one.get("lock_on_conflict") in IN_LINE for one in options) or self.locks.parked
         )
 
-    def look(self, judged: Callable[[Iterable[ListedLock], Site], Iterable[ListedLock]]) -> None:
+    def look(self) -> None:
         """
         Look at all locks.  Blocks for a round trip per hundred locks, and one per line.
-
-        Args:
-            judged: Tells what is wrong with the locks of a list.
 
         Raises:
             StoreError: No server answered.
         """
         seen, overview = Locks(), self.site.overview
-        for row in judged(rows(overview, failed=seen.away), self.site):
-            lock = row.state
-            if lock is None:
-                seen.unread += filter(None, [row.problem])
-                continue
-            seen.locks += 1
-            seen.leases += len(lock.holders)
-            seen.waiting += lock.waiting
-            seen.of_tasks = seen.of_tasks or _is_of_task(lock)
-            if row.troubles or lock.waiting or lock.is_limited:
-                seen.suspects.append(lock)
-        seen.suspects.sort(key=lambda lock: -lock.waiting)
-        for at, lock in enumerate(seen.suspects[:LINES_MOST]):
-            with suppress(StoreError):  # of one node of several
-                if lock.waiting:
-                    seen.suspects[at] = overview.lock(lock.name, most=PLACES_MOST)
+        lines: list[ListedLock] = []
+        for row in rows(overview, failed=seen.away):
+            if row.waiting:
+                lines.append(row)
+            else:
+                seen.judge(row.key, row.found, self.site)
+            if (lock := row.state) is not None:
+                seen.locks += 1
+                seen.leases += len(lock.holders)
+                seen.waiting += lock.waiting
+                seen.of_tasks = seen.of_tasks or _is_of_task(lock)
+                seen.parked = seen.parked or any(one.parked for one in lock.line)
+        lines.sort(key=lambda row: -row.waiting)
+        for nth, row in enumerate(lines):
+            found = overview.look([row.name], PLACES_MOST) if nth < LINES_MOST else [row.found]
+            seen.judge(row.key, found[0], self.site)
         self.locks = seen
 
 

@@ -6,11 +6,12 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.operating.checks.table import note, number, ok, serious, some, warning
+from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.checks.table import note, number, ok, warning
 from celery_dislock.operating.checks.troubles import MENTIONED, TROUBLES
 from celery_dislock.scripts.names import index_of_lines
 from celery_dislock.servers.server import scan
+from celery_dislock.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,26 +25,14 @@ def counted(facts: Facts) -> Iterator[Finding]:
     seen = facts.locks
     for error in seen.away:
         yield note(f"The locks of one server could not be looked at: {error}")
-    damaged = [one for one in seen.unread if isinstance(one, DamagedLockError)]
-    if damaged:
-        names = [one.lock for one in damaged]
-        yield serious(
-            f"Locks that cannot be used, so that their tasks fail: {some(map(repr, names))}. "
-            f"{damaged[0].reason}.",
-            "See the page Operate it, A damaged lock.",
-            names,
-        )
-    if unread := [one for one in seen.unread if one not in damaged]:
-        yield note(f"{number(len(unread), 'lock')} could not be looked at: {unread[-1]}")
     held = f"{number(seen.locks, 'lock')}, {number(seen.leases, 'lease')}"
     yield ok(f"{held}, {seen.waiting} waiting.")
 
 
-def suspects(facts: Facts) -> Iterator[Finding]:
-    """Judge each lock that something may be wrong with."""
-    locks = {lock.key: lock for lock in facts.locks.suspects}
-    for row in (*(one.row for one in TROUBLES), *MENTIONED):
-        yield from row.finds(locks, facts.site)
+def troubles(facts: Facts) -> Iterator[Finding]:
+    """Tell what lists call trouble, and what was set."""
+    found = facts.locks.troubles
+    return (row.of(found[row]) for row in (*TROUBLES, *MENTIONED) if row in found)
 
 
 def other_lines(facts: Facts) -> Iterator[Finding]:
@@ -65,4 +54,4 @@ def other_lines(facts: Facts) -> Iterator[Finding]:
         )
 
 
-CHECKS = (("locks", counted), ("locks", suspects), ("lines", other_lines))
+CHECKS = (("locks", counted), ("locks", troubles), ("lines", other_lines))

@@ -11,13 +11,13 @@ from celery_dislock.worker.startup import evicts, is_replica
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from celery_dislock.operating.checks.facts import Facts, Member
+    from celery_dislock.operating.checks.facts import Examined, Facts
     from celery_dislock.operating.checks.table import Finding
     from celery_dislock.servers.trial import Complaint
 
 SLOW = 0.05  # seconds: two of them are added to each task
 TOKENS_OFF = 0.1  # seconds between the clocks of independent servers
-KINDS = {
+KINDS_IN_WORDS = {
     "single": "a single server",
     "sentinel": "a master that Sentinels name",
     "cluster": "a node of a Redis Cluster",
@@ -28,25 +28,25 @@ _REPLICA = re.compile(r"slave\d+")
 AS_AT_START = {"eviction": evicts, "role": is_replica}  # a worker warns of these when it starts
 
 
-def _is_short(one: Member, facts: Facts) -> str:
+def _is_short(one: Examined, facts: Facts) -> str:
     """Say how many replicas follow, if fewer do than each write waits for."""
     is_master, follow = one.info.get("role") == "master", len(_online(one))
     return f"{follow} of {facts.min_replicas}" if is_master and follow < facts.min_replicas else ""
 
 
-def _is_alone(one: Member, facts: Facts) -> bool:
-    """Tell whether nothing takes over if a server fails that has replicas elsewhere."""
+def _is_alone(one: Examined, facts: Facts) -> bool:
+    """Tell whether nothing takes over if this master fails, though replicas are meant to."""
     is_master = one.info.get("role") == "master"
     return facts.server.kind in {"sentinel", "cluster"} and is_master and not _online(one)
 
 
-def _goes_on_alone(one: Member, facts: Facts) -> bool:
-    """Tell whether a master takes locks that is cut off from its Sentinels and its replicas."""
+def _goes_on_alone(one: Examined, facts: Facts) -> bool:
+    """Tell whether a master goes on if it is cut off from its Sentinels and its replicas."""
     is_followed = facts.server.kind == "sentinel" and _online(one)
     return bool(is_followed) and "min_slaves_good_slaves" not in one.info
 
 
-def _online(one: Member) -> list[dict[str, str]]:
+def _online(one: Examined) -> list[dict[str, str]]:
     """Return the replicas that follow a server."""
     described = (
         dict(part.split("=", 1) for part in value.split(",") if "=" in part)
@@ -138,11 +138,11 @@ def answers(facts: Facts) -> Iterator[Finding]:
         name = "Valkey" if "valkey" in one.info.get("server_name", "") else "Redis"
         version = one.info.get("valkey_version", version)
         took = "" if one.round_trip is None else f", {one.round_trip * 1000:.2g} ms away"
-        yield ok(f"{one.name} is {KINDS[facts.server.kind]}: {name} {version}{took}.")
+        yield ok(f"{one.name} is {KINDS_IN_WORDS[facts.server.kind]}: {name} {version}{took}.")
 
 
 def names(facts: Facts) -> Iterator[Finding]:
-    """Tell how all names begin, if Celery separates what it keeps in Redis by a prefix."""
+    """Tell how all names in Redis begin, if Celery's own names there have a prefix."""
     if facts.keyprefix and facts.prefix.startswith(facts.keyprefix):
         yield ok(f"All names begin with {facts.prefix!r}: global_keyprefix and dislock_prefix.")
     elif facts.keyprefix:
@@ -162,7 +162,7 @@ def rights(facts: Facts) -> Iterator[Finding]:
 
 
 def writes(facts: Facts) -> Iterator[Finding]:
-    """Find a server that refuses to write, as long as something is wrong with it."""
+    """Find a server that refuses to write for now, as one whose memory is full."""
     yield from map(_refused, (one for one in facts.complaints if one.passes))
 
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.redaction import reason_of
+from celery_dislock.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from celery_dislock.operating.checks.facts import Facts
-    from celery_dislock.operating.site import Site
 
 OK = "ok"
 NOTE = "note"  # good to know
@@ -24,8 +21,7 @@ WARNING = "warning"  # tasks may wait, or do less than was meant
 SERIOUS = "serious"  # tasks do not run, run twice, or get lost
 LEVELS = (SERIOUS, WARNING, NOTE, OK)
 
-NAMED = 5  # names that a text gives
-LISTED = 100  # names that a finding carries
+ABOUT_MOST = 100  # names that a finding carries
 
 
 class Finding(NamedTuple):
@@ -37,7 +33,7 @@ class Finding(NamedTuple):
         level: One of :data:`LEVELS`.
         what: What was found.
         remedy: What to do about it; empty: nothing.
-        about: The keys, tasks, workers or servers that it is about; the first of them.
+        about: The keys, tasks, workers or servers that it is about: the first ABOUT_MOST of them.
     """
 
     check: str
@@ -48,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def _finding(level: str, what: str, remedy: str = "", about: Iterable[str] = ()) -> Finding:
-    return Finding("", level, what, remedy, sorted(set(about))[:LISTED])
+    return Finding("", level, what, remedy, sorted(set(about))[:ABOUT_MOST])
 
 
 serious, warning, note, ok = (partial(_finding, level) for level in LEVELS)
@@ -61,46 +57,31 @@ class Row(NamedTuple):
     Attributes:
         check: The check's name.
         finding: Makes the finding: :data:`serious`, :data:`warning` or :data:`note`.
-        is_so: Tells whether something is so of one of them, with the facts, or with what is known
-            beside a lock; a text says more of it.
+        is_so: Tells whether something is so of one of them, with what is known beside it; a text
+            says more of it.
         what: What is wrong, before the names.
         remedy: What to do about it.
+        name: The name of a lock's trouble in lists; empty: it is none.
     """
 
     check: str
     finding: Callable[..., Finding]
-    is_so: Callable[[Any, Any], object]
+    is_so: Callable[[Any, Any], Any]
     what: str
     remedy: str
+    name: str = ""
 
-    def finds(self, things: Mapping[str, Any], facts: Facts | Site) -> Iterator[Finding]:
+    def finds(self, things: Mapping[str, Any], facts: Any) -> Iterator[Finding]:
         """Yield what is found of these, by their names."""
-        found = {name: self.is_so(one, facts) for name, one in things.items()}
-        about = [name for name, so in found.items() if so]
-        if about:
-            named = (
-                f"{name} ({found[name]})" if found[name] is not True else name for name in about
-            )
-            what = f"{self.what}: {some(named)}."
-            yield self.finding(what, self.remedy, about)._replace(check=self.check)
+        found = {name: so for name, one in things.items() if (so := self.is_so(one, facts))}
+        if found:
+            yield self.of({name: "" if so is True else str(so) for name, so in found.items()})
 
-
-def findings(
-    check: str, finds: Callable[[Facts], Iterable[Finding]], facts: Facts
-) -> Iterator[Finding]:
-    """Yield what a function finds; what it cannot look at, or judge, is a note."""
-    try:
-        for one in finds(facts):
-            yield one._replace(check=one.check or check)
-    except Exception as exc:  # noqa: BLE001 -- of the lock server, or an answer of any program
-        yield Finding(check, NOTE, f"This could not be looked at: {reason_of(exc)}")
-
-
-def some(names: Iterable[str]) -> str:
-    """Name some of many: the first five in order, and how many others there are."""
-    known = sorted(set(names))
-    more = f" and {len(known) - NAMED} others" if len(known) > NAMED else ""
-    return ", ".join(known[:NAMED]) + more
+    def of(self, found: Mapping[str, str]) -> Finding:
+        """Make the finding for these names; a text that is not empty says more of one."""
+        named = (f"{name} ({more})" if more else name for name, more in found.items())
+        what = f"{self.what}: {some(named)}."
+        return self.finding(what, self.remedy, found)._replace(check=self.check)
 
 
 def number(many: int, what: str) -> str:

@@ -6,7 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.operating.checks.table import Row, note, number, ok, serious, some, warning
+from celery_dislock.operating.checks.table import Row, note, number, ok, serious, warning
+from celery_dislock.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +62,7 @@ ROWS = (
 )
 
 
-# What to do about a broker that cannot be asked, by what it says, or the operating system.
+# What to do about a broker that cannot be asked, by what it or the operating system says.
 REMEDIES = {
     r"used memory > 'maxmemory'|\bOOM\b": "Its memory is full, and it takes no messages: raise its "
     "maxmemory, or purge what nobody needs.",
@@ -126,7 +127,7 @@ def each(facts: Facts) -> Iterator[Finding]:
 
 
 def places(facts: Facts) -> Iterator[Finding]:
-    """Find tasks that are locked in two places, or workers that lock elsewhere than is looked."""
+    """Find tasks that are locked in two places, and workers that lock elsewhere than here."""
     there = {name: one for name, one in facts.fleet.described.items() if not one.get("no_server")}
     ours = {"this command": facts.ours} if facts.ours["no_server"] is None else {}
     apart = {

@@ -10,23 +10,18 @@ from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import check_written, key_of
+from celery_dislock.operating import audit
 from celery_dislock.operating.cli.reading import holder_lines, reservation_line, write_lines
 from celery_dislock.operating.cli.session import (
     FOUND,
     WhichLock,
     as_json,
-    audit,
     by_key,
     duration,
+    record,
     session,
     tell,
     write_json,
-)
-from celery_dislock.operating.locks import (
-    dropped,
-    freed,
-    terminated,
-    unreserved,
 )
 from celery_dislock.servers.overview import SEARCHED, look_at_all
 from celery_dislock.servers.waiters import ticket_of
@@ -148,7 +143,7 @@ def _free(
         return LEFT
 
     def on_sent() -> None:
-        audit(terminated(lock.name, holder))
+        record(audit.terminated(lock.name, holder))
         tell(f"Told the workers to end it; waiting for {for_people(wait)} at most.")
 
     told = ""
@@ -162,7 +157,7 @@ def _free(
         outcome = FREED if is_freed else ENDED
         told = _afterwards(holder) if is_body else ""
     if outcome == FREED:
-        audit(freed(lock.name, holder))
+        record(audit.freed(lock.name, holder))
     tell(OUTCOMES[outcome].format(key=lock.key, wait=for_people(wait), told=told))
     return outcome
 
@@ -197,7 +192,7 @@ def _end(opened: AppLocks, lock: LockState, shown: ReservationState, *, sure: bo
     if not opened.actions.end_reservation(lock.name, shown):
         tell(f"That reservation of {lock.key} has ended meanwhile.")
         return ENDED
-    audit(unreserved(lock.name, shown.id))
+    record(audit.unreserved(lock.name, shown.id))
     tell(f"Ended the reservation of {lock.key}.")
     return FREED
 
@@ -233,7 +228,7 @@ def drop(
             if agrees("Drop it? It does not run.", sure=yes):
                 gone = opened.actions.drop(name, place.ticket, beside=place.beside)
                 if gone:
-                    audit(dropped(name, place.ticket))
+                    record(audit.dropped(name, place.ticket))
                 tell("Dropped." if gone else "It has left the line meanwhile.")
             done.append({"key": key_of(name), "ticket": place.ticket, "dropped": gone})
         if json_:
@@ -325,7 +320,7 @@ def _in_line(
 
 
 def agrees(question: str, *, sure: bool) -> bool:
-    """Ask, unless the person is sure; what the answer is no to stays as it is."""
+    """Ask, unless the person is sure; after a no, say that nothing is changed."""
     if sure:
         return True
     try:

@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import click
@@ -20,17 +20,17 @@ from celery_dislock.config.urls import any_keyprefix
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.facts import Facts, Fleet, members_of, understood
-from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding, findings
-from celery_dislock.operating.checks.troubles import judged
+from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding
 from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, write_json
 from celery_dislock.operating.inspection import about
+from celery_dislock.operating.locks import as_data
 from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within, patient
 from celery_dislock.redaction import reason_of
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from celery import Celery
 
@@ -71,38 +71,24 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
             fleet=ask_workers(opened.app, timeout),
             keyprefix=any_keyprefix(opened.runtime.conf),
         )
-        report = examine(facts)
+        found = examine(facts)
+        counts = {level: sum(one.level == level for one in found) for level in LEVELS}
         if json_:
-            write_json(as_dict(report))
+            verdict = {"away": facts.away, "serious": counts[SERIOUS] > 0, "counts": counts}
+            write_json({**verdict, "findings": as_data(found)})
         else:
-            _write(report)
-        if report.away:
+            _write(found, counts)
+        if facts.away:
             context.exit(AWAY)
-        if report.counts[SERIOUS]:
+        if counts[SERIOUS]:
             context.exit(FOUND)
 
 
-class Report(NamedTuple):
+def examine(facts: Facts) -> list[Finding]:
     """
-    The result of an examination.
+    Examine everything; return the findings, the most serious first.
 
-    Attributes:
-        findings: All findings, the most serious first.
-        away: Whether the lock server did not answer.
-    """
-
-    findings: Sequence[Finding]
-    away: bool
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The number of findings of each level."""
-        return {level: sum(one.level == level for one in self.findings) for level in LEVELS}
-
-
-def examine(facts: Facts) -> Report:
-    """
-    Examine everything.  Blocks for the round trips of all checks.
+    Blocks for the round trips of all checks.
 
     Args:
         facts: What is known before the lock server is asked.
@@ -111,13 +97,24 @@ def examine(facts: Facts) -> Report:
     checks, found = [*workers.CHECKS, *server.CHECKS], []
     if not facts.away:
         try:
-            facts.look(judged)
+            facts.look()
             checks += locks.CHECKS
         except StoreError as exc:
             found.append(Finding("locks", NOTE, f"The locks could not be looked at: {exc}"))
     for name, finds in checks:
         found += findings(name, finds, facts)
-    return Report(sorted(found, key=lambda one: LEVELS.index(one.level)), facts.away)
+    return sorted(found, key=lambda one: LEVELS.index(one.level))
+
+
+def findings(
+    check: str, finds: Callable[[Facts], Iterable[Finding]], facts: Facts
+) -> Iterator[Finding]:
+    """Yield what a function finds; what it cannot look at, or judge, is a note."""
+    try:
+        for one in finds(facts):
+            yield one._replace(check=one.check or check)
+    except Exception as exc:  # noqa: BLE001 -- of the lock server, or an answer of any program
+        yield Finding(check, NOTE, f"This could not be looked at: {reason_of(exc)}")
 
 
 def ask_workers(app: Celery, timeout: float) -> Fleet:
@@ -153,7 +150,7 @@ def _ask(app: Celery, timeout: float, blocked: list[str]) -> dict[str, Descripti
 
 
 def _try_to_send(app: Celery, blocked: list[str]) -> None:
-    """Send RabbitMQ a message that goes nowhere: if it takes none, it says why, and waits."""
+    """Send RabbitMQ a message to no queue: if it takes no messages, it says why."""
     options = {**app.conf.broker_transport_options, "on_blocked": blocked.append}
     connection = app.connection_for_write(transport_options=options)
     connection.Producer().publish("", exchange="", routing_key=f"dislock.{uuid4()}")
@@ -170,22 +167,15 @@ def _replies(app: Celery, command: str, **how: Any) -> dict[str, Any]:
     return {name: answer for reply in replies or () for name, answer in reply.items()}
 
 
-def as_dict(report: Report) -> dict[str, Any]:
-    """Return an examination as JSON has it."""
-    found = [one._asdict() for one in report.findings]
-    verdict = {"away": report.away, "serious": report.counts[SERIOUS] > 0}
-    return {**verdict, "counts": report.counts, "findings": found}
-
-
-def _write(report: Report) -> None:
+def _write(found: Iterable[Finding], counts: Mapping[str, int]) -> None:
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     indent = " " * 9
-    for one in report.findings:
+    for one in found:
         level = click.style(one.level.ljust(7), fg=COLORS[one.level], bold=one.level != "ok")
         wrapper.initial_indent = wrapper.subsequent_indent = indent
         click.echo(f"{level}  {wrapper.fill(plain(f'{one.check}: {one.what}')).lstrip()}")
         if one.remedy:
             wrapper.initial_indent, wrapper.subsequent_indent = f"{indent}-> ", f"{indent}   "
             click.echo(wrapper.fill(plain(one.remedy)))
-    click.echo(", ".join(f"{many} {level}" for level, many in report.counts.items() if many))
+    click.echo(", ".join(f"{many} {level}" for level, many in counts.items() if many))

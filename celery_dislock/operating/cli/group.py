@@ -18,10 +18,9 @@ import click
 from celery_dislock.config.settings import set_settings
 from celery_dislock.operating.cli.changing import drop, free, put_back
 from celery_dislock.operating.cli.doctor import doctor
-from celery_dislock.operating.cli.limiting import hold_back, limit, pause, resume
+from celery_dislock.operating.cli.limiting import limit, pause, resume
 from celery_dislock.operating.cli.reading import line, ls, show
 from celery_dislock.operating.cli.running import run
-from celery_dislock.operating.cli.top import top
 from celery_dislock.operating.cli.web import web
 
 if TYPE_CHECKING:
@@ -47,8 +46,8 @@ def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
         set_settings(app, {"dislock_url": given})
 
 
-_READING = (ls, show, line, doctor, top, web)
-for _command in (*_READING, free, drop, put_back, pause, limit, hold_back, resume, run):
+_READING = (ls, show, line, doctor, web)
+for _command in (*_READING, free, drop, put_back, pause, limit, resume, run):
     # Its first paragraph, whole: click cuts what it makes of the help by itself.
     _command.short_help = (_command.help or "").partition("\n\n")[0]
     dislock.add_command(_command)

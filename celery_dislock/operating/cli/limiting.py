@@ -1,4 +1,4 @@
-"""The commands that say who may have a lock, and when: `pause`, `limit`, `hold-back`, `resume`."""
+"""The commands that say who may have a lock, and when: `pause`, `limit` and `resume`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import click
 
 from celery_dislock.config.terms import LIMIT_MOST, Rate
 from celery_dislock.keys.templates import key_of
+from celery_dislock.operating import audit
 from celery_dislock.operating.cli.session import (
     WhichLock,
     as_json,
-    audit,
     by_key,
     duration,
+    record,
     session,
     tell,
     user,
     write_json,
 )
-from celery_dislock.operating.locks import as_data, held_back, limited, rated, signed
+from celery_dislock.operating.locks import as_data
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
@@ -77,33 +78,7 @@ def limit(context: click.Context, /, key: str, number: int | None, **given: Any)
     """
     if number is None and given["rate"] is None:
         raise click.UsageError("Give NUMBER, or --rate, or both.")
-    _set(context, WhichLock(key, None, (), {}), number, **given)
-
-
-@click.command("hold-back")
-@click.argument("key")
-@click.argument("seconds", metavar="TIME", type=duration)
-@note
-@as_json
-@click.pass_context
-def hold_back(
-    context: click.Context, /, key: str, seconds: float, *, note: str, json_: bool
-) -> None:
-    """Let nobody take the lock of KEY for TIME: 90, 10m, 2h.
-
-    As after an answer 429 of an API; a task does it by `hold_back()`. Who comes meanwhile comes too
-    early, as with a rate. Who has the lock keeps it. `resume` ends it.
-    """
-    by = signed(user(), note)
-    with session(context) as opened:
-        (name,) = _names(opened, WhichLock(key, None, (), {}))
-        opened.actions.hold_back(name, seconds, note=by)
-        audit(held_back(name, seconds, by))
-    if json_:
-        write_json([{"key": key, "held_back": seconds}])
-        return
-    unless = f"Sooner: celery dislock resume {key}"
-    click.echo(plain(f"Nobody takes lock {key} for {for_people(seconds)}. {unless}"))
+    _set(context, WhichLock(key), number, **given)
 
 
 @click.command()
@@ -111,9 +86,9 @@ def hold_back(
 @as_json
 @click.pass_context
 def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
-    """Take back the pause, the limit, the rate or the hold-back of KEY.
+    """Take back the pause, the limit and the rate of KEY.
 
-    The limit and the rate of the code hold again.
+    The limit and the rate of the code hold again. A hold-back ends, too.
     """
     done: list[dict[str, Any]] = []
     with session(context) as opened:
@@ -121,14 +96,14 @@ def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
             seen = opened.overview.lock(name, most=0).rate
             about: dict[str, Any] = {"key": key_of(name), "limit": None}
             about["before"] = opened.actions.limit(name, None)
-            audit(limited(name, None, ""))
+            record(audit.limited(name, None, ""))
             if seen is not None and seen.since is not None:
                 about |= {"rate": None, "rate_before": opened.actions.rate(name, None)}
                 about["held_back_before"] = seen.held_back
-                audit(rated(name, None, ""))
+                record(audit.rated(name, None, ""))
             done.append({**about, "seconds": None})
     if json_:
-        _write(done)
+        write_json(as_data(done))
         return
     for one in done:
         told = [*_before(one), *(["It was held back."] if one.get("held_back_before") else [])]
@@ -146,7 +121,7 @@ def _set(
     seconds: float | None = None,
     note: str = "",
 ) -> None:
-    by = signed(user(), note)
+    by = audit.signed(user(), note)
     done: list[dict[str, Any]] = []
     with session(context) as opened:
         for name in _names(opened, which):
@@ -154,14 +129,14 @@ def _set(
             if rate is not None:
                 before = opened.actions.rate(name, rate, seconds=seconds, note=by)
                 about |= {"rate": rate, "rate_before": before}
-                audit(rated(name, rate, by, seconds))
+                record(audit.rated(name, rate, by, seconds))
             if number is not None:
                 about["limit"] = number
                 about["before"] = opened.actions.limit(name, number, seconds=seconds, note=by)
-                audit(limited(name, number, by, seconds))
+                record(audit.limited(name, number, by, seconds))
             done.append({**about, "seconds": seconds})
     if json_:
-        _write(done)
+        write_json(as_data(done))
         return
     for one in done:
         lasts = f"until: celery dislock resume {one['key']}"
@@ -174,10 +149,6 @@ def _set(
         click.echo(plain(" ".join([f"Lock {one['key']} {' It '.join(now)}", *_before(one)])))
 
 
-def _write(done: list[dict[str, Any]]) -> None:
-    write_json([{name: as_data(value) for name, value in one.items()} for one in done])
-
-
 def _before(done: dict[str, Any]) -> list[str]:
     """Say what somebody had set until then."""
     limit, rate = done.get("before"), done.get("rate_before")
@@ -187,10 +158,9 @@ def _before(done: dict[str, Any]) -> list[str]:
 
 def _names(opened: AppLocks, which: WhichLock, *, sets: bool = True) -> Sequence[str]:
     """Return the names of the locks; warn if nothing is known of a key, refuse a pattern."""
-    names = which.names(opened)
-    if which.is_known(opened):
+    names, key = which.names(opened), which.key
+    if key is None or opened.overview.lock(names[0], most=0).exists:
         return names
-    key = str(which.key)
     if set(key) & WILDCARDS:
         raise click.UsageError(
             f"{plain(key)} looks like a pattern, and no lock has it as its key. "

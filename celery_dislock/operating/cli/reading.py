@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.operating.checks.troubles import REPEAT, differing, judged, troubles_of
+from celery_dislock.operating.checks.troubles import judged, troubles_of
 from celery_dislock.operating.cli.session import (
     FOUND,
     as_json,
@@ -20,7 +20,6 @@ from celery_dislock.operating.cli.session import (
     write_table,
 )
 from celery_dislock.operating.locks import as_data, rows
-from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.overview import PLACES, look_at_all
 from celery_dislock.servers.view import is_beat
 from celery_dislock.words import for_people, plain, to_json
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.view import Holder, LockState, ReservationState
     from celery_dislock.servers.waiters import Waiter
 
-SHOWN = 60  # characters of a task's arguments
+ARGUMENTS_MOST = 60  # characters of a task's arguments
 
 
 def _held_by(row: ListedLock) -> str | None:
@@ -67,7 +66,7 @@ def _limits(row: ListedLock) -> str | None:
 
 
 # Columns of `ls`.
-LISTED: Mapping[str, Callable[[ListedLock], object]] = {
+LS_COLUMNS: Mapping[str, Callable[[ListedLock], object]] = {
     "KEY": lambda row: row.key,
     "TROUBLE": lambda row: ", ".join(
         what if since is None else f"{what} {for_people(since)}"
@@ -80,19 +79,19 @@ LISTED: Mapping[str, Callable[[ListedLock], object]] = {
 }
 
 # Columns of `line`.
-IN_LINE: Mapping[str, Callable[[Waiter], object]] = {
+LINE_COLUMNS: Mapping[str, Callable[[Waiter], object]] = {
     "PLACE": lambda waiter: str(waiter.place),
     "WAITING": lambda waiter: None if is_beat(waiter) else for_people(waiter.waiting),
     "TURNS": lambda waiter: str(waiter.turns) if waiter.parked else None,
     "TICKET": lambda waiter: waiter.ticket,
     "WHO": lambda waiter: waiter.who,
     "QUEUE": lambda waiter: waiter.routing_key,
-    "ARGUMENTS": lambda waiter: (waiter.args or "")[:SHOWN],
+    "ARGUMENTS": lambda waiter: (waiter.args or "")[:ARGUMENTS_MOST],
 }
 
 # If a task of the line passes several locks: its keys tell of its arguments, its ticket has its id.
-LOCKS: Mapping[str, Callable[[Waiter], object]] = {
-    **{name: cell for name, cell in IN_LINE.items() if name != "ARGUMENTS"},
+STATION_COLUMNS: Mapping[str, Callable[[Waiter], object]] = {
+    **{name: cell for name, cell in LINE_COLUMNS.items() if name != "ARGUMENTS"},
     "WHO": lambda waiter: (waiter.parked and waiter.task) or waiter.who,
     "LOCKS": lambda waiter: _station(waiter, "/"),
 }
@@ -123,7 +122,7 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
             lines = ",\n ".join(to_json(as_dict(row), default=str) for row in listed)
             click.echo(f"[{lines}]")
         elif listed:
-            write_table(LISTED, ((row,) for row in listed))
+            write_table(LS_COLUMNS, ((row,) for row in listed))
         else:
             tell("No lock matches.")
 
@@ -141,16 +140,14 @@ def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa
     with session(context) as opened:
         site = opened.site
         locks = look_at_all(site.overview, which.names(opened))
+        troubles = [troubles_of(lock, site) for lock in locks]
         if json_:
-            _write_json_of_each(
-                [_as_dict(lock, [one.name for one in troubles_of(lock, site)]) for lock in locks]
-            )
+            names = ([one.name for one in found] for found in troubles)
+            _write_json_of_each(list(map(_as_dict, locks, names)))
         else:
-            for lock in locks:
+            for lock, found in zip(locks, troubles, strict=True):
                 write_lines(described(lock))
-                write_lines(
-                    f"  {one.name}: {one.told(lock, site)}" for one in troubles_of(lock, site)
-                )
+                write_lines(f"  {one.name}: {one.told(lock.key)}" for one in found)
         if not any(lock.exists for lock in locks):
             context.exit(FOUND)
 
@@ -215,7 +212,7 @@ def _chosen(
             and fnmatchcase(one.worker or "", worker or "*")
         ]
         if row.state and holders:
-            yield row._replace(state=row.state._replace(holders=holders))
+            yield row._replace(found=row.state._replace(holders=holders))
 
 
 def _station(waiter: Waiter, of: str) -> str | None:
@@ -252,6 +249,7 @@ def holder_lines(holder: Holder) -> Iterator[str]:
         else "held for": f"{for_people(holder.held)}, since {since}",
         "mode": holder.mode if holder.mode != "exclusive" else None,
         "lease": _lease_in_words(holder),
+        "newer": holder.superseded and f"task {holder.superseded}, which waits for this one to end",
         "token": holder.token,
         "owner": holder.owner,
     }
@@ -269,11 +267,7 @@ def _lease_in_words(holder: Holder) -> str:
         return f"a turn that is not claimed yet; {left}"
     if holder.renewed is None:
         return left
-    return f"renewed {_renewed(holder)}, {left} unless renewed again"
-
-
-def _renewed(holder: Holder) -> str:
-    return "" if holder.renewed is None else f"{for_people(holder.renewed)} ago"
+    return f"renewed {for_people(holder.renewed)} ago, {left} unless renewed again"
 
 
 def described(lock: LockState) -> Iterator[str]:
@@ -285,8 +279,6 @@ def described(lock: LockState) -> Iterator[str]:
         yield f"  {'held' if lock.ticked is None else 'led'} by nobody"
     if lock.ticked is not None:
         yield f"  last tick {for_people(lock.ticked)} ago"
-    if lock.limit_differs:
-        yield f"  {differing(lock)}. {REPEAT}: celery dislock resume {lock.key}"
     if lock.limit is not None:
         yield _limit_line(lock)
     if lock.rate is not None:
@@ -295,8 +287,7 @@ def described(lock: LockState) -> Iterator[str]:
         yield reservation_line(lock.reservation)
     yield from _line_lines(lock)
     if lock.aside:
-        kept = aside_of(lock.name)
-        yield f"  {lock.aside} set aside, because nobody could read or run them: {kept}"
+        yield f"  {lock.aside} set aside, because nobody could read or run them"
         yield f"    ... celery dislock put-back {lock.key}"
 
 
@@ -373,7 +364,7 @@ def _write_line(lock: LockState, *, several: bool) -> None:
         return
     places = (*lock.turns, *lock.line)
     passes_several = any(one.stations for one in places)
-    write_table(LOCKS if passes_several else IN_LINE, [(one,) for one in places])
+    write_table(STATION_COLUMNS if passes_several else LINE_COLUMNS, [(one,) for one in places])
     for told in [] if lock.rate is None else _rate_lines(lock.rate):
         tell(told.strip())
     last = lock.line[-1].place if lock.line else 0

@@ -33,8 +33,8 @@ PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 STOP = {"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"}  # of these, what ends us while there is no child
 LOOK_EVERY = 0.1  # seconds
 
-HELD = 75  # exit code: another holds the lock; EX_TEMPFAIL: try again later
-LOST = 76  # exit code: the lock was lost while the command ran
+EXIT_HELD = 75  # exit code: another holds the lock; EX_TEMPFAIL: try again later
+EXIT_LOST = 76  # exit code: the lock was lost while the command ran
 CANNOT_RUN, NOT_FOUND = 126, 127  # exit codes, as in shells
 BY_SIGNAL = 128  # plus the signal's number
 
@@ -106,8 +106,7 @@ def run(
     if not command:
         raise click.UsageError("Give the command to run, after --.")
     with session(context) as opened, Child() as child:
-        if which.task is not None:
-            declared = which.guard(opened).options
+        if declared := which.options(opened):
             for name, given in options.items():
                 options[name] = getattr(declared, of_task(name)) if given is None else given
         keys = list(which.keys(opened))
@@ -137,10 +136,10 @@ def _run(lock: ReentrantLock, child: Child, command: tuple[str, ...], grace: flo
             lease.ensure_held()
     except LockHeldError as exc:
         tell(f"Error: {exc}")
-        return HELD
+        return EXIT_HELD
     except LockLostError as exc:
         tell(f"Error: {exc}. The command has ended with {code}; another may have run beside it.")
-        return LOST
+        return EXIT_LOST
     return code
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: the app's locks, which of them, output, and how errors end a command."""
+"""What the commands share: the app's locks, the choice of one, output, and how errors end them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from celery_dislock.keys.templates import check_written
 from celery_dislock.operating.cli.table import columns, table
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.tasks.actions import BrokerError
-from celery_dislock.tasks.task import guard_of
+from celery_dislock.tasks.task import guard_of, lock_for
 from celery_dislock.words import plain, to_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-    from celery_dislock.tasks.guard import Guard
+    from celery_dislock.config.options import TaskOptions
 
 FOUND = 1  # exit code: a finding, or nothing to do it to
 AWAY = 3  # exit code: the lock server, or the broker that was needed, did not answer
@@ -89,9 +89,9 @@ class WhichLock(NamedTuple):
     """
 
     key: str | None
-    task: str | None
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
+    task: str | None = None
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = {}
 
     def keys(self, opened: AppLocks) -> Sequence[str]:
         """
@@ -103,27 +103,21 @@ class WhichLock(NamedTuple):
         """
         if self.task is None:
             return [check_written(self.key or "")]
-        guard = self.guard(opened)
+        task = _task(opened.app, self.task)
         try:
-            return guard.keys(self.args, self.kwargs)
+            return lock_for(task, *self.args, **self.kwargs).keys
         except DislockError:
             raise
         except Exception as exc:  # the arguments are not the task's, or its callable refuses them
             raise click.UsageError(f"task {self.task}: {plain(exc)}") from exc
 
-    def guard(self, opened: AppLocks) -> Guard:
-        """Return the guard of the task that was named."""
-        return guard_of(_task(opened.app, str(self.task)))
+    def options(self, opened: AppLocks) -> TaskOptions | None:
+        """Return the options of the task; None: the key was given."""
+        return None if self.task is None else guard_of(_task(opened.app, self.task)).options
 
     def names(self, opened: AppLocks) -> Sequence[str]:
         """Return the names in Redis; see :meth:`keys`."""
         return opened.runtime.lock_names(self.keys(opened))
-
-    def is_known(self, opened: AppLocks) -> bool:
-        """Tell whether the lock server knows anything of the lock, or a task names it."""
-        if self.key is None:
-            return True
-        return opened.overview.lock(opened.name_of(self.key), most=0).exists
 
 
 def by_key(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,7 +182,7 @@ def user() -> str:
         return "an operator"
 
 
-def audit(done: str) -> None:
+def record(done: str) -> None:
     """Log what a command has changed, and who did it: a record, as the page writes them."""
     logger.warning("Command: %r on %s %s.", user(), gethostname(), done)
 

@@ -17,7 +17,6 @@ from celery_dislock.operating.locks import as_data, rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.exceptions import StoreError
     from celery_dislock.operating.locks import ListedLock
     from celery_dislock.operating.site import Site
     from celery_dislock.servers.view import LockState
@@ -42,7 +41,7 @@ class Listing(NamedTuple):
     is_cut: bool
 
 
-SHOWN: Mapping[str, Callable[[ListedLock], object]] = {
+CHOICES: Mapping[str, Callable[[ListedLock], object]] = {
     "all": lambda _row: True,
     "held": lambda row: row.holders,
     "line": lambda row: row.waiting,
@@ -54,7 +53,7 @@ SHOWN: Mapping[str, Callable[[ListedLock], object]] = {
     "trouble": lambda row: row.troubles,
 }
 
-COUNTED = ("held", "line", "overdue", "paused", "reserved", "damaged")
+TOTALS = ("held", "line", "overdue", "paused", "reserved", "damaged")
 
 ORDERS: Mapping[str, Callable[[ListedLock], Any]] = {
     "key": lambda row: row.key,
@@ -64,30 +63,29 @@ ORDERS: Mapping[str, Callable[[ListedLock], Any]] = {
 }
 
 
-def listing(site: Site, failed: list[StoreError] | None = None) -> Listing:
+def listing(site: Site) -> Listing:
     """
     Read all locks.  Blocks; the lock server answers others in between.
 
     Args:
         site: Reads them, and knows what is beside them.
-        failed: Takes the error of each server that did not answer, in place of raising it.
 
     Raises:
-        StoreError: A server did not answer; with *failed*: none did.
+        StoreError: A server did not answer.
     """
-    read = islice(rows(site.overview, failed=failed), LOCKS_MOST)
+    read = islice(rows(site.overview), LOCKS_MOST)
     found = sorted(judged(read, site), key=lambda row: (row.key, row.name))
-    for row in found if failed is None else ():
+    for row in found:
         if row.problem is not None and not isinstance(row.problem, DamagedLockError):
             raise row.problem
-    totals = {kind: sum(map(bool, map(SHOWN[kind], found))) for kind in COUNTED}
+    totals = {kind: sum(map(bool, map(CHOICES[kind], found))) for kind in TOTALS}
     return Listing(found, totals, is_cut=len(found) == LOCKS_MOST)
 
 
 def find(listed: Sequence[ListedLock], search: str, shown: str, order: str) -> list[ListedLock]:
     """Return the locks that match, in this order; what is equal in it comes by key."""
     words = search.casefold().split()[:WORDS_MOST]
-    found = filter(SHOWN[shown], listed)
+    found = filter(CHOICES[shown], listed)
     if words:
         found = filter(lambda row: all(map(_words(row).__contains__, words)), found)
     return sorted(found, key=ORDERS[order])

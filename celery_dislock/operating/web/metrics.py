@@ -30,21 +30,24 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.checks.troubles import troubles_of
 from celery_dislock.operating.counting import LABEL_MOST, OTHER, TASKS_MOST
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.operating.metrics import (
     BUCKETS,
     COUNTED,
+    IN_TROUBLE,
+    IN_TROUBLE_FOR,
     METRICS,
     MICROSECONDS,
     OUTCOME,
     PARTS,
     STATE,
 )
+from celery_dislock.operating.site import Site
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.scripts import COUNTS
 from celery_dislock.scripts.names import counts_of, index_of_counts
-from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.overview import PLACES, Overview
 from celery_dislock.servers.records import text
 from celery_dislock.words import plain
@@ -57,7 +60,6 @@ if TYPE_CHECKING:
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.operating.metrics import Labels, Metric
     from celery_dislock.servers.server import Server
-    from celery_dislock.servers.store import Store
     from celery_dislock.servers.view import LockState
 
     # By a metric's name and the values of its labels: a number, or one for each of PARTS.
@@ -108,7 +110,7 @@ class Collector:
 
     def __init__(self, locks: Dislock | Celery) -> None:
         self._runtime = AppLocks(locks).runtime
-        self._stores: dict[int, Store] = {}  # by process; it keeps what it knows of an outage
+        self._servers: dict[int, Server] = {}  # by process; it keeps what it knows of an outage
         self._marks: dict[str, Mapping[str, int]] = {}  # highest counts seen, by worker
         self._cache = Cache(0.0)  # keeps only what took long to read; one thread reads at a time
 
@@ -149,9 +151,9 @@ class Collector:
     def _server(self) -> Server:
         """A lock server of this reader's own: its batches are for one thread."""
         pid = os.getpid()
-        if pid not in self._stores:
-            self._stores = {pid: self._runtime.process.new_store(TIMEOUT)}
-        return self._stores[pid].lock_server
+        if pid not in self._servers:
+            self._servers = {pid: self._runtime.process.new_store(TIMEOUT).lock_server}
+        return self._servers[pid]
 
     def _counts(self, server: Server) -> Iterator[tuple[str, dict[str, int]]]:
         """Read what each worker has counted, by field."""
@@ -161,34 +163,49 @@ class Collector:
         for first in range(0, len(names), TOGETHER):
             some = names[first : first + TOGETHER]
             calls = [(index, name) for name in some]
-            replies = server.run_many(COUNTS, calls, within=SOCKET_TIMEOUT)
+            replies = server.run_many(COUNTS, calls, within=TIMEOUT)
             for name, reply in zip(some, replies, strict=True):
                 if isinstance(reply, StoreError):
                     raise reply
                 yield name.removeprefix(counts_of(prefix, "")), dict(_fields(reply[0]))
 
     def _add_gauges(self, values: Values, server: Server) -> None:
-        overview = Overview(server, self._runtime.settings.dislock_prefix)
+        prefix = self._runtime.settings.dislock_prefix
+        overview = Overview(server, prefix)
+        site = Site(overview, prefix)
         failed: list[StoreError] = []
-        found: dict[str, dict[Labels, float]] = {metric.name: {} for metric, _ in GAUGES}
+        found: dict[str, dict[Labels, float]] = defaultdict(dict)
         names: set[str] = set()
         pages = 0
         for page in islice(overview.names(failed=failed), PAGES_MOST):
             pages += 1
             for lock in _with_lines(overview, page):
-                for metric, of in GAUGES:
-                    known, is_ours = found[metric.name], metric.labels == (STATE,)
-                    for given, number in of(lock):
-                        labels = tuple(str(x) if is_ours else _bounded(x, names) for x in given)
-                        before = known.get(labels)
-                        known[labels] = (
-                            number if before is None else metric.together(before, number)
-                        )
+                for metric, labels, number in _gauges(lock, site, names):
+                    known = found[metric.name]
+                    is_new = labels not in known
+                    known[labels] = number if is_new else metric.together(known[labels], number)
         if failed and server.kind != "quorum":  # of several servers, the others have the same locks
             raise failed[0]
         values.update(found)
         if pages == PAGES_MOST:
             values["celery_dislock_locks_cut"][()] = 1.0
+
+
+def _gauges(
+    lock: LockState | StoreError, site: Site, names: set[str]
+) -> Iterator[tuple[Metric, Labels, float]]:
+    """Yield what a lock adds to the gauges."""
+    for one in troubles_of(lock, site):
+        yield IN_TROUBLE, (one.name,), 1.0
+        if one.since is not None:
+            yield IN_TROUBLE_FOR, (one.name,), one.since
+    if isinstance(lock, StoreError):
+        return
+    for metric, of in GAUGES:
+        is_ours = metric.labels == (STATE,)
+        for given, number in of(lock):
+            labels = tuple(str(x) if is_ours else _bounded(x, names) for x in given)
+            yield metric, labels, number
 
 
 def _add_counted(values: Values, counts: Mapping[str, Mapping[str, int]]) -> None:
@@ -218,14 +235,15 @@ def _bounded(given: str | None, names: set[str]) -> str:
     return name if name in names else OTHER
 
 
-def _with_lines(overview: Overview, names: Sequence[str]) -> Iterator[LockState]:
+def _with_lines(overview: Overview, names: Sequence[str]) -> Iterator[LockState | StoreError]:
     """Look at locks, and again at those that have a line, of which the first places are wanted."""
-    locks = [one for one in overview.look(names) if not isinstance(one, StoreError)]
-    yield from (one for one in locks if not one.waiting)
-    lined = [one for one in locks if one.waiting]
-    again = overview.look([one.name for one in lined], most=PLACES) if lined else []
-    for before, lock in zip(lined, again, strict=True):
-        yield before if isinstance(lock, StoreError) else lock
+    lined = []
+    for name, lock in zip(names, overview.look(names), strict=True):
+        if isinstance(lock, StoreError) or not lock.waiting:
+            yield lock
+        else:
+            lined.append(name)
+    yield from overview.look(lined, most=PLACES) if lined else ()
 
 
 def _fields(flat: Sequence[bytes]) -> Iterator[tuple[str, int]]:

@@ -25,19 +25,11 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
+from celery_dislock.operating import audit
 from celery_dislock.operating.checks.troubles import troubles_of
-from celery_dislock.operating.locks import (
-    AppLocks,
-    dropped,
-    freed,
-    limited,
-    rated,
-    signed,
-    terminated,
-    unreserved,
-)
+from celery_dislock.operating.locks import AppLocks
 from celery_dislock.operating.web.cache import Cache
-from celery_dislock.operating.web.listing import ORDERS, SHOWN, as_json, find, listing
+from celery_dislock.operating.web.listing import CHOICES, ORDERS, as_json, find, listing
 from celery_dislock.operating.web.metrics import NEEDS, make_wsgi_app
 from celery_dislock.scripts.names import lock_in
 from celery_dislock.servers.view import ReservationState
@@ -59,7 +51,7 @@ FILES = {
     "/static/page.js": ("page.js", "text/javascript"),
     "/static/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-LISTED = 50  # locks of a page of the list
+PER_PAGE = 50  # locks of a page of the list
 PLACES = 50  # places of a line that are shown at once
 HOLDERS_LISTED = 3  # of a lock in the list; its own view has more
 PAGES_MOST = 10**6
@@ -87,7 +79,7 @@ NO_USER = (
 )
 READ_ONLY = "You may look at this page, and not change anything."
 FROM_ELSEWHERE = "This form was not sent by this page: its Origin is another, or is missing."
-ENDED = "Nothing was changed: it had ended already."
+TOO_LATE = "Nothing was changed: it had ended already."
 WRONG = "Something went wrong; the page's log has more."
 
 logger = logging.getLogger("celery_dislock")
@@ -220,13 +212,13 @@ class Page:
 
     def _list(self, request: Request, visitor: Visitor) -> Response:
         order, shown = request.args.get("order", "key"), request.args.get("show", "all")
-        if order not in ORDERS or shown not in SHOWN:
+        if order not in ORDERS or shown not in CHOICES:
             raise BadRequest("There is no such order or choice.")
         kept = self._cache.get("list", lambda: listing(self._locks.site))
         found = find(kept.value.rows, request.args.get("search", ""), shown, order)
-        pages = max(1, -(-len(found) // LISTED))
+        pages = max(1, -(-len(found) // PER_PAGE))
         page = min(max(request.args.get("page", 1, int), 1), pages)
-        first = (page - 1) * LISTED
+        first = (page - 1) * PER_PAGE
         locks = [
             {
                 **(as_json(row.state, most=HOLDERS_LISTED) if row.state else {}),
@@ -235,7 +227,7 @@ class Page:
                 "problem": str(row.problem) if row.problem else None,
                 "troubles": row.troubles,
             }
-            for row in found[first : first + LISTED]
+            for row in found[first : first + PER_PAGE]
         ]
         answer = {
             "locks": locks,
@@ -265,7 +257,7 @@ class Page:
         state = site.overview.lock(name, first, PLACES)
         # Of a pause and a limit the page tells more by itself.
         found = (one for one in troubles_of(state, site) if one.name not in {"paused", "limited"})
-        return state, [one.told(state, site) for one in found]
+        return state, [one.told(state.key) for one in found]
 
     def _measure(self, request: Request, _visitor: Visitor) -> Response:
         if self._metrics is None:
@@ -295,7 +287,7 @@ class Page:
         finally:
             self._cache.forget()
         if done is None:
-            return _json({"done": False, "text": ENDED})
+            return _json({"done": False, "text": TOO_LATE})
         logger.warning("Page: %r %s; asked from %s.", visitor.name, done, request.remote_addr)
         return _json({"done": True, "text": f"{done[:1].upper()}{done[1:]}."})
 
@@ -303,13 +295,13 @@ class Page:
         holder = self._shown_holder(form, name)
         if holder is None or not self._locks.actions.free(name, holder.owner, holder.token):
             return None
-        return freed(name, holder)
+        return audit.freed(name, holder)
 
     def _unreserve(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
         number = _number(form, "number", TOKEN_MOST)
         shown = ReservationState(form["id"], "", 0, 0, form["mark"], number)
         is_done = self._locks.actions.end_reservation(name, shown)
-        return unreserved(name, shown.id) if is_done else None
+        return audit.unreserved(name, shown.id) if is_done else None
 
     def _terminate(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
         holder = self._shown_holder(form, name)
@@ -318,7 +310,7 @@ class Page:
         if not holder.can_be_terminated:
             raise Conflict("No worker runs it as a task that could be ended.")
         self._locks.actions.terminate(holder)
-        return terminated(name, holder)
+        return audit.terminated(name, holder)
 
     def _shown_holder(self, form: Mapping[str, str], name: str) -> Holder | None:
         """Return the lease that the form names; None if it has ended."""
@@ -329,22 +321,22 @@ class Page:
     def _drop(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
         beside = self._lock_name({"name": form["beside"]}) if form.get("beside") else ""
         is_done = self._locks.actions.drop(name, form["ticket"], beside=beside)
-        return dropped(name, form["ticket"]) if is_done else None
+        return audit.dropped(name, form["ticket"]) if is_done else None
 
     def _limit(self, form: Mapping[str, str], name: str, user: str) -> str | None:
         limit = _number(form, "limit", LIMIT_MOST) if form["limit"] else None
-        note = "" if limit is None else signed(user, form.get("why", ""))
+        note = "" if limit is None else audit.signed(user, form.get("why", ""))
         self._locks.actions.limit(name, limit, note=note)
-        return limited(name, limit, note)
+        return audit.limited(name, limit, note)
 
     def _rate(self, form: Mapping[str, str], name: str, user: str) -> str | None:
         try:
             rate = Rate.of(form["rate"]) if form["rate"] else None
         except ValueError as exc:
             raise BadRequest(f"This is no rate: {exc}.") from exc
-        note = "" if rate is None else signed(user, form.get("why", ""))
+        note = "" if rate is None else audit.signed(user, form.get("why", ""))
         self._locks.actions.rate(name, rate, note=note)
-        return rated(name, rate, note)
+        return audit.rated(name, rate, note)
 
 
 def host_of(environ: WSGIEnvironment) -> str:

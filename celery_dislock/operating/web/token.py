@@ -1,4 +1,4 @@
-"""Who asks a page that is served alone: whoever has the token of its start, as with Jupyter.
+"""Who may ask a page that is served alone: those who have its token, as with Jupyter.
 
 The token stands in the address that ``celery dislock web`` prints.  A browser that opens that
 address gets the token as a cookie, and is sent on to the address without it.
@@ -91,9 +91,9 @@ class Token:
 
 
 def is_local(environ: WSGIEnvironment) -> bool:
-    """Tell whether a request comes from a browser on this machine, without a proxy that shows.
+    """Tell whether a request comes from a browser on this machine, through no proxy that shows.
 
-    A proxy on this machine that adds no header is not seen.  Some ask with HTTP/1.0, which no
+    A proxy on this machine that adds no header does not show, unless it asks with HTTP/1.0, as no
     browser does.
     """
     if host_of(environ) not in LOOPBACK or environ.get("SERVER_PROTOCOL") == "HTTP/1.0":

@@ -13,10 +13,10 @@ from celery import Celery
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks, workers
 from celery_dislock.operating.checks import server as servers
-from celery_dislock.operating.checks.table import findings, warning
+from celery_dislock.operating.checks.table import warning
 from celery_dislock.operating.checks.troubles import TROUBLES
 from celery_dislock.operating.cli import doctor as command
-from celery_dislock.operating.cli.doctor import ask_workers
+from celery_dislock.operating.cli.doctor import ask_workers, findings
 from celery_dislock.operating.site import ANSWERS_WITHIN
 from tests.staged import holder, lock, place
 from tests.unit.operating.examining import EXPORT
@@ -224,7 +224,7 @@ def test_the_pages_have_each_check_and_each_trouble():
     rows = re.findall(r"^\| (`.*?`) \| ", section, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
     tables = [workers.ROWS, servers.ROWS, *(one.CHECKS for one in (workers, locks, servers))]
-    checks = {row[0] for table in tables for row in table} | {one.row.check for one in TROUBLES}
+    checks = {row[0] for table in tables for row in table} | {one.check for one in TROUBLES}
     assert named == checks | {*servers.AS_AT_START}
     page = (DOCS / "reference/command-line.md").read_text("utf-8")
     rows = page.partition("| `TROUBLE` |")[2].partition("\n\n##")[0]

@@ -55,6 +55,12 @@ ALONE = ("replicas", "warning", "No replica follows")
             [("persistence", "warning", "parked tasks")],
         ),
         (
+            "single",
+            [{**MASTER, "aof_enabled": "0"}],
+            {"lock_on_conflict": "cancel"},
+            [("persistence", "warning", "parked tasks")],
+        ),
+        (
             "quorum",
             [{**MASTER, "aof_enabled": "0"}] * 3,
             {},

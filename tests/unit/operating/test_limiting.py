@@ -1,4 +1,4 @@
-"""``pause``, ``limit``, ``hold-back``, ``resume``: what is set, told and logged."""
+"""``pause``, ``limit`` and ``resume``: what is set, told and logged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from celery_dislock import SingletonTask
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli import session
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.rates import RateState
+from celery_dislock.tasks.handle import LockHandle
 from tests.commands import AWAY, USAGE
 from tests.staged import lock
 
@@ -106,6 +108,10 @@ def test_a_rate_lasts_as_long_as_it_is_set_for(dislock, server):
     assert server.overview.lock("dislock:{k}").rate is None
 
 
+def hold_back(app, seconds):
+    LockHandle(["k"], runtime_of(app), app).hold_back(seconds)
+
+
 def test_programs_are_told_what_was_set(dislock, server):
     """By field, with what somebody had set before."""
     server.put(lock(limit=0, waiting=1))
@@ -113,7 +119,7 @@ def test_programs_are_told_what_was_set(dislock, server):
     rate = {"most": 5, "window": 60.0}
     first = {"key": "k", "rate": rate, "rate_before": None, "seconds": 60.0}
     assert dislock.json("limit", "k", "--rate", "5/m", "--for", "60") == [first]
-    assert dislock.json("hold-back", "k", "9") == [{"key": "k", "held_back": 9.0}]
+    hold_back(dislock.app, 9)
     (told,) = dislock.json("resume", "k")
     assert told.pop("held_back_before") == pytest.approx(9.0, abs=0.1)
     before = {"limit": None, "before": 2, "rate": None, "rate_before": rate}
@@ -124,14 +130,9 @@ def test_programs_are_told_what_was_set(dislock, server):
 
 
 def test_a_lock_is_held_back(dislock, server, caplog):
-    """For a time, as a task does it after an answer 429; `resume` ends it before that."""
+    """A task does that after an answer 429; `resume` ends it."""
     server.put(lock(waiting=1))
-    answer = dislock("hold-back", "k", "90", "--note", "429")
-    assert answer.stdout == "Nobody takes lock k for 90 s. Sooner: celery dislock resume k\n"
-    found = server.overview.lock("dislock:{k}").rate
-    assert (round(found.held_back), found.note) == (90, "by me: 429")
-    done = "held back lock 'k' for 90 s, with the note 'by me: 429'"
-    assert caplog.messages == [f"Command: 'me' on here {done}."]
+    hold_back(dislock.app, 90)
     assert dislock("resume", "k").stdout == f"{AS_CODE} It was held back.\n"
     assert caplog.messages[-1] == f"Command: 'me' on here {BACK}."
     assert server.overview.lock("dislock:{k}").rate is None
@@ -144,7 +145,7 @@ def test_a_lock_is_held_back(dislock, server, caplog):
         ("limit k 2 --rate 10", "'10' cannot be used: give a rate as '100/m' or '5/10s'"),
         ("limit k --rate 0/m", "'0/m' cannot be used: give 1 to 1,000,000 starts in a window"),
         ("limit k --rate 1/90d", "give a window of 1 second to 30 days"),
-        ("hold-back k 0", "'0' is no time above 0; give 90 (seconds), 10m, 2h or 1d"),
+        ("pause k --for 0", "'0' is no time above 0; give 90 (seconds), 10m, 2h or 1d"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_the_remedy(dislock, server, command, remedy):
@@ -155,7 +156,7 @@ def test_what_cannot_be_used_is_refused_with_the_remedy(dislock, server, command
     assert server.contents() == {}
 
 
-@pytest.mark.parametrize("command", ["limit k 1 --rate 9/m", "limit k --rate 9/m", "hold-back k 9"])
+@pytest.mark.parametrize("command", ["limit k 1 --rate 9/m", "limit k --rate 9/m"])
 def test_several_servers_count_no_starts(dislock, server, command):
     """That is said, and nothing is set by halves; what they can have is taken back."""
     server.keeps_lines, server.kind = False, "quorum"
@@ -201,7 +202,7 @@ def test_what_was_set_before_an_error_is_logged(dislock, server, caplog, monkeyp
     "command",
     [
         *("pause export:*", "resume export:*", "limit export:* 2", "limit export:* --rate 9/m"),
-        *("hold-back export:* 9", "limit k 1000000001"),
+        "limit k 1000000001",
     ],
 )
 def test_what_would_be_another_lock_or_a_damaged_one_is_refused(dislock, server, command):

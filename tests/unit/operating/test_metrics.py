@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating import counting
 from celery_dislock.operating.counting import OTHER, TASKS_MOST, Counters, instruments
@@ -21,7 +19,6 @@ from celery_dislock.operating.metrics import BUCKETS, COUNTED, METRICS, PARTS
 from celery_dislock.operating.web import cache, metrics
 from celery_dislock.operating.web.metrics import make_wsgi_app
 from celery_dislock.scripts import COUNT
-from celery_dislock.servers.rates import RateState
 from tests.programs import NOT_HERE
 from tests.scraping import scrape
 from tests.staged import RESERVED, holder, lock, place
@@ -176,17 +173,13 @@ def test_names_of_tasks_are_bounded(sender, read):
 
 
 def test_what_is_left_is_sent_at_the_end_of_the_process(sender, read):
-    """Once, and by the process that counted; a server that is away holds up no end."""
+    """Once; a server that is away holds up no end."""
     sender.add()
     sender.error = AWAY
-    counting.finish_all(sender=None)
+    sender.counters.finish()
     sender.error = None
-    pid, sender.counters._pid = sender.counters._pid, os.getpid() + 1  # as in a forked child
-    counting.finish_all()
-    assert of(read(), "acquisitions_total") == {}
-    sender.counters._pid = pid
     for _ in range(2):
-        counting.finish_all()
+        sender.counters.finish()
     assert of(read(), "acquisitions_total") == {("at_once", "shop.export", "w"): 1}
 
 
@@ -360,9 +353,6 @@ def test_a_reading_that_takes_long_is_read_once_for_all(server, app, monkeypatch
     assert len(scans) == 3
 
 
-RATED = RateState(Rate(9, 60.0), 0.0, is_set=True)
-
-
 def waiting(*tasks, **given):
     """Make a lock with these in line; None is no parked task."""
     line = [place(nth, parked=bool(task), task=task) for nth, task in enumerate(tasks)]
@@ -401,26 +391,14 @@ def reserved(state, since):
         (
             [
                 {"limit": 0, "limit_age": 40.0, "waiting": 3},
-                {"limit": 0, "limit_age": 10.0, "waiting": 1},
-                {"limit": 2, "limit_age": 5.0},
+                {"limit": 0, "limit_age": 10.0},
+                {"limit": 2, "limit_age": 5.0, "aside": 1},
+                {"limit": 2, "limit_age": 5.0},  # nobody waits
+                {"holders": [holder(renewed=25.0, remaining=5.0)]},
             ],
             {
-                "limits": {("paused",): 2, ("limited",): 1},
-                "limits_oldest_seconds": {("paused",): 40.0, ("limited",): 5.0},
-                "limits_waiting": {("paused",): 4, ("limited",): 0},
-            },
-        ),
-        (
-            [
-                {"rate": RATED._replace(age=40.0), "waiting": 2},
-                {"rate": RATED._replace(age=5.0, held_back=9.0), "limit": 0, "limit_age": 50.0},
-                {"rate": RateState(None, 0.0, held_back=9.0, age=7.0), "waiting": 3},
-                {"rate": RATED._replace(is_set=False, early=9.0), "waiting": 1},  # of the code
-            ],
-            {
-                "limits": {("rated",): 2, ("held back",): 2, ("paused",): 1},
-                "limits_oldest_seconds": {("rated",): 40.0, ("held back",): 7.0, ("paused",): 50.0},
-                "limits_waiting": {("rated",): 2, ("held back",): 3, ("paused",): 0},
+                "troubles": {("paused",): 2, ("set aside",): 1, ("overdue",): 1},
+                "troubles_oldest_seconds": {("paused",): 40.0, ("overdue",): 25.0},
             },
         ),
         (
@@ -435,13 +413,22 @@ def reserved(state, since):
     ],
 )
 def test_locks_are_counted(server, read, monkeypatch, locks, gauges):
-    """By task and worker, or by state: how many there are, and the age of the oldest."""
+    """By task and worker, state or trouble: how many there are, and the age of the oldest."""
     monkeypatch.setattr(metrics, "PLACES", 4)
     server.put(*(lock(str(nth), **given) for nth, given in enumerate(locks)))
     values = read()
     assert {name: of(values, name) for name in gauges} == {
         name: pytest.approx(known, abs=0.01) for name, known in gauges.items()
     }
+
+
+def test_a_lock_that_is_damaged_is_counted_as_such(server, read):
+    """The others are counted as ever."""
+    server.put(lock("k", holders=[holder()]))
+    server.damage("d")
+    values = read()
+    assert (values["troubles", "damaged"], values["server_up",]) == (1, 1)
+    assert values["leases", "shop.export", "celery@w1"] == 1
 
 
 def test_the_locks_that_are_looked_at_are_bounded(server, read, monkeypatch):

@@ -1,9 +1,8 @@
-"""``ls``, ``show``, ``line`` and ``top``: who holds what, in words and as JSON."""
+"""``ls``, ``show`` and ``line``: who holds what, in words and as JSON."""
 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +71,16 @@ def test_all_that_is_known_is_told(dislock, all_of_it, words):
     assert answer.exit_code == 0
     assert answer.stdout == (TEXTS / f"{words.replace(' ', '-')}.txt").read_text("utf-8")
     assert answer.stderr == ""
+
+
+def test_a_holder_is_told_for_whose_end_a_newer_task_waits(dislock, server):
+    """With the id of the newer one; as JSON it stands beside the rest, null where none waits."""
+    server.put(lock("deploy", holders=[holder(1, superseded="id-2"), holder(3)]))
+    told = dislock("show", "deploy").stdout
+    assert told.count("newer ") == 1
+    assert "\n    newer     task id-2, which waits for this one to end\n" in told
+    holders = dislock.json("show", "deploy")["holders"]
+    assert [one["superseded"] for one in holders] == ["id-2", None]
 
 
 def test_what_nobody_leads_or_holds_is_told(dislock, all_of_it):
@@ -244,9 +253,9 @@ HOSTILE = "[red]x[/red]\x1b[31m\n"
 KEYS = ["k" * 160, "\u4e2d\u6587" * 25, "\U0001f512" * 30, HOSTILE * 9, "[b]\x1b[m\n", "export:7"]
 
 
-@pytest.mark.parametrize("asked", [["ls"], ["line", "export:7"], ["top"]])
+@pytest.mark.parametrize("asked", [["ls"], ["line", "export:7"]])
 def test_a_row_is_a_line_of_80_columns_of_text(dislock, server, asked):
-    """Whatever is in the keys and names of strangers; rich gets no markup of theirs."""
+    """Whatever is in the keys and names of strangers."""
     task_id = "9b1d0c5e-77aa-4c3e-9d2b-0123456789ab"
     who = {"id": task_id, "task": "[link=x]t[/link]", "worker": "celery@worker-1.example.com"}
     parked = place(task=HOSTILE * 20, args="\u4e2d" * 90, routing_key=HOSTILE)
@@ -265,36 +274,13 @@ def test_a_row_is_a_line_of_80_columns_of_text(dislock, server, asked):
     assert dislock.json("ls")[0]["holders"][0]["id"] == task_id
 
 
-def test_top_has_trouble_first_then_the_longest_lines_then_the_longest_held(dislock, server):
-    """What does not fit is left out; a narrow terminal has the key and the time."""
-    server.put(*(lock(f"k{n}", holders=[holder(held=float(n))]) for n in range(300)))
-    server.put(lock("line", holders=[holder()], waiting=3), lock("paused", limit=0))
-    server.put(lock("long:" + "7" * 70, holders=[holder(held=1000.0)]))
-    lines = dislock("top", env={"COLUMNS": "60"}).stdout.splitlines()
-    assert len(lines) == 40
-    assert [line.split()[0] for line in lines[4:9]] == [
-        *("paused", "line", "long:7..77", "k299", "k298"),
-    ]
-    assert "16 min" in lines[6]
-    assert max(map(len, lines)) <= 60
-
-
-def test_without_rich_the_error_names_the_extra(dislock, monkeypatch):
-    """It is no dependency of workers."""
-    for name in ("rich.console", "rich.live"):
-        monkeypatch.setitem(sys.modules, name, None)
-    answer = dislock("top")
-    assert answer.exit_code == FOUND
-    assert 'pip install "celery-dislock[cli]"' in answer.output
-
-
 def test_errors_have_their_exit_codes(dislock, server):
     """A server that is away is no finding, and a damaged lock is one."""
     server.damage("k")
     answer = dislock("show", "k")
     assert answer.exit_code == FOUND
     assert "cannot be used: WRONGTYPE" in answer.stderr
-    for command in ("ls", "show k", "line k", "top", "free k", "pause k", "drop id"):
+    for command in ("ls", "show k", "line k", "free k", "pause k", "drop id"):
         server.error = StoreError("redis://fake", "away")
         answer = dislock(*command.split())
         assert (answer.exit_code, answer.stderr) == (
@@ -320,4 +306,4 @@ def test_the_help_of_no_command_is_cut(dislock, width):
         short = command.get_short_help_str()
         assert short.endswith("."), name
         assert f"{name} {' '.join(short.split())}" in words
-        assert len(short) <= 80 - len("  hold-back  "), name
+        assert len(short) <= 80 - len("  put-back  "), name

@@ -384,7 +384,8 @@ function fillHolder(item, holder) {
   else time(renewed, holder.renewed, 1, "renewed ", " ago, ");
   time(left, holder.remaining, -1, "", holder.expiring || holder.renewed === null ? " left, " : " left unless renewed again, ");
   const place = [holder.host ? `host ${plain(holder.host)}` : "", holder.pid ? `pid ${holder.pid}` : ""].filter(Boolean).join(", ");
-  setText(more, [`${holder.mode}${holder.expiring ? ", left to expire" : ""}`, place, `token ${holder.token}`].filter(Boolean).join(", "));
+  const newer = holder.superseded ? `newer task ${plain(holder.superseded)} waits for this one to end` : "";
+  setText(more, [`${holder.mode}${holder.expiring ? ", left to expire" : ""}`, place, `token ${holder.token}`, newer].filter(Boolean).join(", "));
   const [end, button] = item.querySelectorAll("button");
   button.hidden = !lastLock.may_act;
   button.setAttribute("aria-label", `Free the lock of ${plain(holder.who)}`);

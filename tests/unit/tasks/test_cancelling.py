@@ -1,0 +1,223 @@
+"""The newest task of a key takes over: what messages say, and how the one that ran ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+from celery.exceptions import Ignore
+from celery.worker import state
+
+from celery_dislock import SettingsError, current_lease
+from celery_dislock.config.settings import task_options
+from celery_dislock.exceptions import SupersededError
+from celery_dislock.tasks import cancelling
+from celery_dislock.worker import cancelled
+from tests.declaring import declare, never
+from tests.driven import held
+from tests.unit.deliveries import deliver
+
+CANCEL = {"lock_on_conflict": "cancel"}
+SENT = 1_700_000_000_000_000  # microseconds
+
+
+def us():
+    return int(time.time() * 1e6)
+
+
+@pytest.fixture(autouse=True)
+def told(app, monkeypatch):
+    """What workers were told by remote control."""
+    commands = []
+    monkeypatch.setattr(app.control, "broadcast", lambda *args, **how: commands.append((args, how)))
+    return commands
+
+
+@pytest.mark.parametrize(("options", "later"), [({}, 0), ({"countdown": 60}, 60_000_000)])
+def test_a_message_says_when_it_was_sent(app, broker, options, later):
+    """One with an ETA counts as sent then."""
+    declare(app, **CANCEL).apply_async(**options)
+    assert broker.last.notes["sent"] == pytest.approx(us() + later, abs=1000)
+
+
+def test_a_sender_that_does_not_say_it(app, lock_server, broker):
+    """It was sent when it first came; its turn, and each retry, keep that."""
+    task = declare(app, lambda self: self.retry(countdown=5), bind=True, **CANCEL)
+    came = us()
+    with held(app, "k", "holder"):
+        deliver(task)
+    lock_server.advance(60)
+    assert came <= broker.last.notes["sent"] <= came + 1000
+    deliver(task, headers=broker.last.headers)
+    assert came <= broker.last.notes["sent"] <= came + 1000
+
+
+def test_a_retry_of_a_task_whose_sender_does_not_say_it(app, lock_server, broker):
+    """It counts as sent when the task first came, also where that ran at once."""
+    task = declare(app, lambda self: self.retry(countdown=5), bind=True, **CANCEL)
+    came = us()
+    deliver(task, headers={})
+    assert broker.last.headers["retries"] == 1
+    assert came <= broker.last.notes["sent"] <= came + 1000
+
+
+def test_a_clock_that_is_ahead(app, broker):
+    """What was sent in the future was sent when it came; its turn and its retries keep that."""
+    task = declare(app, never, **CANCEL)
+    with held(app, "k", "holder"):
+        deliver(task, notes={"sent": us() + 3_600_000_000})
+    assert broker.last.notes["sent"] <= us()
+
+
+def test_there_is_room_for_one_in_line(app, broker):
+    """A second newcomer takes the place of the first, which ends as REVOKED."""
+    task = declare(app, never, **CANCEL)
+    with held(app, "k", "holder"):
+        deliver(task, "1", notes={"sent": us() - 2})
+        deliver(task, "2", notes={"sent": us() - 1})
+        assert [one.id for one in task.lock_for().line()] == ["2"]
+    assert app.AsyncResult("1").state == "REVOKED"
+
+
+@pytest.mark.parametrize("sent", [SENT * 1000, -1, "x", None, 1.5, True])
+def test_a_time_that_cannot_be_is_now(app, broker, sent):
+    """A clock that is ahead, or a forged header, bars no later task."""
+    task = declare(app, **CANCEL)
+    deliver(task, notes={"sent": sent})
+    assert app.AsyncResult("1").state == "SUCCESS"
+    deliver(task, task_id="2", notes={"sent": us() + 10})
+    assert app.AsyncResult("2").state == "SUCCESS"
+
+
+def test_what_was_sent_before_the_newest_does_not_run(app):
+    """Whether that one runs or has run; also its own retries are no older than it is."""
+    task = declare(app, **CANCEL)
+    deliver(task, task_id="2", notes={"sent": us() - 5})
+    old = declare(app, never, name="old", **CANCEL)
+    deliver(old, task_id="1", notes={"sent": us() - 1000})
+    assert str(app.AsyncResult("1").result) == "a newer message of key 'k' replaces it: task 2"
+    assert app.AsyncResult("1").state == "REVOKED"
+    assert deliver(task, task_id="2", notes={"sent": us() - 5}, retries=1).info is None
+
+
+def cancelled_body(task_of, lock_server, end):
+    """Make a body for which a newer task comes; it *ends* when it was told."""
+
+    def body(*_self):
+        deliver(task_of(), task_id="2", headers={})
+        lock_server.advance(10)
+        lease = current_lease()
+        assert lease.superseded == "2"
+        end(*_self)
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("end", "ends"),
+    [
+        (lambda self: self.lease.ensure_held(), "REVOKED"),
+        (lambda self: self.retry(countdown=1), "REVOKED"),
+        (lambda _self: "done", "SUCCESS"),
+    ],
+    ids=["asks", "retries", "returns"],
+)
+@pytest.mark.parametrize("kept", [True, False])
+def test_how_the_one_that_ran_ends(app, lock_server, broker, told, end, ends, kept):
+    """REVOKED, with who came, and no retry; the newest has its turn, whatever failures keep."""
+    options = {"bind": True, "lock_on_cancel": "warn", "release_on_failure": kept, **CANCEL}
+    task = declare(app, cancelled_body(lambda: task, lock_server, end), **options)
+    before = len(broker.sent)
+    deliver(task, headers={})
+    result = app.AsyncResult("1")
+    assert result.state == ends
+    assert ends == "SUCCESS" or str(result.result).endswith("replaces it: task 2")
+    assert [one.headers["id"] for one in broker.sent[before:]] == ["2"]
+    [((command, about), how)] = told
+    assert (command, about) == ("dislock_look", {"task_id": "1"})
+    assert how["destination"] == [task.lock_for().holders()[0].worker or how["destination"][0]]
+
+
+def test_a_broker_that_does_not_take_the_command(app, lock_server, caplog, monkeypatch):
+    """The newcomer is parked all the same; a renewal tells."""
+
+    def fail(*_args, **_how):
+        raise ConnectionError("away")
+
+    monkeypatch.setattr(app.control, "broadcast", fail)
+    caplog.set_level("INFO", "celery_dislock")
+    options = {"bind": True, "lock_on_cancel": "warn", **CANCEL}
+    end = lambda self: self.lease.ensure_held()  # noqa: E731
+    task = declare(app, cancelled_body(lambda: task, lock_server, end), **options)
+    deliver(task, headers={})
+    assert app.AsyncResult("1").state == "REVOKED"
+    assert (
+        "Task shop.t[1] cancelled: a newer message of key 'k' replaces it: task 2." in caplog.text
+    )
+    assert "hears at its next renewal that task 1 is cancelled: away" in caplog.text
+
+
+@pytest.mark.parametrize("holder", [{}, {"id": 5, "worker": "w"}, {"id": "1", "worker": None}])
+def test_a_holder_that_no_worker_has_is_told_nothing(app, told, holder):
+    """A thread, or a record that somebody has written by hand."""
+    cancelling.tell_workers(app, [holder])
+    assert told == []
+
+
+@pytest.mark.parametrize(("pid", "asked", "gets"), [(7, "1", [7]), (7, "2", []), (0, "1", [])])
+def test_a_worker_that_is_told_to_look(app, monkeypatch, pid, asked, gets):
+    """It signals the pool process that runs the task, and nobody else."""
+    signals = []
+    monkeypatch.setattr(os, "kill", lambda *args: signals.append(args))
+    request = SimpleNamespace(id="1", worker_pid=pid or os.getpid())
+    monkeypatch.setattr(state, "active_requests", [request])
+    cancelled.look(SimpleNamespace(app=app), task_id=asked)
+    assert signals == [(one, signal.SIGURG) for one in gets]
+
+
+def test_a_worker_without_locks_looks_for_nothing(app):
+    """It has none, and asks for no lock server."""
+    app.conf.dislock_enabled = False
+    cancelled.look(SimpleNamespace(app=app), task_id="1")
+
+
+@pytest.mark.parametrize(
+    "error", [Ignore(), ValueError(), SystemExit()], ids=["ignore", "own", "exit"]
+)
+def test_what_does_not_come_of_it(error):
+    """What a body raises for reasons of its own stays what it is."""
+    lease = SimpleNamespace(told_at=1.0)
+    assert not cancelling.was_cancelled(lease, error)
+    error.__context__ = SupersededError("k", "2")  # raised while that was handled
+    assert cancelling.was_cancelled(lease, error) is not isinstance(error, Ignore)
+    assert not cancelling.was_cancelled(SimpleNamespace(told_at=None), SupersededError("k", "2"))
+
+
+URLS = {"dislock_url": [f"redis://{n}:1/0" for n in range(3)]}
+
+
+@pytest.mark.parametrize(
+    ("options", "conf", "named"),
+    [
+        ({"lock_expire": 5}, {}, "a renewal tells"),
+        ({"lock_hold_on_retry": True}, {}, "a retry comes back"),
+        ({"lock_key": ["a", "b"]}, {}, "give one key"),
+        ({}, URLS, "keep no line"),
+        ({"lock_queue_limit": 5}, {}, "no effect"),
+        ({"lock_on_cancel": "stop"}, {}, "'warn', 'raise', 'terminate'"),
+    ],
+)
+def test_what_cannot_be_used_with_it(options, conf, named):
+    """It is refused when the task is bound, with what to do instead."""
+    with pytest.raises(SettingsError, match=named):
+        task_options("t", {"lock_key": "k", **CANCEL, **options}, conf)
+
+
+def test_a_callable_cannot_choose_it(app):
+    """The messages of its task do not say when they were sent."""
+    task = declare(app, never, lock_on_conflict=lambda *_: "cancel")
+    with held(app, "k", "holder"):
+        assert isinstance(deliver(task).retval.exception, SettingsError)
