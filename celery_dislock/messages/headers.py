@@ -61,6 +61,7 @@ OF_THE_BROKER = (
     "x-acquired-count",
 )
 
+SKEW = 60.0  # seconds by which a worker's clock may be behind that of a sender
 PUT_OFF_MOST_TIMES = 10**6  # the count stops here
 UNTIL_MOST = 10.0**11  # UNIX time, about the year 5138
 OWNER_MOST = 400  # characters after the task's id: worker, process and count
@@ -180,9 +181,14 @@ def notes_of(request: Context) -> Mapping[str, Any]:
 
 
 def sent_of(request: Context) -> int:
-    """Return when a task was sent, as its message says; now, if that is later or not said."""
+    """
+    Return when a task was sent, as its message says; now, if that is not said, or much later.
+
+    What is a little later may be right, as this worker's clock may be behind: the lock server takes
+    it for no later than now.
+    """
     sent, now = notes_of(request).get(SENT), int(time.time() * 1e6)
-    return sent if type(sent) is int and 0 < sent < now else now
+    return sent if type(sent) is int and 0 < sent < now + SKEW * 1e6 else now
 
 
 def notes_in(headers: Mapping[str, Any] | None) -> Mapping[str, Any]:

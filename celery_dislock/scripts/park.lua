@@ -176,7 +176,7 @@ local function make_room(size)
   if overflow ~= 'replace' then return NO_ROOM end
   for _, other in ipairs(waiting_longest()) do
     if is_oldest or is_room() or #goes == TAKEN_MOST then break end
-    is_oldest = was_sent_before(other)
+    is_oldest = not this and was_sent_before(other)  -- else it is the newest, as newer_than() says
     if not is_oldest then
       goes[#goes + 1] = other
       too_many, too_long = too_many - 1, too_long - redis.call('HSTRLEN', lock.tickets, other)

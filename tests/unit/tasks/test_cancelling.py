@@ -14,6 +14,7 @@ from celery.worker import state
 from celery_dislock import SettingsError, current_lease
 from celery_dislock.config.settings import task_options
 from celery_dislock.exceptions import SupersededError
+from celery_dislock.messages import headers
 from celery_dislock.tasks import cancelling
 from celery_dislock.worker import cancelled
 from tests.declaring import declare, never
@@ -70,6 +71,25 @@ def test_a_clock_that_is_ahead(app, broker):
     with held(app, "k", "holder"):
         deliver(task, notes={"sent": us() + 3_600_000_000})
     assert broker.last.notes["sent"] <= us()
+
+
+def test_a_worker_whose_clock_is_behind(app, monkeypatch):
+    """It takes no task for older than the message says: else the newest would not run."""
+    task = declare(app, **CANCEL)
+    deliver(task, "1", notes={"sent": us() - 2000})
+    monkeypatch.setattr(headers, "time", SimpleNamespace(time=lambda: time.time() - 5))
+    deliver(task, "2", notes={"sent": us() - 1000})
+    assert app.AsyncResult("2").state == "SUCCESS"
+
+
+def test_a_sender_whose_clock_is_a_little_ahead(app, broker):
+    """Its task does not keep a later one of another sender out of the line."""
+    task = declare(app, never, **CANCEL)
+    with held(app, "k", "holder"):
+        deliver(task, "1", notes={"sent": us() + 2_000_000})
+        deliver(task, "2", notes={"sent": us()})
+        assert [one.id for one in task.lock_for().line()] == ["2"]
+    assert app.AsyncResult("1").state == "REVOKED"
 
 
 def test_there_is_room_for_one_in_line(app, broker):
