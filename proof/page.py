@@ -46,7 +46,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "| runs for longer than its cap": ("cap",),
     "What holds with a [rate]": ("rate",),
     "| the reply that a message is replaced is late": ("newest",),
-    "| a newer task of the key comes, with": ("takes over",),
+    'What holds with [`lock_on_conflict="cancel"`]': ("takes over",),
     "| several beats run": ("tick",),
     "| the leader is killed | another": ("silent", "end"),
     "| the leader is killed while": ("again",),

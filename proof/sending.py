@@ -56,11 +56,12 @@ def main() -> None:
         notes[headers["id"]] = notes_in(headers)
 
     before_task_publish.connect(look, weak=False)
-    often = (DIES, IN_LINE, RATED, *BURSTS)
+    often = (DIES, IN_LINE, RATED, *(BURSTS - CANCELS))
     names = [*TASKS, *(name for name in often if name in TASKS)]  # these more often
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
         name, number = chance.choice(names), chance.randrange(KEYS)
-        for _ in range(chance.randint(2, BURST) if name in BURSTS else 1):
+        least = 2 if name in BURSTS - CANCELS else 1
+        for _ in range(chance.randint(least, BURST) if name in BURSTS else 1):
             send(name, number, chance.choice((*["short"] * 28, "long", "keeps the GIL")), notes)
 
 

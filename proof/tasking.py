@@ -80,6 +80,7 @@ DEATHS = 1 / 2  # of the bodies that may die
 RUNAWAY = 8  # timeouts: a body that goes on beyond its cap
 LASTS = (0.05, 1.0, 3.0)  # timeouts: bodies that may be told to end
 SLOW, RESISTS = 0.3, 3.0  # timeouts for which they go on then, if they do
+RETRIES, AGAIN = 1 / 3, 0.5  # of those that were not told; timeouts until they come again
 
 site = Site.of_this_process()
 app = Celery("proof", broker=site.broker, backend=site.results, set_as_current=False)
@@ -152,6 +153,8 @@ def work_until_told(task: Any, holding: Holding) -> None:
         holding.end()
         raise
     holding.end()
+    if not task.request.retries and random.random() < RETRIES:
+        raise task.retry(countdown=AGAIN * timeout)
     mine.add("task", task.request.id, "end")
 
 
