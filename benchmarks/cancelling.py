@@ -26,7 +26,7 @@ from benchmarks.measuring import Figure
 from benchmarks.processes import started
 from celery_dislock import Dislock
 from celery_dislock.tasks.request import is_alive
-from celery_dislock.testing.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from pathlib import Path
