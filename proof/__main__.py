@@ -181,7 +181,7 @@ def _is_simulated(minutes: float, seed: int, keep: Path | None, noted: Noted) ->
     counts: Counter[str] = Counter()
     found = simulate(seed, seconds=60 * minutes, say=click.echo, counts=counts)
     broken = found.seed if found else "nothing"
-    outcome = {"judges": LEASES, "broken": broken}
+    outcome = {"judges": [*LEASES, "takes over"], "broken": broken}
     noted("simulation", seed=seed, seconds=60 * minutes, **counts, **outcome)
     if found and keep:
         keep.mkdir(parents=True, exist_ok=True)
