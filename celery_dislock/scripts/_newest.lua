@@ -47,6 +47,8 @@ do
   end
 
   become_newest = function(lock, this, which)
+    local other = newest(lock, which)
+    if other and is_newer(other, this) then return end
     redis.call('HSET', lock.name .. NEWEST, which, string.format('1 %.0f %s ', this.sent, this.terms) .. this.task)
     if which == 'began' then redis.call('HDEL', lock.name .. NEWEST, 'waits') end
     redis.call('PEXPIRE', lock.name .. NEWEST, NEWEST_MS)
