@@ -1,5 +1,7 @@
 """Answer ``celery inspect dislock``: how a worker locks, and what its running tasks hold.
 
+``celery inspect dislock_task ID`` tells what a worker knows of one task.
+
 The worker's main process answers.  It knows its settings, and the tasks that run in its pool.
 Whether these hold their locks, it asks the lock server: under prefork the leases are in the pool
 processes, which cannot be asked.
@@ -19,10 +21,12 @@ from celery_dislock.config.options import Key, TaskOptions
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import DislockError, StoreError
 from celery_dislock.keys.names import shown_id
+from celery_dislock.messages.headers import PUT_OFF, notes_in
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.view import shown_key
+from celery_dislock.tasks.request import scheduled
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import for_people
 
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 
 FULL = "full"  # the argument of `celery inspect dislock` that asks for everything
 SHORT = 20  # leases that are listed without it
+ACTIVE, RESERVED, SCHEDULED = "active", "reserved", "scheduled"  # what a task is in a worker
 WITHIN = 0.5  # seconds to wait for a reply of the lock server; the worker's event loop waits, too
 
 
@@ -46,6 +51,38 @@ def inspect_locks(state: Any, shown: Sequence[str] | None = None, **_kwargs: Any
     answer = inspection(state.app, state.consumer.controller)
     # Celery's command line always gives a list; programs that ask leave it out, and get everything.
     return answer if shown is None or FULL in shown else _in_short(answer)
+
+
+def inspect_task(state: Any, task_id: str, **_kwargs: Any) -> dict[str, Any]:
+    """What this worker knows of one task: whether it runs or waits here; its queues, too."""
+    consumer = state.consumer
+    queues = consumer.task_consumer.queues if consumer.task_consumer else ()
+    told = {"locks": not runtime_of(state.app).off, "queues": sorted(one.name for one in queues)}
+    told["revoked"] = task_id in worker_state.revoked
+    for name, requests in (
+        (ACTIVE, worker_state.active_requests),
+        (RESERVED, worker_state.reserved_requests),
+        (SCHEDULED, scheduled(consumer)),
+    ):
+        found = next((one for one in list(requests) if one.id == task_id), None)
+        if found is not None:
+            return {**told, "is": name, **_of_request(found)}
+    return {**told, "is": None}
+
+
+def _of_request(request: Request) -> dict[str, Any]:
+    guard, keys = getattr(request.task, "dislock_guard", None), []
+    if guard is not None and guard.has_lock:
+        with suppress(Exception):  # of a user's callable, for a key
+            keys = list(guard.keys_of(request))
+    return {
+        "task": request.task.name,
+        "keys": keys,
+        "pid": request.worker_pid,
+        "since": request.time_start,
+        "eta": request.eta.timestamp() if request.eta else None,
+        "put_off": notes_in(request.message.headers).get(PUT_OFF, 0),
+    }
 
 
 def inspection(app: Celery, worker: WorkController) -> dict[str, Any]:

@@ -14,6 +14,7 @@ local REPLACED = ':replaced'  -- hash    ticket -> message of a task that lost i
 local ASIDE = ':aside'        -- hash    ticket -> what nobody could read or run, for people to see
 local DONE = ':done:'         -- string  ticket or owner: its mark, when it is done; see _parked.lua
 local MARK = ':mark:'         -- string  task id: a mark about it; see mark.lua
+local REFUSED = ':refused:'   -- string  task id: the task that the key was reserved for, so that it was not sent
 local UNIQUE = ':unique'      -- string  which message the key is reserved for; see _unique.lua
 local LIMIT = ':limit'        -- string  how many leases an operator admits; see limit.lua
 local RATE = ':rate'          -- string  how often an operator lets it be taken; see _rate.lua

@@ -23,6 +23,7 @@ from celery_dislock.operating.cli.reading import line, ls, show
 from celery_dislock.operating.cli.running import run
 from celery_dislock.operating.cli.top import top
 from celery_dislock.operating.cli.web import web
+from celery_dislock.operating.cli.why import why
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -47,7 +48,7 @@ def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
         set_settings(app, {"dislock_url": given})
 
 
-_READING = (ls, show, line, doctor, top, web)
+_READING = (ls, show, line, why, doctor, top, web)
 for _command in (*_READING, free, drop, put_back, pause, limit, hold_back, resume, run):
     # Its first paragraph, whole: click cuts what it makes of the help by itself.
     _command.short_help = (_command.help or "").partition("\n\n")[0]

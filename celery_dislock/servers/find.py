@@ -1,0 +1,233 @@
+"""Find a task on a lock server by its id alone.
+
+A lock's records name the tasks that they are about: owners, tickets and reservations have a task's
+id.  So there is no index of tasks, which each send, start and end would pay for.  What is likely is
+looked at first: locks that somebody names, then those with parked tasks, and then all.  The names
+of all keys are read in pages, and the server answers others in between.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import owners_start, reserved_name, task_name
+from celery_dislock.scripts import FIND, WHERE
+from celery_dislock.scripts.names import (
+    ASIDE,
+    DONE,
+    PLACES,
+    REFUSED,
+    REPLACED,
+    RUNNING,
+    TICKETS,
+    UNIQUE,
+    lock_in,
+    mark_in,
+)
+from celery_dislock.servers.connections import SOCKET_TIMEOUT
+from celery_dislock.servers.records import text
+from celery_dislock.servers.server import SCANNED, escaped, keys_pattern, scan
+from celery_dislock.servers.waiters import Waiter, in_line, parked_place, ticket_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from celery_dislock.servers.server import Server
+
+KEYS_MOST = 5_000_000  # keys of a server, of all programs, that are looked at for one task
+TOGETHER = 200  # keys of locks that are looked into in one round trip
+PAGE = 1000  # fields of a hash that are looked at in one step
+LEASES = ""  # ends the name of the hash of a lock's leases
+HASHES = (TICKETS, LEASES, PLACES, RUNNING, REPLACED, ASIDE)  # with owners or tickets
+OF_TASKS = (*HASHES, UNIQUE)
+CERTAIN = (TICKETS, LEASES, PLACES, REPLACED, ASIDE)  # but leases that are left to expire
+FIRST = b"0"  # cursor of the first page, and after the last one
+RETRIES = 4  # of a task whose done-marks are looked for where one lock is named
+
+
+class Found(NamedTuple):
+    """
+    A record that names a task.
+
+    Attributes:
+        lock: Name in Redis of its lock.
+        end: How the name of the record's key ends; see ``_names.lua``.
+        name: The owner, the ticket or the task's id in it.
+        head: How the record begins; empty: only its name was seen.
+    """
+
+    lock: str
+    end: str
+    name: str
+    head: bytes = b""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it tells what the task does now, whatever else names it."""
+        return self.end in CERTAIN and not self.name.startswith("~")
+
+
+class Place(NamedTuple):
+    """
+    Where somebody stands who waits.
+
+    Attributes:
+        lock: Name in Redis of the lock in whose line it is; of one that has its turn, its first.
+        waiter: Who waits.
+        turn_ends: Seconds until its turn ends; None: it has none.
+        is_lost: Whether it is in no line, and has no turn: the sweep puts it back.
+    """
+
+    lock: str
+    waiter: Waiter
+    turn_ends: float | None
+    is_lost: bool
+
+
+class Search:
+    """
+    Looks for one task.  Its methods block for their round trips.
+
+    Args:
+        server: The lock server.
+        prefix: Prefix of the locks' names in Redis.
+        task_id: The task's id.
+
+    Attributes:
+        looked_at: Keys of all programs whose names were read.
+        is_cut: Whether there were more than are looked at.
+        failed: Why a server of several was not looked at.
+    """
+
+    def __init__(self, server: Server, prefix: str, task_id: str) -> None:
+        self.looked_at = 0
+        self.is_cut = False
+        self.failed: list[StoreError] = []
+        self._server = server
+        self._prefix = prefix
+        self._id = task_id
+        self._name, self._owner = task_name(task_id), owners_start(task_id)
+        self._reserved = f" {reserved_name(task_id)} ".encode()
+        self._ticket = re.compile(rf"{re.escape(self._name)}(:\d+){{2}}")
+        self._pattern = f"*{escaped(self._name)}[:@]*"
+
+    def among(self, locks: Iterable[str], ends: Sequence[str] = OF_TASKS) -> Iterator[Found]:
+        """
+        Look into some locks.
+
+        Args:
+            locks: Their names in Redis.
+            ends: Which of their keys.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        return self._into((lock, end) for lock in locks for end in ends)
+
+    def marks(self, locks: Iterable[str]) -> Iterator[Found]:
+        """Look for the done-marks of the task's first deliveries beside these locks, and others."""
+        names = [f"{DONE}{self._name}:{nth}:0" for nth in range(RETRIES)]
+        names.append(REFUSED + reserved_name(self._id))
+        return self._into((lock, name) for lock in locks for name in names)
+
+    def anywhere(self) -> Iterator[Found]:
+        """
+        Look into all locks.
+
+        Raises:
+            StoreError: No server answered.
+        """
+        senders = self._server.senders()
+        for send in senders:
+            try:
+                for page in scan(send, keys_pattern(self._prefix, "*")):
+                    yield from self._in_page(page)
+                    self.looked_at += SCANNED
+                    if self.looked_at >= KEYS_MOST:
+                        self.is_cut = True
+                        return
+            except StoreError as exc:
+                self.failed.append(exc)
+        if len(self.failed) == len(senders):
+            raise self.failed[0]
+
+    def where(self, lock: str, member: str) -> Place | None:
+        """
+        Tell where somebody stands who waits; None: it does not wait any more.
+
+        Args:
+            lock: Name in Redis of the lock that has its record.
+            member: The owner of a waiter, or the ticket of a parked task and ``#``.
+
+        Raises:
+            DamagedLockError, StoreError: The lock cannot be read.
+        """
+        reply = self._server.run(WHERE, [lock], member)
+        if reply is None:
+            return None
+        now_ms, at, rank, its, joined, record, ends_ms = reply
+        at, is_in_line = text(at), rank >= 0
+        read = in_line if is_in_line else _has_passed
+        waiter = read(at, now_ms, rank + 1, its, joined, record)
+        ends = (ends_ms - now_ms) / 1000 if ends_ms else None
+        return Place(at, waiter, ends, is_lost=not is_in_line and ends is None)
+
+    def _in_page(self, page: Iterable[str]) -> Iterator[Found]:
+        """Look into the keys of a page of names."""
+        into = []
+        for redis_key in page:
+            if mark := mark_in(redis_key):
+                into += [(mark[0], mark[1] + mark[2])] if self._is_named(mark[2]) else []
+            elif lock := lock_in(redis_key):
+                end = redis_key[len(lock) :]
+                into += [(lock, end)] if end in OF_TASKS else []
+        yield from self._into(into)
+
+    def _into(self, keys: Iterable[tuple[str, str]]) -> Iterator[Found]:
+        """Look into keys: of each its lock, and how its name ends."""
+        rest = iter(keys)
+        while some := list(islice(rest, TOGETHER)):
+            pages = [(lock, end, FIRST) for lock, end in some]
+            while pages:
+                replies = self._ask(pages)
+                for (lock, end, _), reply in zip(pages, replies, strict=True):
+                    yield from self._named(lock, end, reply[1:])
+                pages = [
+                    (lock, end, reply[0])
+                    for (lock, end, _), reply in zip(pages, replies, strict=True)
+                    if reply[0] != FIRST
+                ]
+
+    def _ask(self, pages: Sequence[tuple[str, str, bytes]]) -> list[Any]:
+        """Read a page of each key; what cannot be read is empty."""
+        calls = [
+            (lock + end, self._pattern if end in HASHES else "", cursor, PAGE)
+            for lock, end, cursor in pages
+        ]
+        replies = self._server.run_many(FIND, calls, within=SOCKET_TIMEOUT)
+        return [[FIRST] if isinstance(one, StoreError) else one for one in replies]
+
+    def _named(self, lock: str, end: str, page: Sequence[bytes]) -> Iterator[Found]:
+        for field, head in zip(page[::2], page[1::2], strict=True):
+            if end in HASHES:
+                if self._is_named(text(field)):
+                    yield Found(lock, end, text(field), head)
+            elif head and (end != UNIQUE or self._reserved in head):
+                mark = mark_in(lock + end)
+                yield Found(lock, *(mark[1:] if mark else (end, self._id)), head)
+
+    def _is_named(self, name: str) -> bool:
+        """Tell whether an owner, a ticket or an id is of the task."""
+        owner = name.removeprefix("~")  # its lease is left to expire
+        if owner.startswith(self._owner) or name == reserved_name(self._id):
+            return True
+        return bool(self._ticket.fullmatch(ticket_of(name.encode())[0]))
+
+
+def _has_passed(
+    name: str, now_ms: int, nth: int, member: bytes, _joined: bytes, record: bytes
+) -> Waiter:
+    return parked_place(name, now_ms, nth, member, record)
