@@ -138,11 +138,15 @@ def _extend_workers() -> None:
     """Extend what a worker does when it is asked, and what its beat does."""
     from celery.worker.control import inspect_command  # noqa: PLC0415 -- see above
 
-    from celery_dislock.operating.inspection import inspect_locks, inspect_task  # noqa: PLC0415
+    from celery_dislock.operating.inspection import (  # noqa: PLC0415
+        INSPECT_TASK,
+        inspect_locks,
+        inspect_task,
+    )
 
     # Celery's command line, too, must know the commands, or "celery inspect dislock" is refused.
     inspect_command(name="dislock", variadic="shown", signature="[full]")(inspect_locks)
-    inspect_command(name="dislock_task", args=[("task_id", str)], signature="ID")(inspect_task)
+    inspect_command(name=INSPECT_TASK, args=[("task_id", str)], signature="ID")(inspect_task)
     hooks.receive_revokes()
     _extend_beats()
 

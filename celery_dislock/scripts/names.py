@@ -17,7 +17,7 @@ _ENDS = {name: end for name, end, _ in _FOUND}
 UNIQUE = _ENDS["UNIQUE"]  # ends the name of a lock's reservation
 PLACES, TICKETS, RUNNING = _ENDS["PLACES"], _ENDS["TICKETS"], _ENDS["RUNNING"]
 REPLACED, ASIDE = _ENDS["REPLACED"], _ENDS["ASIDE"]
-DONE, REFUSED = _ENDS["DONE"], _ENDS["REFUSED"]  # before a ticket or an owner, and a task's id
+DONE, UNSENT = _ENDS["DONE"], _ENDS["UNSENT"]  # before a ticket or an owner, and a task's id
 
 # Redis type of each key that exists at most once per lock, by the ending after the lock's name.
 KINDS = {"": "hash"} | {end: kind for _, end, kind in _FOUND if end[-1].isalpha()}
@@ -74,7 +74,7 @@ _OF_A_LOCK = re.compile(
 )
 
 
-_OF_A_TASK = re.compile(rf"(.*?:\{{[^}}]*\}}(?::and:[0-9a-f]+)?)({DONE}|{REFUSED})(.*)", re.DOTALL)
+_OF_A_TASK = re.compile(rf"(.*?:\{{[^}}]*\}}(?::and:[0-9a-f]+)?)({DONE}|{UNSENT})(.*)", re.DOTALL)
 
 
 def mark_in(redis_key: str) -> tuple[str, str, str] | None:
@@ -82,7 +82,7 @@ def mark_in(redis_key: str) -> tuple[str, str, str] | None:
     Return what the name of a mark about a task says; None for keys of other things.
 
     Returns:
-        The lock's name, DONE or REFUSED, and what is marked: a ticket, an owner or a task's id.
+        The lock's name, DONE or UNSENT, and what is marked: a ticket, an owner or a task's id.
     """
     found = _OF_A_TASK.fullmatch(redis_key)
     return (found[1], found[2], found[3]) if found else None

@@ -14,7 +14,7 @@
 --           {1, burst_ms, mark, number}   reserved; since the first of the messages that replace each other
 --
 -- The older message is replaced when this one is confirmed, or has begun.  A message that is sent again keeps its
--- number, and never takes the key from another.  Touches that record, and <lock>:refused:<id> of a message that
+-- number, and never takes the key from another.  Touches that record, and <lock>:unsent:<id> of a message that
 -- is not sent and whose id is known: it has the id of the task that the key is reserved for.
 
 -- include: _clock
@@ -54,7 +54,7 @@ if is_reserved(it) then
   if mark or not replaces then
     if known == '1' and not mark and it.id ~= id then
       -- A server without memory refuses it, and then nobody is told.
-      pcall(redis.call, 'SET', string.sub(key, 1, -#UNIQUE - 1) .. REFUSED .. id, it.id, 'PX', COPY_MS)
+      pcall(redis.call, 'SET', string.sub(key, 1, -#UNIQUE - 1) .. UNSENT .. id, it.id, 'PX', COPY_MS)
     end
     return {0, it.id, it.state, it.result}
   end

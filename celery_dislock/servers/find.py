@@ -19,11 +19,11 @@ from celery_dislock.scripts.names import (
     ASIDE,
     DONE,
     PLACES,
-    REFUSED,
     REPLACED,
     RUNNING,
     TICKETS,
     UNIQUE,
+    UNSENT,
     lock_in,
     mark_in,
 )
@@ -130,7 +130,7 @@ class Search:
     def marks(self, locks: Iterable[str]) -> Iterator[Found]:
         """Look for the done-marks of the task's first deliveries beside these locks, and others."""
         names = [f"{DONE}{self._name}:{nth}:0" for nth in range(RETRIES)]
-        names.append(REFUSED + reserved_name(self._id))
+        names.append(UNSENT + reserved_name(self._id))
         return self._into((lock, name) for lock in locks for name in names)
 
     def anywhere(self) -> Iterator[Found]:

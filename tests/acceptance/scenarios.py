@@ -370,6 +370,7 @@ reject = locked("reject", raise_reject, **LATE)
 reject_once = locked("reject_once", requeue_and_succeed, **LATE)
 
 # The lease ends before the body does.
+run_past_cap = locked("run_past_cap", **CAPPED)
 stop_at_cap = locked("stop_at_cap", lock_on_cap="raise", **CAPPED)
 resist_errors = locked("resist_errors", resist_an_error, lock_on_cap="terminate", **CAPPED)
 resist_everything = locked("resist_everything", resist_all, lock_on_cap="terminate", **CAPPED)

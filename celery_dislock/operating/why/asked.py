@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -11,6 +12,7 @@ from celery import states
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
 
+from celery_dislock.operating.inspection import INSPECT_TASK
 from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import bounded
@@ -127,17 +129,23 @@ def ask_workers(app: Celery | None, task_id: str, timeout: float) -> Told:
     """
     if app is None:
         return Told(unknown="these locks have no app")
-    ask = partial(
-        app.control.broadcast,
-        "dislock_task",
-        arguments={"task_id": task_id},
-        reply=True,
-        timeout=timeout,
-    )
+    answers: dict[str, Any] = {}
+
+    def take(reply: Mapping[str, Any]) -> None:
+        answers.update(reply)
+        if any(isinstance(one, dict) and one.get("is") for one in reply.values()):
+            raise _HasIt
+
+    ask = partial(app.control.broadcast, INSPECT_TASK, callback=take, reply=True, timeout=timeout)
     try:
-        replies = answer_within(timeout + ANSWERS_WITHIN, ask)
+        with suppress(_HasIt):  # the others need not be waited for
+            within = timeout + ANSWERS_WITHIN
+            answer_within(within, partial(ask, arguments={"task_id": task_id}))
     except Exception as exc:  # noqa: BLE001 -- of any broker
         return Told(unknown=plain(reason_of(exc)))
-    answers = {name: one for reply in replies or () for name, one in reply.items()}
     known = {n: one for n, one in answers.items() if isinstance(one, dict) and "queues" in one}
     return Told(known, tuple(sorted(answers.keys() - known.keys())))
+
+
+class _HasIt(Exception):  # noqa: N818 -- no error
+    """A worker has the task."""

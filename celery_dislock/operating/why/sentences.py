@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.view import Holder, LockState
     from celery_dislock.tasks.answer import Answer
 
+TODAY = 12 * 3600.0  # seconds within which a time needs no date
 ORDINALS = {1: "st", 2: "nd", 3: "rd"}
 # Troubles of a lock that tell why a task does not get it.
 IN_THE_WAY = {"overdue", "no worker", "unclaimed", "stuck", "hung", "differs", "paused", "limited"}
@@ -46,8 +47,9 @@ def nth(number: int) -> str:
 def at(unix_time: float) -> str:
     """Write a time, as a clock here shows it, and how far it is."""
     left = unix_time - time.time()
+    shown = "%H:%M:%S" if abs(left) < TODAY else "%Y-%m-%d %H:%M:%S"
     try:
-        clock = datetime.fromtimestamp(unix_time).astimezone().strftime("%H:%M:%S")
+        clock = datetime.fromtimestamp(unix_time).astimezone().strftime(shown)
     except (ValueError, OverflowError, OSError):
         return "?"
     return f"{clock}, in {for_people(left)}" if left >= 0 else f"{clock}, {for_people(-left)} ago"
@@ -134,20 +136,22 @@ def in_its_slot(case: Case, found: Found) -> Answer | None:
     place = case.search.where(found.lock, found.name)
     if place is None:
         return None
-    return in_line(case, place, f" in its slot of a worker, {place.waiter.who},")
+    return in_line(case, place, f"in its slot {place.waiter.who.rpartition('] ')[2]}")
 
 
-def in_line(case: Case, place: Place, where: str = "") -> Answer:
-    """It is nth in line, and this is in the way."""
+def in_line(case: Case, place: Place, slot: str = "") -> Answer:
+    """It is nth in line, perhaps in a slot of a worker, and this is in the way."""
     waiter, lock = place.waiter, case.overview.lock(place.lock)
     state, way = in_the_way(lock)
     count, several = max(lock.waiting, waiter.place), waiter.stations
     of_several = f" (the {nth(len(waiter.keeps) + 1)} of its {len(several)} locks)"
     keeps = f"; it keeps {some(map(repr, waiter.keeps))} meanwhile" if waiter.keeps else ""
-    verb = f"waits{where} as" if where else "is"
-    standing = f"{verb} {nth(waiter.place)} of {count}" if count > 1 else f"{verb} alone"
+    standing = f"{nth(waiter.place)} of {count}" if count > 1 else "alone"
+    if slot:
+        standing = f"waits {slot}, {standing}"
+        state = "waiting in its slot" if state == "in line" else state
     sentence = (
-        f"{case.who(waiter.task)} {standing} in line for lock {lock.key!r}"
+        f"{case.who(waiter.task)} {'' if slot else 'is '}{standing} in line for lock {lock.key!r}"
         f"{of_several if several else ''}, {way}{keeps}."
     )
     first = lock.line[0] if lock.line and waiter.place > 1 else None

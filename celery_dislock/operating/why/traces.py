@@ -11,9 +11,9 @@ from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.messages.headers import UNTIL_MOST
 from celery_dislock.operating.checks.troubles import TROUBLES
 from celery_dislock.operating.inspection import ACTIVE, RESERVED
-from celery_dislock.operating.why.sentences import at, in_the_way
+from celery_dislock.operating.why.sentences import at, in_the_way, of_record
 from celery_dislock.parking.park import PARKED
-from celery_dislock.scripts.names import DONE, REFUSED, RUNNING
+from celery_dislock.scripts.names import DONE, RUNNING, UNSENT
 from celery_dislock.servers.records import text
 from celery_dislock.servers.view import shown_key
 from celery_dislock.words import for_people
@@ -43,7 +43,9 @@ def ended(case: Case) -> Answer | None:
     if not stored.is_final:
         return None
     when = f", at {at(stored.at)}" if stored.at else ""
-    sentence = f"{case.who()} {ENDS[stored.state]}{when}{stored.reason and ': '}{stored.reason}"
+    says_more = stored.reason not in {"", "revoked"}
+    why = f": {stored.reason}" if says_more else ""
+    sentence = f"{case.who()} {ENDS[stored.state]}{when}{why}"
     done = stored.state == states.SUCCESS
     about = {"result": stored.state, "at": stored.at}
     remedy = "" if done else SEND_AGAIN
@@ -58,6 +60,10 @@ def with_worker(case: Case) -> Answer | None:
     if case.told.having is None:
         return None
     worker, has = case.told.having
+    names = case.runtime.lock_names(_keys(has))
+    for found in () if case.away else case.search.among(names):  # it may have come there since
+        if found.is_certain and (answer := of_record(case, found)):
+            return answer
     facts = [f"workers: {worker} has it: {has['is']}"]
     more: dict[str, Any] = {"task": _text(has.get("task")), "key": next(iter(_keys(has)), None)}
     more["about"] = {"worker": worker, "keys": _keys(has)}
@@ -98,10 +104,7 @@ def _active(
         f"{runs}, and does not hold its lock {keys}: it begins or ends at this moment, or its "
         "lease was lost, freed or capped (max_renew_times)."
     )
-    remedy = (
-        f"It runs, perhaps beside another. To end it: celery -A ... inspect dislock full shows its "
-        f"process, and app.control.revoke({case.id!r}, terminate=True) ends it"
-    )
+    remedy = f"It runs, perhaps beside another. To end it: celery control terminate KILL {case.id}"
     return case.answer("running without its lock", sentence, facts, remedy, **more)
 
 
@@ -217,7 +220,7 @@ def _reserved(case: Case, found: Found, one: ReservationState) -> Answer:
 
 def duplicate(case: Case) -> Answer | None:
     """It was not sent, as a message of its key was there."""
-    found = next((one for one in case.found if one.end == REFUSED), None)
+    found = next((one for one in case.found if one.end == UNSENT), None)
     if found is None:
         return None
     first, key = task_id_of_reserved(text(found.head)), shown_key(found.lock)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.staged import RESERVED, holder, lock, place
+from tests.staged import holder, lock, place
 
 
 @pytest.fixture
 def workers(app, monkeypatch):
     """What the workers answer, by their names; they are asked for one task."""
     answers = {}
-    monkeypatch.setattr(
-        app.control, "broadcast", lambda *_args, **_how: [{n: one} for n, one in answers.items()]
-    )
+
+    def broadcast(_command, *, arguments, callback, **_how):
+        for name, one in answers.items():
+            callback({name: {"queues": [], "locks": True, "is": None, **one}})
+
+    monkeypatch.setattr(app.control, "broadcast", broadcast)
     return answers
 
 
