@@ -67,6 +67,11 @@ class Case:
         """What the result backend has; it is asked once."""
         return ask_backend(self.app, self.id)
 
+    def ask_backend_again(self) -> Stored:
+        """Return what the result backend has by now, of a task that has moved on."""
+        self.stored = ask_backend(self.app, self.id)
+        return self.stored
+
     @cached_property
     def told(self) -> Told:
         """What the workers have told; they are asked once."""

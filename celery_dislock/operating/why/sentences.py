@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.keys.templates import key_of
-from celery_dislock.operating.checks.table import some
+from celery_dislock.operating.checks.table import number, some
 from celery_dislock.operating.checks.troubles import OVERDUE, troubles_of
 from celery_dislock.operating.inspection import RESERVED, SCHEDULED
 from celery_dislock.scripts.names import ASIDE, PLACES, REPLACED, TICKETS
@@ -231,7 +231,7 @@ def with_turn(case: Case, place: Place) -> Answer:
     messages = case.site.messages_in([queue])
     facts = [
         f"lock server: this turn ends in {for_people(place.turn_ends)}, and then comes again",
-        f"broker: {messages} messages wait in queue {queue!r}" if messages is not None else "",
+        f"broker: {number(messages, 'message')} in queue {queue!r}" if messages is not None else "",
     ]
     about = {"turns": waiter.turns, "queue": queue, "consumers": told.serving(queue)}
     more = {"task": waiter.task, "key": key, "about": about}

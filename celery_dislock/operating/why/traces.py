@@ -9,6 +9,7 @@ from celery import states
 
 from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.messages.headers import UNTIL_MOST
+from celery_dislock.operating.checks.table import number
 from celery_dislock.operating.checks.troubles import TROUBLES
 from celery_dislock.operating.inspection import ACTIVE, RESERVED
 from celery_dislock.operating.why.sentences import at, in_the_way, of_record
@@ -113,7 +114,8 @@ def _scheduled(
 ) -> Answer:
     eta = _number(has.get("eta"))
     until = f"until {at(eta)}" if eta else "for some time"
-    who, is_retried = case.who(more["task"]), case.stored.state == states.RETRY
+    stored = case.stored if case.stored.reason else case.ask_backend_again()
+    who, is_retried = case.who(more["task"]), stored.state == states.RETRY
     more["about"]["until"] = eta
     if not (has.get("put_off") or is_retried):
         sentence = f"{who} is with {worker} {until}: that is when its sender wants it to start."
@@ -207,7 +209,7 @@ def _reserved(case: Case, found: Found, one: ReservationState) -> Answer:
             f"{' or '.join(queues)}: it was purged or lost, or is in another queue."
         )
     elif messages:
-        facts.append(f"broker: {messages} messages wait in {' and '.join(queues)}")
+        facts.append(f"broker: {number(messages, 'message')} in {' and '.join(queues)}")
     idle = [one for one in queues if case.told.workers and not case.told.serving(one)]
     remedy = "It starts when a worker takes it."
     if messages == 0:
