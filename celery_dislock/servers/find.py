@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import owners_start, reserved_name, task_name
-from celery_dislock.scripts import FIND, WHERE
+from celery_dislock.scripts import FIND, LOOK, WHERE
 from celery_dislock.scripts.names import (
     ASIDE,
     DONE,
@@ -30,6 +30,7 @@ from celery_dislock.scripts.names import (
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.records import text
 from celery_dislock.servers.server import SCANNED, escaped, keys_pattern, scan
+from celery_dislock.servers.view import LEASES_ALONE
 from celery_dislock.servers.waiters import Waiter, in_line, parked_place, ticket_of
 
 if TYPE_CHECKING:
@@ -188,6 +189,9 @@ class Search:
 
     def _into(self, keys: Iterable[tuple[str, str]]) -> Iterator[Found]:
         """Look into keys: of each its lock, and how its name ends."""
+        if not self._server.keeps_lines:
+            yield from self._holding(lock for lock, end in keys if end == LEASES)
+            return
         rest = iter(keys)
         while some := list(islice(rest, TOGETHER)):
             pages = [(lock, end, FIRST) for lock, end in some]
@@ -200,6 +204,17 @@ class Search:
                     for (lock, end, _), reply in zip(pages, replies, strict=True)
                     if reply[0] != FIRST
                 ]
+
+    def _holding(self, locks: Iterable[str]) -> Iterator[Found]:
+        """Look at the leases that a majority of independent servers has; there is nothing else."""
+        rest = iter(locks)
+        while some := list(islice(rest, TOGETHER)):
+            calls = [(lock, 0, LEASES_ALONE) for lock in some]
+            replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
+            for lock, reply in zip(some, replies, strict=True):
+                if not isinstance(reply, StoreError):
+                    owners = (text(owner) for owner in reply[1][::6])
+                    yield from (Found(lock, LEASES, one) for one in owners if self._is_named(one))
 
     def _ask(self, pages: Sequence[tuple[str, str, bytes]]) -> list[Any]:
         """Read a page of each key; what cannot be read is empty."""

@@ -36,6 +36,7 @@ def why(
     *,
     keys: Sequence[str] = (),
     timeout: float = WORKERS_WITHIN,
+    errors: bool = True,
     runtime: Runtime[ParkingProcess] | None = None,
 ) -> Answer:
     """
@@ -46,6 +47,7 @@ def why(
         task_id: The task's id.
         keys: Keys of locks: only these are looked at.
         timeout: Seconds to wait for the workers, if they are asked.
+        errors: Whether errors of bodies are told, whose texts may have arguments.
         runtime: What the app's locks share; None: that of the app.
 
     Raises:
@@ -54,7 +56,7 @@ def why(
     """
     its = runtime_of(app) if runtime is None else runtime
     for look in range(1, LOOKS + 1):
-        case = Case(task_id, app, its, keys, timeout)
+        case = Case(task_id, app, its, keys, timeout, errors)
         answer = next(_answers(case, is_last=look == LOOKS), None)
         if answer is not None:
             return answer

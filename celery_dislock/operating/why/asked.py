@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery import states
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
+from celery.exceptions import TaskRevokedError
 
+from celery_dislock.exceptions import DislockError
 from celery_dislock.operating.inspection import INSPECT_TASK
 from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within
 from celery_dislock.redaction import reason_of
@@ -51,8 +53,15 @@ class Stored(NamedTuple):
         return self.state in states.READY_STATES or self.state in {states.IGNORED, states.REJECTED}
 
 
-def ask_backend(app: Celery | None, task_id: str) -> Stored:
-    """Ask for a task's result; blocks for some seconds at most, and raises nothing."""
+def ask_backend(app: Celery | None, task_id: str, *, errors: bool) -> Stored:
+    """
+    Ask for a task's result; blocks for some seconds at most, and raises nothing.
+
+    Args:
+        app: The app; None: there is none.
+        task_id: The task's id.
+        errors: Whether errors of bodies are told, which may have arguments in their texts.
+    """
     if app is None:
         return Stored(unknown=NO_BACKEND)
     try:
@@ -61,16 +70,20 @@ def ask_backend(app: Celery | None, task_id: str) -> Stored:
             return Stored(unknown=NO_BACKEND)
         if isinstance(backend, RPCBackend):
             return Stored(unknown=OF_ITS_SENDER)
-        return _stored(answer_within(ANSWERS_WITHIN, partial(backend.get_task_meta, task_id)))
+        meta = answer_within(ANSWERS_WITHIN, partial(backend.get_task_meta, task_id))
+        return _stored(meta, errors=errors)
     except Exception as exc:  # noqa: BLE001 -- of any backend
         return Stored(unknown=plain(reason_of(exc)))
 
 
-def _stored(meta: Mapping[str, Any]) -> Stored:
+def _stored(meta: Mapping[str, Any], *, errors: bool) -> Stored:
     state, result = str(meta.get("status")), meta.get("result")
     if state == states.PENDING:
         return Stored()
-    reason = bounded(str(result)) if isinstance(result, BaseException) else ""
+    reason = ""
+    if isinstance(result, BaseException):
+        is_told = errors or isinstance(result, (DislockError, TaskRevokedError))
+        reason = bounded(str(result)) if is_told else type(result).__name__
     key = result.get("key") if isinstance(result, dict) else None
     return Stored(state, reason, _unix(meta.get("date_done")), key if _is_text(key) else None)
 

@@ -40,6 +40,7 @@ class Case:
         runtime: What the app's locks share.
         keys: Keys of the locks to look at, and no others; none: all.
         timeout: Seconds to wait for the workers.
+        errors: Whether errors of bodies are told.
 
     Attributes:
         found: What the lock server has of it, the best first.
@@ -51,6 +52,7 @@ class Case:
     runtime: Runtime[ParkingProcess]
     keys: Sequence[str] = ()
     timeout: float = 1.0
+    errors: bool = True
     found: list[Found] = field(default_factory=list)
     away: str = ""
 
@@ -65,11 +67,11 @@ class Case:
     @cached_property
     def stored(self) -> Stored:
         """What the result backend has; it is asked once."""
-        return ask_backend(self.app, self.id)
+        return ask_backend(self.app, self.id, errors=self.errors)
 
     def ask_backend_again(self) -> Stored:
         """Return what the result backend has by now, of a task that has moved on."""
-        self.stored = ask_backend(self.app, self.id)
+        self.stored = ask_backend(self.app, self.id, errors=self.errors)
         return self.stored
 
     @cached_property
