@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from celery_dislock.servers.server import Server
 
 KEYS_MOST = 5_000_000  # keys of a server, of all programs, that are looked at for one task
-TOGETHER = 200  # keys of locks that are looked into in one round trip
-PAGE = 1000  # fields of a hash that are looked at in one step
+TOGETHER = 100  # keys of locks that are looked into in one round trip
+PAGE = 500  # fields of a hash that are looked at in one step
 LEASES = ""  # ends the name of the hash of a lock's leases
 HASHES = (TICKETS, LEASES, PLACES, RUNNING, REPLACED, ASIDE)  # with owners or tickets
 OF_TASKS = (*HASHES, UNIQUE)

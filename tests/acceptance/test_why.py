@@ -71,8 +71,8 @@ def test_it_runs(fleet, scene):
     holder = scene.hold(fleet)
     pid = scene.wait_for_report("begin")["pid"]
     sentence = (
-        f"{scenarios.hold_by_itself.name}[{holder.id}] runs on *@here (pid {pid}): it holds lock "
-        f"'{scene.key}' for ~, which was renewed ~ ago."
+        f"{scenarios.hold_by_itself.name}[{holder.id}] runs on *@here (pid {pid}): it has held "
+        f"lock '{scene.key}' for ~, last renewed ~ ago."
     )
     answer = told(holder, "running", sentence)
     assert answer["remedy"].endswith(f"celery dislock free --terminate {scene.key}")

@@ -102,16 +102,16 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
     more: dict[str, Any] = {"task": holder.task, "key": lock.key, "about": about}
     if holder.is_overdue:
         sentence = (
-            f"{who} held lock {lock.key!r} on {place} for {held}, and has not renewed it for "
+            f"{who} has held lock {lock.key!r} on {place} for {held}, and not renewed it for "
             f"{for_people(holder.renewed)}: its process is dead, stopped or cut off, or it has "
             "renewed it as often as it may."
         )
         remedy = OVERDUE.row.remedy.replace("KEY", lock.key)
         return case.answer("overdue", sentence, facts, remedy, **more)
-    renewed = "has a fixed expiry"
+    renewed = "with a fixed expiry"
     if holder.renewed is not None:
-        renewed = f"was renewed {for_people(holder.renewed)} ago"
-    sentence = f"{who} runs on {place}: it holds lock {lock.key!r} for {held}, which {renewed}."
+        renewed = f"last renewed {for_people(holder.renewed)} ago"
+    sentence = f"{who} runs on {place}: it has held lock {lock.key!r} for {held}, {renewed}."
     hung = next((one for one in troubles_of(lock, case.site) if one.name == "hung"), None)
     remedy = f"It runs. If its body hangs: celery dislock free --terminate {lock.key}"
     if hung is not None:

@@ -24,6 +24,7 @@ ENDINGS = {
     ":aside": "hash",
     ":done:": "string",
     ":mark:": "string",
+    ":unsent:": "string",
     ":unique": "string",
     ":limit": "string",
     ":rate": "string",
