@@ -181,7 +181,9 @@ class Search:
         into = []
         for redis_key in page:
             if mark := mark_in(redis_key):
-                into += [(mark[0], mark[1] + mark[2])] if self._is_named(mark[2]) else []
+                lock, end, name = mark
+                is_its = self._is_named(name) if end == DONE else name == reserved_name(self._id)
+                into += [(lock, end + name)] if is_its else []
             elif lock := lock_in(redis_key):
                 end = redis_key[len(lock) :]
                 into += [(lock, end)] if end in OF_TASKS else []
@@ -235,11 +237,10 @@ class Search:
                 yield Found(lock, *(mark[1:] if mark else (end, self._id)), head)
 
     def _is_named(self, name: str) -> bool:
-        """Tell whether an owner, a ticket or an id is of the task."""
+        """Tell whether an owner or a ticket is of the task."""
         owner = name.removeprefix("~")  # its lease is left to expire
-        if owner.startswith(self._owner) or name == reserved_name(self._id):
-            return True
-        return bool(self._ticket.fullmatch(ticket_of(name.encode())[0]))
+        is_ticket = self._ticket.fullmatch(ticket_of(name.encode())[0])
+        return owner.startswith(self._owner) or bool(is_ticket)
 
 
 def _has_passed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,14 +13,15 @@ from celery.backends.rpc import RPCBackend
 from celery.exceptions import TaskRevokedError
 
 from celery_dislock.exceptions import DislockError
-from celery_dislock.operating.inspection import INSPECT_TASK
+from celery_dislock.messages.headers import UNTIL_MOST
+from celery_dislock.operating.inspection import ACTIVE, INSPECT_TASK, RESERVED, SCHEDULED
 from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.records import bounded
+from celery_dislock.servers.records import bounded, bounded_text
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from celery import Celery
 
@@ -84,12 +84,8 @@ def _stored(meta: Mapping[str, Any], *, errors: bool) -> Stored:
     if isinstance(result, BaseException):
         is_told = errors or isinstance(result, (DislockError, TaskRevokedError))
         reason = bounded(str(result)) if is_told else type(result).__name__
-    key = result.get("key") if isinstance(result, dict) else None
-    return Stored(state, reason, _unix(meta.get("date_done")), key if _is_text(key) else None)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+    key = bounded_text(result.get("key")) if isinstance(result, dict) else None
+    return Stored(state, reason, _unix(meta.get("date_done")), key)
 
 
 def _unix(given: Any) -> float | None:
@@ -101,29 +97,86 @@ def _unix(given: Any) -> float | None:
         return None
 
 
-@dataclass(frozen=True)
-class Told:
+class Worker(NamedTuple):
+    """
+    What a worker has told of a task; see :func:`celery_dislock.operating.inspection.inspect_task`.
+
+    Attributes:
+        name: The worker's name.
+        has: What the task is there: ACTIVE, RESERVED or SCHEDULED; empty: it is not there.
+        task: The task's name.
+        keys: Keys that the task needs.
+        pid: The process that runs it.
+        since, eta: UNIX times since which it runs, and at which it is due; None: not known.
+        put_off: How often it was put off.
+        revoked: Whether it is revoked.
+        locks: Whether the worker's tasks lock.
+        queues: The queues that the worker consumes.
+    """
+
+    name: str
+    has: str = ""
+    task: str | None = None
+    keys: Sequence[str] = ()
+    pid: int | None = None
+    since: float | None = None
+    eta: float | None = None
+    put_off: int = 0
+    revoked: bool = False
+    locks: bool = True
+    queues: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, name: str, told: Mapping[str, Any]) -> Worker:
+        """Read an answer, which anybody can send who can send messages."""
+        has, pid, times = told.get("is"), told.get("pid"), told.get("put_off")
+        return cls(
+            name,
+            has if has in {ACTIVE, RESERVED, SCHEDULED} else "",
+            bounded_text(told.get("task")),
+            _texts(told.get("keys")),
+            pid if type(pid) is int else None,
+            _time(told.get("since")),
+            _time(told.get("eta")),
+            times if type(times) is int else 0,
+            told.get("revoked") is True,
+            told.get("locks") is not False,
+            _texts(told.get("queues")),
+        )
+
+
+def _texts(given: object) -> list[str]:
+    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+
+
+def _time(given: object) -> float | None:
+    if isinstance(given, (int, float)) and 0 < given < UNTIL_MOST:
+        return float(given)
+    return None
+
+
+class Told(NamedTuple):
     """
     What the workers have told of a task.
 
     Attributes:
-        workers: The answer of each worker that knows the question.
-        strangers: Workers that answered, and do not know it.
+        workers: Those that know the question, by name.
+        strangers: Those that answered, and do not know it.
         unknown: Why they could not be asked; empty: they were.
     """
 
-    workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    strangers: tuple[str, ...] = ()
+    workers: Mapping[str, Worker] = {}
+    strangers: Sequence[str] = ()
     unknown: str = ""
 
     @property
-    def having(self) -> tuple[str, Mapping[str, Any]] | None:
-        """The worker that has the task, and its answer; None: none of them has it."""
-        return next(((name, one) for name, one in self.workers.items() if one.get("is")), None)
+    def having(self) -> Worker | None:
+        """The worker that has the task; None: none of them has it."""
+        return next((one for one in self.workers.values() if one.has), None)
 
     def serving(self, queue: str) -> list[str]:
         """Return the workers that consume a queue."""
-        return [name for name, one in self.workers.items() if queue in one.get("queues", ())]
+        return [name for name, one in self.workers.items() if queue in one.queues]
 
     @property
     def nobody(self) -> bool:
@@ -157,7 +210,8 @@ def ask_workers(app: Celery | None, task_id: str, timeout: float) -> Told:
     except Exception as exc:  # noqa: BLE001 -- of any broker
         return Told(unknown=plain(reason_of(exc)))
     known = {n: one for n, one in answers.items() if isinstance(one, dict) and "queues" in one}
-    return Told(known, tuple(sorted(answers.keys() - known.keys())))
+    workers = {name: Worker.of(name, one) for name, one in sorted(known.items())}
+    return Told(workers, sorted(answers.keys() - known.keys()))
 
 
 class _HasIt(Exception):  # noqa: N818 -- no error

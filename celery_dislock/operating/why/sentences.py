@@ -142,6 +142,13 @@ def in_its_slot(case: Case, found: Found) -> Answer | None:
 def in_line(case: Case, place: Place, slot: str = "") -> Answer:
     """It is nth in line, perhaps in a slot of a worker, and this is in the way."""
     waiter, lock = place.waiter, case.overview.lock(place.lock)
+    if place.is_lost:
+        sentence = (
+            f"{case.who(waiter.task)} is parked for lock {lock.key!r}, and has lost its place: the "
+            "next sweep of a worker gives it its turn again."
+        )
+        remedy = "If no worker runs, start one with --dislock."
+        return case.answer("in line", sentence, (), remedy, task=waiter.task, key=lock.key)
     state, way = in_the_way(lock)
     count, several = max(lock.waiting, waiter.place), waiter.stations
     of_several = f" (the {nth(len(waiter.keeps) + 1)} of its {len(several)} locks)"
@@ -215,20 +222,19 @@ def with_turn(case: Case, place: Place) -> Answer:
     turn = f"{who} has its turn for lock {key!r}{since}"
     again = f" (the {nth(waiter.turns)})" if waiter.turns > 1 else ""
     remedy = "It starts when a worker takes its message."
-    if told.having:
-        worker, has = told.having
+    if (worker := told.having) is not None:
         what = {
-            SCHEDULED: f"waits there until {at(has.get('eta') or time.time())}",
+            SCHEDULED: f"waits there until {at(worker.eta or time.time())}",
             RESERVED: "waits there for a free slot",
-        }.get(has["is"], "is about to start there")
-        sentence = f"{turn}{again}: its message is with {worker}, and {what}."
+        }.get(worker.has, "is about to start there")
+        sentence = f"{turn}{again}: its message is with {worker.name}, and {what}."
     elif told.workers and not told.serving(queue):
         sentence = f"{turn}{again}, and no worker that answers consumes its queue {queue!r}."
         remedy = f"Start a worker of that queue: celery worker --dislock -Q {queue}"
     else:
         nobody = "no worker answers" if told.nobody else "no worker has taken it yet"
         sentence = f"{turn}{again}: its message is in queue {queue!r}, and {nobody}."
-    messages = case.site.messages_in([queue])
+    messages = None if told.unknown else case.site.messages_in([queue])
     facts = [
         f"lock server: this turn ends in {for_people(place.turn_ends)}, and then comes again",
         f"broker: {number(messages, 'message')} in queue {queue!r}" if messages is not None else "",

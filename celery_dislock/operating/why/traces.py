@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import states
 
 from celery_dislock.keys.names import task_id_of_reserved
-from celery_dislock.messages.headers import UNTIL_MOST
 from celery_dislock.operating.checks.table import number
 from celery_dislock.operating.checks.troubles import TROUBLES
 from celery_dislock.operating.inspection import ACTIVE, RESERVED
-from celery_dislock.operating.why.sentences import at, in_the_way, of_record
+from celery_dislock.operating.why.sentences import at, in_the_way, nth, of_record
 from celery_dislock.parking.park import PARKED
-from celery_dislock.scripts.names import DONE, RUNNING, UNSENT
+from celery_dislock.scripts.names import DONE, RUNNING, UNIQUE, UNSENT
 from celery_dislock.servers.records import text
 from celery_dislock.servers.view import shown_key
 from celery_dislock.words import for_people
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    from celery_dislock.operating.why.asked import Worker
     from celery_dislock.operating.why.case import Case
-    from celery_dislock.servers.find import Found
-    from celery_dislock.servers.view import ReservationState
+    from celery_dislock.servers.view import LockState, ReservationState
     from celery_dislock.tasks.answer import Answer
 
 SEND_AGAIN = "It does not run any more. To run it, send it again."
@@ -58,72 +58,66 @@ def ended(case: Case) -> Answer | None:
 
 def with_worker(case: Case) -> Answer | None:
     """A worker says that it has it."""
-    if case.told.having is None:
+    worker = case.told.having
+    if worker is None:
         return None
-    worker, has = case.told.having
-    names = case.runtime.lock_names(_keys(has))
+    names = case.runtime.lock_names(worker.keys)
     for found in () if case.away else case.search.among(names):  # it may have come there since
         if found.is_certain and (answer := of_record(case, found)):
             return answer
-    facts = [f"workers: {worker} has it: {has['is']}"]
-    more: dict[str, Any] = {"task": _text(has.get("task")), "key": next(iter(_keys(has)), None)}
-    more["about"] = {"worker": worker, "keys": _keys(has)}
-    who = case.who(more["task"])
-    if has.get("revoked") and has["is"] != ACTIVE:
-        sentence = f"{who} is revoked, and {worker} discards it when its time comes."
-        return case.answer("revoked", sentence, facts, SEND_AGAIN, **more)
-    if has["is"] == ACTIVE:
-        return _active(case, worker, has, facts, more)
-    if has["is"] == RESERVED:
-        sentence = f"{who} is with {worker}, and waits for a free slot of its pool."
+    if worker.has == ACTIVE:
+        return _active(case, worker)
+    return _waiting(case, worker)
+
+
+def _waiting(case: Case, worker: Worker) -> Answer:
+    who, tell = case.who(worker.task), partial(_of_worker, case, worker)
+    if worker.revoked:
+        sentence = f"{who} is revoked, and {worker.name} discards it when its time comes."
+        return tell("revoked", sentence, SEND_AGAIN)
+    if worker.has == RESERVED:
+        sentence = f"{who} is with {worker.name}, and waits for a free slot of its pool."
         remedy = "It starts when a task there ends. More slots: another worker, or --concurrency"
-        return case.answer("received", sentence, facts, remedy, **more)
-    return _scheduled(case, worker, has, facts, more)
+        return tell("received", sentence, remedy)
+    stored = case.stored if case.stored.reason else case.ask_backend_again()
+    until = f"until {at(worker.eta)}" if worker.eta else "for some time"
+    if not (worker.put_off or stored.state == states.RETRY):
+        sentence = (
+            f"{who} is with {worker.name} {until}: that is when its sender wants it to start."
+        )
+        return tell("not due", sentence, "It starts by itself then.")
+    count = f", for the {nth(worker.put_off)} time" if worker.put_off > 1 else ""
+    sentence = f"{who} is put off {until}{count}: {_why_put_off(case, worker.keys)}."
+    return tell("put off", sentence, "It comes by itself then.")
 
 
-def _active(
-    case: Case,
-    worker: str,
-    has: Mapping[str, Any],
-    facts: list[str],
-    more: dict[str, Any],
-) -> Answer:
-    since = _number(has.get("since"))
-    for_time = f", for {for_people(time.time() - since)} so far" if since else ""
-    runs = f"{case.who(more['task'])} runs on {worker} (pid {has.get('pid')}){for_time}"
-    if not has.get("locks"):
+def _of_worker(case: Case, worker: Worker, state: str, sentence: str, remedy: str) -> Answer:
+    """Make the answer that a worker has given."""
+    key = next(iter(worker.keys), None)
+    about = {"worker": worker.name, "pid": worker.pid, "keys": worker.keys, "until": worker.eta}
+    facts = [f"workers: {worker.name} has it: {worker.has}"]
+    return case.answer(state, sentence, facts, remedy, task=worker.task, key=key, about=about)
+
+
+def _active(case: Case, worker: Worker) -> Answer:
+    tell = partial(_of_worker, case, worker)
+    for_time = f", for {for_people(time.time() - worker.since)} so far" if worker.since else ""
+    runs = f"{case.who(worker.task)} runs on {worker.name} (pid {worker.pid or '?'}){for_time}"
+    if not worker.locks:
         sentence = f"{runs}, without its lock: locks are off there (--no-dislock)."
         remedy = "It runs. To have it locked, start that worker with --dislock."
-        return case.answer("locks off", sentence, facts, remedy, **more)
-    if not more["key"]:
-        return case.answer("running", f"{runs}, and takes no lock.", facts, "It runs.", **more)
-    keys = ", ".join(map(repr, _keys(has)))
+        return tell("locks off", sentence, remedy)
+    if not worker.keys:
+        return tell("running", f"{runs}, and takes no lock.", "It runs.")
+    keys = ", ".join(map(repr, worker.keys))
     if case.away:
-        sentence = f"{runs}; whether it holds lock {keys} is not known."
-        return case.answer("running", sentence, facts, "It runs.", **more)
+        return tell("running", f"{runs}; whether it holds lock {keys} is not known.", "It runs.")
     sentence = (
         f"{runs}, and does not hold its lock {keys}: it begins or ends at this moment, or its "
         "lease was lost, freed or capped (max_renew_times)."
     )
     remedy = f"It runs, perhaps beside another. To end it: celery control terminate KILL {case.id}"
-    return case.answer("running without its lock", sentence, facts, remedy, **more)
-
-
-def _scheduled(
-    case: Case, worker: str, has: Mapping[str, Any], facts: list[str], more: dict[str, Any]
-) -> Answer:
-    eta = _number(has.get("eta"))
-    until = f"until {at(eta)}" if eta else "for some time"
-    stored = case.stored if case.stored.reason else case.ask_backend_again()
-    who, is_retried = case.who(more["task"]), stored.state == states.RETRY
-    more["about"]["until"] = eta
-    if not (has.get("put_off") or is_retried):
-        sentence = f"{who} is with {worker} {until}: that is when its sender wants it to start."
-        return case.answer("not due", sentence, facts, "It starts by itself then.", **more)
-    times = _number(has.get("put_off")) or 0
-    count = f", for the {times:.0f}. time" if times > 1 else ""
-    sentence = f"{who} is put off {until}{count}: {_why_put_off(case, _keys(has))}."
-    return case.answer("put off", sentence, facts, "It comes by itself then.", **more)
+    return tell("running without its lock", sentence, remedy)
 
 
 def _why_put_off(case: Case, keys: Sequence[str]) -> str:
@@ -136,21 +130,6 @@ def _why_put_off(case: Case, keys: Sequence[str]) -> str:
             if lock.exists:
                 return f"why is not stored; it needs lock {lock.key!r}, {in_the_way(lock)[1]}"
     return "why is not stored; the log of the worker that put it off says so"
-
-
-def _keys(has: Mapping[str, Any]) -> list[str]:
-    given = has.get("keys")
-    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
-
-
-def _text(given: object) -> str | None:
-    return given if isinstance(given, str) else None
-
-
-def _number(given: object) -> float | None:
-    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < UNTIL_MOST:
-        return float(given)
-    return None
 
 
 # Its result, or something on the lock server, says something.
@@ -171,14 +150,14 @@ def retried(case: Case) -> Answer | None:
 def reserved(case: Case) -> Answer | None:
     """Its key is reserved for its message."""
     for found in case.found:
-        lock = case.overview.lock(found.lock)
-        if lock.reservation is not None and lock.reservation.id == case.id:
-            return _reserved(case, found, lock.reservation)
+        lock = case.overview.lock(found.lock) if found.end == UNIQUE else None
+        if lock is not None and lock.reservation is not None and lock.reservation.id == case.id:
+            return _reserved(case, lock, lock.reservation)
     return None
 
 
-def _reserved(case: Case, found: Found, one: ReservationState) -> Answer:
-    lock, since = case.overview.lock(found.lock), for_people(one.since)
+def _reserved(case: Case, lock: LockState, one: ReservationState) -> Answer:
+    since = for_people(one.since)
     who, left = case.who(), for_people(one.remaining)
     facts = [f"lock server: key {lock.key!r} is reserved for it ({one.state}) for {left} more"]
     about = {"reserved": one.state, "since": one.since}
@@ -197,26 +176,29 @@ def _reserved(case: Case, found: Found, one: ReservationState) -> Answer:
         )
         remedy = f"If it has died, its key is free in {left}: celery dislock free {lock.key}"
         return case.answer("began", sentence, facts, remedy, **more)
-    queues = sorted({task.queue for task in case.site.tasks_of(lock.key)})
-    messages = case.site.messages_in(queues) if queues else None
-    told = "no worker that answers has it" if not case.told.nobody else "no worker answers"
-    sentence = (
-        f"{who} was sent {since} ago, and {told}: it waits with the broker, as far as is known."
-    )
+    return _sent(case, f"{who} was sent {since} ago", facts, more)
+
+
+def _sent(case: Case, was_sent: str, facts: list[str], more: dict[str, Any]) -> Answer:
+    """Its message waits with the broker, or is lost."""
+    told, queues = case.told, sorted({task.queue for task in case.site.tasks_of(more["key"])})
+    messages = case.site.messages_in(queues) if queues and not told.unknown else None
+    nobody = "no worker answers" if told.nobody else "no worker that answers has it"
     if messages == 0:
         sentence = (
-            f"{who} was sent {since} ago, {told}, and nothing waits in its queue "
-            f"{' or '.join(queues)}: it was purged or lost, or is in another queue."
+            f"{was_sent}, {nobody}, and nothing waits in its queue {' or '.join(queues)}: it was "
+            "purged or lost, or is in another queue."
         )
-    elif messages:
+        remedy = UNMET.row.remedy.replace("KEY", more["key"])
+        return case.answer("sent", sentence, facts, remedy, **more)
+    if messages:
         facts.append(f"broker: {number(messages, 'message')} in {' and '.join(queues)}")
-    idle = [one for one in queues if case.told.workers and not case.told.serving(one)]
     remedy = "It starts when a worker takes it."
-    if messages == 0:
-        remedy = UNMET.row.remedy.replace("KEY", lock.key)
-    elif idle:
+    idle = [one for one in queues if told.workers and not told.serving(one)]
+    if idle:
         facts.append(f"workers: none of them consumes {' or '.join(idle)}")
         remedy = f"Start a worker of its queue: celery worker --dislock -Q {idle[0]}"
+    sentence = f"{was_sent}, and {nobody}: it waits with the broker, as far as is known."
     return case.answer("sent", sentence, facts, remedy, **more)
 
 
