@@ -62,7 +62,8 @@ class Case:
         self.overview = Overview(server, self.prefix)
         self.site = Site(self.overview, self.prefix, self.app)
         self.search = Search(server, self.prefix, self.id)
-        self._lines = self.runtime.process.lines if server.keeps_lines else None
+        has_lines = self.app is not None and server.keeps_lines
+        self._lines = self.runtime.process.lines if has_lines else None
 
     @cached_property
     def stored(self) -> Stored:
