@@ -181,9 +181,9 @@ class Search:
         into = []
         for redis_key in page:
             if mark := mark_in(redis_key):
-                lock, end, name = mark
+                at, end, name = mark
                 is_its = self._is_named(name) if end == DONE else name == reserved_name(self._id)
-                into += [(lock, end + name)] if is_its else []
+                into += [(at, end + name)] if is_its else []
             elif lock := lock_in(redis_key):
                 end = redis_key[len(lock) :]
                 into += [(lock, end)] if end in OF_TASKS else []

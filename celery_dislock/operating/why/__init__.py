@@ -7,14 +7,13 @@ guessed: what could not be asked is told with the answer.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from celery import states
 
 from celery_dislock.operating.why.case import Case
 from celery_dislock.operating.why.sentences import of_record
-from celery_dislock.operating.why.traces import TRACES, ended, unknown
+from celery_dislock.operating.why.traces import TRACES, unknown
 from celery_dislock.parking.process import runtime_of
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from celery_dislock.tasks.answer import Answer
 
 WORKERS_WITHIN = 1.0  # seconds for the workers' answers
-LOOKS = 3  # at a task that moves on while it is looked at
 
 
 def why(
@@ -40,7 +38,7 @@ def why(
     runtime: Runtime[ParkingProcess] | None = None,
 ) -> Answer:
     """
-    Tell why a task does not run, or that it does.  Blocks; see :class:`Answer`.
+    Tell why a task does not run, or that it does; blocks for a second or two.
 
     Args:
         app: The task's app; None: there is none.
@@ -55,30 +53,18 @@ def why(
         LockKeyError: A key cannot be used.
     """
     its = runtime_of(app) if runtime is None else runtime
-    for look in range(1, LOOKS + 1):
-        case = Case(task_id, app, its, keys, timeout, errors)
-        answer = next(_answers(case, is_last=look == LOOKS), None)
-        if answer is not None:
-            return answer
-    return unknown(case)
+    return next(_answers(Case(task_id, app, its, keys, timeout, errors)))
 
 
-def _answers(case: Case, *, is_last: bool) -> Iterator[Answer]:
-    """Yield an answer; nothing if what was found is over by now, and another look may tell more."""
+def _answers(case: Case) -> Iterator[Answer]:
+    """Yield the answer; what follows is for the case that there was none."""
     if case.stored.state not in {states.SUCCESS, states.REVOKED}:
-        case.look()
-    moved_on = False
-    for found in case.found:
-        answer = case.guarded(partial(of_record, case, found))
-        if answer is not None:
-            yield answer
-        moved_on = moved_on or found.is_certain
-    if (over := ended(case)) is not None:
-        yield over
-    if moved_on and not is_last and not case.away:
-        return
+        for found in case.look():
+            yield from case.told_by(of_record, found)
+            if found.is_certain:  # it has moved on, most likely within this lock
+                for again in case.look(found.lock):
+                    yield from case.told_by(of_record, again)
+                case.ask_backend_again()
     for trace in TRACES:
-        answer = case.guarded(partial(trace, case))
-        if answer is not None:
-            yield answer
+        yield from case.told_by(trace)
     yield unknown(case)

@@ -43,7 +43,7 @@ class Case:
         errors: Whether errors of bodies are told.
 
     Attributes:
-        found: What the lock server has of it, the best first.
+        found: What the lock server has of it, as far as it was looked at.
         away: Why the lock server could not be asked; empty: it was.
     """
 
@@ -80,21 +80,22 @@ class Case:
         """What the workers have told; they are asked once."""
         return ask_workers(self.app, self.id, self.timeout)
 
-    def guarded(self, tell: Callable[[], Answer | None]) -> Answer | None:
-        """Return what is told; None, and remember why, if the lock server does not answer."""
+    def told_by(self, tell: Callable[..., Answer | None], *evidence: Found) -> Iterator[Answer]:
+        """Yield what is told; nothing, and remember why, if the lock server does not answer."""
         try:
-            return tell()
+            answer = tell(self, *evidence)
         except StoreError as exc:
             self.away = str(exc)
-            return None
+            return
+        if answer is not None:
+            yield answer
 
-    def look(self) -> None:
-        """Look for it on the lock server, until something is found that tells what it does."""
+    def look(self, *locks: str) -> Iterator[Found]:
+        """Yield what the lock server has of it, of these locks or of all, and remember it."""
         try:
-            for one in self._look():
+            for one in self.search.among(locks) if locks else self._look():
                 self.found.append(one)
-                if one.is_certain:
-                    break
+                yield one
         except StoreError as exc:
             self.away = str(exc)
 

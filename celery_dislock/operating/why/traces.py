@@ -309,6 +309,7 @@ def unknown(case: Case) -> Answer:
 
 
 TRACES: Sequence[Callable[[Case], Answer | None]] = (
+    ended,
     with_worker,
     retried,
     claimed,

@@ -52,6 +52,7 @@ def why(dislock, server, workers, monkeypatch):
         assert max(map(len, answer.stdout.splitlines())) <= 80
         return dislock.json("why", task_id, *args)
 
+    ask.once = lambda task_id: dislock.json("why", task_id)
     return ask
 
 
@@ -466,10 +467,30 @@ def test_not_all_keys_are_looked_at(why, server, monkeypatch):
     assert any("of its keys were looked at; name the lock with --key" in one for one in told)
 
 
-def test_a_task_that_moves_on_is_looked_at_again(why, server, monkeypatch):
-    """Its lease has ended when it is looked at, and its result says how."""
+def test_a_task_that_moves_on_is_looked_at_again(why, server, store, monkeypatch):
+    """It claims its turn, or ends, while it is looked at."""
+
+    def begins(*_args):
+        server.put(lock("k", holders=[holder(id="parked-1", owner="parked-1@w:1/a.1")]))
+
+    def ends(*_args):
+        server.put(lock("k"))
+        store("SUCCESS", task_id="parked-1")
+
+    for moves, state in ((begins, "running"), (ends, "ended")):
+        store("PARKED", task_id="parked-1")
+        server.put(lock("k", waiting=1, line=[place()]))
+        with monkeypatch.context() as patch:
+            patch.setattr(find.Search, "where", moves)
+            assert why.once("parked-1")["state"] == state
+
+
+def test_a_lease_that_has_ended_hides_nothing(why, server):
+    """Its record may stay beside that of another until somebody takes the lock."""
     server.put(lock("k", holders=[holder(remaining=-1.0)]))
     says(why("id-1", code=FOUND), "not known")
+    server.put(lock("a", holders=[holder(remaining=-1.0)]), lock("z", holders=[holder()]))
+    says(why("id-1"), "running", "lock 'z'")
 
 
 def test_a_damaged_lock_hides_nothing_else(why, server):
