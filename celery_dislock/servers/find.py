@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from celery_dislock.servers.server import Server
 
-KEYS_MOST = 5_000_000  # keys of a server, of all programs, that are looked at for one task
+KEYS_MOST = 5_000_000  # keys of a server, of all programs, whose names are read for one task
+LOOKS_MOST = 300_000  # keys of locks that are looked into for one task
 TOGETHER = 100  # keys of locks that are looked into in one round trip
 PAGE = 500  # fields of a hash that are looked at in one step
 LEASES = ""  # ends the name of the hash of a lock's leases
@@ -98,14 +99,13 @@ class Search:
         task_id: The task's id.
 
     Attributes:
-        looked_at: Keys of all programs whose names were read.
-        is_cut: Whether there were more than are looked at.
+        is_cut: Whether there were more keys than are looked at.
         failed: Why a server of several was not looked at.
     """
 
     def __init__(self, server: Server, prefix: str, task_id: str) -> None:
-        self.looked_at = 0
         self.is_cut = False
+        self._names_read = self._looks = 0
         self.failed: list[StoreError] = []
         self._server = server
         self._prefix = prefix
@@ -146,8 +146,8 @@ class Search:
             try:
                 for page in scan(send, keys_pattern(self._prefix, "*")):
                     yield from self._in_page(page)
-                    self.looked_at += SCANNED
-                    if self.looked_at >= KEYS_MOST:
+                    self._names_read += SCANNED
+                    if self._names_read >= KEYS_MOST or self._looks >= LOOKS_MOST:
                         self.is_cut = True
                         return
             except StoreError as exc:
@@ -198,6 +198,7 @@ class Search:
         while some := list(islice(rest, TOGETHER)):
             pages = [(lock, end, FIRST) for lock, end in some]
             while pages:
+                self._looks += len(pages)
                 replies = self._ask(pages)
                 for (lock, end, _), reply in zip(pages, replies, strict=True):
                     yield from self._named(lock, end, reply[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import StoreError
@@ -12,7 +13,7 @@ from celery_dislock.operating.checks.table import some
 from celery_dislock.operating.site import Site
 from celery_dislock.operating.why.asked import Stored, Told, ask_backend, ask_workers
 from celery_dislock.scripts.names import TICKETS
-from celery_dislock.servers.find import KEYS_MOST, LEASES, Search
+from celery_dislock.servers.find import LEASES, Search
 from celery_dislock.servers.overview import Overview
 from celery_dislock.tasks.answer import Answer
 from celery_dislock.words import plain
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.servers.find import Found
 
+LINES_FIRST = 10_000  # locks with parked tasks that are looked at before all others
 SHOWN = 100  # characters of an id in a sentence
 
 
@@ -108,7 +110,8 @@ class Case:
         if self.stored.key is not None:
             yield from self.search.among(self.runtime.lock_names([self.stored.key]))
         if self._lines is not None:
-            yield from self.search.among(self._lines.names(), (TICKETS, LEASES))
+            lines = islice(self._lines.names(), LINES_FIRST)
+            yield from self.search.among(lines, (TICKETS, LEASES))
         yield from self.search.anywhere()
 
     def who(self, task: str | None = None) -> str:
@@ -147,10 +150,7 @@ class Case:
         for error in self.search.failed if not self.away else ():
             yield f"lock server: one did not answer: {error}"
         if self.search.is_cut:
-            yield (
-                f"lock server: only {KEYS_MOST:,} of its keys were looked at; name the lock with "
-                "--key"
-            )
+            yield "lock server: not all of its keys were looked at; name the lock with --key"
         if "told" in vars(self):
             yield from self._about_workers(self.told)
 

@@ -460,11 +460,13 @@ def test_a_result_that_others_cannot_have_is_not_asked_for(why, app, backend):
     assert "result: not asked: " in told
 
 
-def test_not_all_keys_are_looked_at(why, server, monkeypatch):
+@pytest.mark.parametrize("bound", ["KEYS_MOST", "LOOKS_MOST"])
+def test_not_all_keys_are_looked_at(why, server, monkeypatch, bound):
     """A most number; then the answer says so, and how to find it."""
-    monkeypatch.setattr(find, "KEYS_MOST", 1)
-    told = why(code=FOUND)["rests_on"]
-    assert any("of its keys were looked at; name the lock with --key" in one for one in told)
+    server.put(lock("k", holders=[holder()]))
+    monkeypatch.setattr(find, bound, 1)
+    told = "lock server: not all of its keys were looked at; name the lock with --key"
+    assert told in why(code=FOUND)["rests_on"]
 
 
 def test_a_task_that_moves_on_is_looked_at_again(why, server, store, monkeypatch):
