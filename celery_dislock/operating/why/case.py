@@ -114,6 +114,11 @@ class Case:
             yield from self.search.among(lines, (TICKETS, LEASES))
         yield from self.search.anywhere()
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether there are locks that were not looked at."""
+        return bool(self.away or self.keys or self.search.is_cut or self.search.failed)
+
     def who(self, task: str | None = None) -> str:
         """Name the task."""
         shown = shown_id(self.id)

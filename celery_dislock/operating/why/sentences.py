@@ -30,12 +30,13 @@ TODAY = 12 * 3600.0  # seconds within which a time needs no date
 ORDINALS = {1: "st", 2: "nd", 3: "rd"}
 # Troubles of a lock that tell why a task does not get it.
 IN_THE_WAY = {"overdue", "no worker", "unclaimed", "stuck", "hung", "differs", "paused", "limited"}
-
-
-SOON = {
-    "too early": "It starts by itself then.",
-    "held back": "It starts by itself then.",
+THEN = "It starts by itself then."
+# What makes a task in line run, if nothing is wrong with its lock; by the state.
+NEXT = {
+    "too early": f"{THEN} For more starts: celery dislock limit KEY --rate RATE",
+    "held back": f"{THEN} To end that sooner: celery dislock resume KEY",
 }
+BY_TURNS = "It starts when its turn comes. More of the lock: celery dislock show KEY"
 
 
 def nth(number: int) -> str:
@@ -165,14 +166,10 @@ def in_line(case: Case, place: Place, slot: str = "") -> Answer:
     facts = [f"lock server: it waits for {for_people(waiter.waiting)}"]
     if first is not None:
         facts.append(f"lock server: {first.who} is the first, for {for_people(first.waiting)}")
-    remedy = f"It starts when its turn comes. More of the lock: celery dislock show {lock.key}"
-    if state in SOON:
-        remedy = f"{SOON[state]} To let it start sooner: celery dislock resume {lock.key}"
     troubles = [one for one in troubles_of(lock, case.site) if one.name in IN_THE_WAY]
     facts += [f"lock server: {one.row.what}" for one in troubles]
-    if troubles:
-        remedy = troubles[0].row.remedy.replace("KEY", lock.key)
-        remedy = remedy.replace("TICKET", waiter.ticket)
+    remedy = troubles[0].row.remedy if troubles else NEXT.get(state, BY_TURNS)
+    remedy = remedy.replace("KEY", lock.key).replace("TICKET", waiter.ticket)
     about = {
         "place": waiter.place,
         "waiting": lock.waiting,
@@ -206,7 +203,7 @@ def _held_by(lock: LockState) -> str:
     who = f"{len(lock.holders)} hold; the oldest, {longest.who}," if several else longest.who
     held = f"for {for_people(longest.held)}"
     if longest.turn:
-        return f"which {who} was given, {held} so far, and does not use yet"
+        return f"which is {'kept' if longest.is_kept else 'reserved'} for {who}, {held} so far"
     if longest.is_overdue:
         return f"which {who} has held {held}, and not renewed for {for_people(longest.renewed)}"
     return f"which {who} has held {held}"
@@ -216,9 +213,9 @@ def with_turn(case: Case, place: Place) -> Answer:
     """It may start, and its message is on its way to a worker."""
     waiter, key = place.waiter, shown_key(place.lock)
     who, queue, told = case.who(waiter.task), waiter.routing_key or "?", case.told
-    kept = [one for one in case.overview.lock(place.lock).holders if one.turn]
-    mine = next((one for one in kept if one.owner.startswith(waiter.ticket)), None)
-    since = f", for {for_people(mine.held)}" if mine else ""
+    holders = case.overview.lock(place.lock).holders
+    held = [one.held for one in holders if one.owner == f"{waiter.ticket}#"]
+    since = f", for {for_people(held[0])}" if held else ""
     turn = f"{who} has its turn for lock {key!r}{since}"
     again = f" (the {nth(waiter.turns)})" if waiter.turns > 1 else ""
     remedy = "It starts when a worker takes its message."
@@ -264,5 +261,5 @@ def set_aside(case: Case, found: Found) -> Answer:
     because = f": {why}" if why else ", because no worker could read or run it"
     sentence = f"{case.who()} was set aside in the line of lock {key!r}{because}."
     remedy = f"When a worker can run it: celery dislock put-back --ticket {found.name} {key}"
-    facts = [] if why else ["The log of the worker that set it aside says why"]
+    facts = [] if why else ["log: the worker that set it aside has logged why"]
     return case.answer("set aside", sentence, facts, remedy, key=key)

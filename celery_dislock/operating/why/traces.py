@@ -248,9 +248,9 @@ def lost(case: Case) -> Answer | None:
     if case.stored.state != PARKED:
         return None
     key = case.stored.key or "?"
-    if case.away:
+    if case.has_gaps:
         sentence = f"{case.who()} was parked for lock {key!r}; whether it still is is not known."
-        remedy = "Look again when the lock server answers."
+        remedy = "Look again when the lock server answers, and at all locks."
         return case.answer("not known", sentence, (), remedy, key=key)
     sentence = (
         f"{case.who()} was parked for lock {key!r}, and this lock server knows nothing of that: it "
@@ -289,11 +289,11 @@ def done(case: Case) -> Answer | None:
 
 def unknown(case: Case) -> Answer:
     """Nobody knows it."""
-    who = case.who()
+    who = case.who().replace("Task", "task", 1)
     if case.away:
-        sentence = f"Nothing is known of {who[:1].lower()}{who[1:]}, and the lock server is away."
+        sentence = f"Nothing is known of {who}, and the lock server is away."
         return case.answer("not known", sentence, (), "Look again when the lock server answers.")
-    sentence = f"Nothing is known here of {who[:1].lower()}{who[1:]}."
+    sentence = f"Nothing is known here of {who}."
     facts = [
         "lock server: no lock names it"
         if not case.keys
@@ -315,7 +315,7 @@ TRACES: Sequence[Callable[[Case], Answer | None]] = (
     claimed,
     duplicate,
     reserved,
-    lost,
     done,
+    lost,
     started,
 )

@@ -135,9 +135,14 @@ def test_a_lease_that_is_left_to_expire_is_no_run(why, server, store):
         ),
         ({"holders": [holder(renewed=25.0, remaining=5.0)]}, "in line", "and not renewed for 25 s"),
         (
-            {"holders": [holder(turn=True, task=None)]},
+            {"holders": [holder(turn=True)]},
             "in line",
-            "61 s so far, and does not use yet",
+            "is reserved for task id-1, whose turn it is",
+        ),
+        (
+            {"holders": [holder(turn=True, waits="a")]},
+            "in line",
+            "is kept for task id-1, which waits",
         ),
         ({}, "in line", "which nobody holds now"),
         (
@@ -347,10 +352,14 @@ def test_it_is_put_off_and_nobody_has_it(why, store):
     says(why(), "put off", "with the broker or with a worker", "lock 'k' is held by shop.export[1]")
 
 
-def test_its_result_says_more_than_the_lock_server(why, store):
+def test_its_result_says_more_than_the_lock_server(why, server, store):
     """It was parked for a lock that knows nothing of it; or has begun, as Celery says."""
     store("PARKED", {"key": "k"})
     says(why(), "not in line", "was parked for lock 'k', and this lock server knows nothing")
+    says(why(ID, "--key", "l", code=FOUND), "not known", "whether it still is is not known")
+    server.send("SET", f"dislock:{{k}}:done:{ID}:0:0", "1")
+    says(why(), "ended", "has left the line of lock 'k'")  # an Ignore in its body leaves PARKED
+    server.send("DEL", f"dislock:{{k}}:done:{ID}:0:0")
     store("STARTED")
     says(why(code=FOUND), "not known", "is STARTED as its result says")
 
