@@ -16,7 +16,7 @@ class Answer:
 
     Attributes:
         id: The task's id.
-        state: What is so, in a word or two; :mod:`celery_dislock.operating.why.sentences` has all.
+        state: What is so, in a word or two: "running", "in line", "not known".
         sentence: The answer, in one sentence.
         rests_on: What it rests on, in short lines; each says who has told it.
         remedy: What makes it run, or what to do; empty: nothing.
