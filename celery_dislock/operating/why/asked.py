@@ -18,7 +18,6 @@ from celery_dislock.operating.inspection import ACTIVE, INSPECT_TASK, RESERVED, 
 from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import bounded, bounded_text
-from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,7 +72,7 @@ def ask_backend(app: Celery | None, task_id: str, *, errors: bool) -> Stored:
         meta = answer_within(ANSWERS_WITHIN, partial(backend.get_task_meta, task_id))
         return _stored(meta, errors=errors)
     except Exception as exc:  # noqa: BLE001 -- of any backend
-        return Stored(unknown=plain(reason_of(exc)))
+        return Stored(unknown=reason_of(exc))
 
 
 def _stored(meta: Mapping[str, Any], *, errors: bool) -> Stored:
@@ -208,7 +207,7 @@ def ask_workers(app: Celery | None, task_id: str, timeout: float) -> Told:
             within = timeout + ANSWERS_WITHIN
             answer_within(within, partial(ask, arguments={"task_id": task_id}))
     except Exception as exc:  # noqa: BLE001 -- of any broker
-        return Told(unknown=plain(reason_of(exc)))
+        return Told(unknown=f"the broker: {reason_of(exc)}")
     known = {n: one for n, one in answers.items() if isinstance(one, dict) and "queues" in one}
     workers = {name: Worker.of(name, one) for name, one in sorted(known.items())}
     return Told(workers, sorted(answers.keys() - known.keys()))

@@ -442,7 +442,7 @@ def test_what_cannot_be_asked_is_told(why, app, server, workers, monkeypatch):
     assert answer["rests_on"] == [
         "result: not asked: division by zero",
         "lock server: has not told: lock server redis://h: away",
-        "workers: not asked: no broker",
+        "workers: not asked: the broker: no broker",
     ]
     assert answer["away"]
 
