@@ -47,7 +47,7 @@ HASHES = (TICKETS, LEASES, PLACES, RUNNING, REPLACED, ASIDE)  # with owners or t
 OF_TASKS = (*HASHES, UNIQUE)
 CERTAIN = (TICKETS, LEASES, PLACES, REPLACED, ASIDE)  # but leases that are left to expire
 FIRST = b"0"  # cursor of the first page, and after the last one
-RETRIES = 4  # of a task whose done-marks are looked for where one lock is named
+RETRIES = 4  # whose done-marks are looked for where one lock is named
 
 
 class Found(NamedTuple):
@@ -129,7 +129,7 @@ class Search:
         return self._into((lock, end) for lock in locks for end in ends)
 
     def marks(self, locks: Iterable[str]) -> Iterator[Found]:
-        """Look for the done-marks of the task's first deliveries beside these locks, and others."""
+        """Look beside these locks for marks: that it was not sent, or that its work is done."""
         names = [f"{DONE}{self._name}:{nth}:0" for nth in range(RETRIES)]
         names.append(UNSENT + reserved_name(self._id))
         return self._into((lock, name) for lock in locks for name in names)

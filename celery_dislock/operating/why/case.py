@@ -92,6 +92,10 @@ class Case:
         if answer is not None:
             yield answer
 
+    def first(self, end: str) -> Found | None:
+        """Return what was found in a key whose name ends so; None: nothing was."""
+        return next((one for one in self.found if one.end == end), None)
+
     def look(self, *locks: str) -> Iterator[Found]:
         """Yield what the lock server has of it, of these locks or of all, and remember it."""
         try:

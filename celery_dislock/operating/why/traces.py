@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.why.asked import Worker
     from celery_dislock.operating.why.case import Case
-    from celery_dislock.servers.view import LockState, ReservationState
     from celery_dislock.tasks.answer import Answer
 
 SEND_AGAIN = "It does not run any more. To run it, send it again."
@@ -149,16 +148,12 @@ def retried(case: Case) -> Answer | None:
 
 def reserved(case: Case) -> Answer | None:
     """Its key is reserved for its message."""
-    for found in case.found:
-        lock = case.overview.lock(found.lock) if found.end == UNIQUE else None
-        if lock is not None and lock.reservation is not None and lock.reservation.id == case.id:
-            return _reserved(case, lock, lock.reservation)
-    return None
-
-
-def _reserved(case: Case, lock: LockState, one: ReservationState) -> Answer:
-    since = for_people(one.since)
-    who, left = case.who(), for_people(one.remaining)
+    found = case.first(UNIQUE)
+    lock = None if found is None else case.overview.lock(found.lock)
+    one = lock and lock.reservation
+    if lock is None or one is None or one.id != case.id:
+        return None
+    who, since, left = case.who(), for_people(one.since), for_people(one.remaining)
     facts = [f"lock server: key {lock.key!r} is reserved for it ({one.state}) for {left} more"]
     about = {"reserved": one.state, "since": one.since}
     more: dict[str, Any] = {"key": lock.key, "about": about}
@@ -204,7 +199,7 @@ def _sent(case: Case, was_sent: str, facts: list[str], more: dict[str, Any]) -> 
 
 def duplicate(case: Case) -> Answer | None:
     """It was not sent, as a message of its key was there."""
-    found = next((one for one in case.found if one.end == UNSENT), None)
+    found = case.first(UNSENT)
     if found is None:
         return None
     first, key = task_id_of_reserved(text(found.head)), shown_key(found.lock)
@@ -219,7 +214,7 @@ def duplicate(case: Case) -> Answer | None:
 
 def claimed(case: Case) -> Answer | None:
     """It was parked, has begun, and nobody holds its lock for it."""
-    found = next((one for one in case.found if one.end == RUNNING), None)
+    found = case.first(RUNNING)
     if found is None:
         return None
     key = shown_key(found.lock)
