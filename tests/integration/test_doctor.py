@@ -7,7 +7,6 @@ import re
 from contextlib import ExitStack
 from typing import Any
 
-import pytest
 from celery import Celery
 
 from celery_dislock import Dislock as Locks
