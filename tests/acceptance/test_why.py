@@ -84,6 +84,18 @@ def test_it_runs(fleet, scene):
 
 
 @PREFORK
+def test_a_newer_task_takes_over(fleet, scene):
+    """The one that runs is cancelled, and then says who came; the newest waits for it."""
+    old = scene.begin(fleet, scenarios.build_in_peace)
+    new = fleet.send(scenarios.build_in_peace, scene.key)
+    scene.wait_for_line(1)
+    assert f"lock server: task {new.id} waits for it to end" in ask(old)["rests_on"]
+    assert ask(new)["state"] == "in line"
+    scene.open_gate(old.id)
+    scene.open_gate(new.id)
+
+
+@PREFORK
 def test_it_runs_without_its_lock(fleet, scene):
     """Its lease was freed under it: the worker says that it runs."""
     holder = scene.begin(fleet, scenarios.outlive_loss)
@@ -180,11 +192,11 @@ def test_its_lock_is_paused(fleet, scene, set_by_people):
 @PREFORK
 def test_its_lock_is_held_back(fleet, scene, set_by_people):
     """For how long, and why."""
-    set_by_people("hold-back", "600", "--note", "429")
+    scenarios.dislock.hold_back(scene.key, 600, note="429")
     parked = scene.park(fleet)
     sentence = (
         f"{QUEUE.name}[{parked.id}] is alone in line for lock '{scene.key}', which is held back "
-        "for ~ more (by *: 429)."
+        "for ~ more (*429)."
     )
     told(parked, "held back", sentence)
     scene.open_gate()

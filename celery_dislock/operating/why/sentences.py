@@ -18,7 +18,7 @@ from celery_dislock.scripts.names import ASIDE, PLACES, REPLACED, TICKETS
 from celery_dislock.servers.find import LEASES
 from celery_dislock.servers.view import shown_key
 from celery_dislock.servers.waiters import ticket_of
-from celery_dislock.words import for_people, some
+from celery_dislock.words import for_people, plain, some
 
 if TYPE_CHECKING:
     from celery_dislock.operating.why.case import Case
@@ -115,6 +115,10 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
     sentence = f"{who} runs on {place}: it has held lock {lock.key!r} for {held}, {renewed}."
     hung = next((one for one in troubles_of(lock, case.site) if one.name == "hung"), None)
     remedy = f"It runs. If its body hangs: celery dislock free --terminate {lock.key}"
+    if holder.superseded is not None:
+        facts.append(f"lock server: task {plain(holder.superseded)} waits for it to end")
+        about["superseded"] = holder.superseded
+        remedy = f"It is cancelled. If it does not end: celery dislock free --terminate {lock.key}"
     if hung is not None:
         facts.append(f"lock server: {hung.row.what}")
         remedy = hung.row.remedy.replace("KEY", lock.key)

@@ -99,6 +99,15 @@ def test_it_runs_with_a_fixed_expiry(why, server):
     says(why("id-1"), "running", "for 61 s, with a fixed expiry.")
 
 
+def test_it_is_cancelled(why, server):
+    """A newer task waits for it, and its body has not ended yet."""
+    server.put(lock("k", holders=[holder(superseded="id-2")], waiting=1))
+    answer = why("id-1")
+    assert "lock server: task id-2 waits for it to end" in answer["rests_on"]
+    assert answer["about"]["superseded"] == "id-2"
+    assert answer["remedy"].startswith("It is cancelled.")
+
+
 def test_it_may_hang(why, server):
     """It has run for long while others wait."""
     server.put(lock("k", holders=[holder(held=9000.0)], waiting=1))
