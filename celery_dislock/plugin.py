@@ -30,6 +30,7 @@ from celery_dislock.locks.runtime import Process, Runtime, flush_all
 from celery_dislock.operating.telemetry import Telemetry
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.bridge import run_on_loop
+from celery_dislock.tasks.answer import Answer
 from celery_dislock.tasks.task import SingletonTask
 
 if TYPE_CHECKING:
@@ -132,13 +133,18 @@ def _extend_workers() -> None:
     """Extend what a worker does when it is asked, and what its beat does."""
     from celery.worker.control import control_command, inspect_command  # noqa: PLC0415 -- see above
 
-    from celery_dislock.operating.inspection import inspect_locks  # noqa: PLC0415
+    from celery_dislock.operating.inspection import (  # noqa: PLC0415
+        INSPECT_TASK,
+        inspect_locks,
+        inspect_task,
+    )
     from celery_dislock.tasks.cancelling import LOOK  # noqa: PLC0415
     from celery_dislock.worker.cancelled import look  # noqa: PLC0415
 
-    # Celery's command line, too, must know the command, or "celery inspect dislock" is refused.
+    # Celery's command line, too, must know the commands, or "celery inspect dislock" is refused.
     inspect_command(name="dislock", variadic="shown", signature="[full]")(inspect_locks)
     control_command(name=LOOK, args=[("task_id", str)])(look)
+    inspect_command(name=INSPECT_TASK, args=[("task_id", str)], signature="ID")(inspect_task)
     hooks.receive_revokes()
     _extend_beats()
 
@@ -340,6 +346,25 @@ class Dislock:
         """
         self.lock_of(key).hold_back(seconds, note=note)
 
+    def why(self, task_id: str, *, key: str | Sequence[str] = ()) -> Answer:
+        """
+        Tell why a task does not run, or that it does; blocks for a second or two.
+
+        Looks at the result backend, the lock server and, if these do not tell, the workers.
+
+        Args:
+            task_id: The task's id.
+            key: The key of its lock, or a list of keys: only these are looked at.  Else those with
+                parked tasks, and then all.
+
+        Returns:
+            The answer; also if nothing is known, or a server does not answer: it says so.
+
+        Raises:
+            LockKeyError: A key cannot be used.
+        """
+        return _why(self._app, task_id, key=key, runtime=self.runtime)
+
     def close(self) -> None:
         """
         Stop this process's watchdog and close its connections; blocks for 2 s at most.
@@ -368,6 +393,21 @@ class Dislock:
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
+
+
+def _why(
+    app: Celery | None,
+    task_id: str,
+    *,
+    key: str | Sequence[str] = (),
+    runtime: Runtime[Any] | None = None,
+) -> Answer:
+    from celery_dislock.operating.why import why  # noqa: PLC0415 -- few processes ask
+
+    return why(app, str(task_id), keys=keys_of(key) if key else (), runtime=runtime)
+
+
+Answer.find = _why
 
 
 def _follow(app: Celery) -> None:

@@ -90,7 +90,16 @@ HARMLESS = {"late", "freeze", "slow", "limit"}  # no lease suffers
 UNIQUE_FOR = 3600.0  # seconds for which a key is reserved at most, if its end is lost
 HOW = {"replies": ("lost", "fails", "unsent"), "late": ("late", "late")}  # requests go wrong
 # Keys that outlive what they tell of.  A waiter that died stays in a line that had parked tasks.
-MARKS = (":done:", ":running", "dislock:lines:", "dislock:sweep:", ":line", ":unique", ":newest")
+MARKS = (
+    ":done:",
+    ":running",
+    "dislock:lines:",
+    "dislock:sweep:",
+    ":line",
+    ":unique",
+    ":newest",
+    ":unsent:",
+)
 GROUPS: dict[str, list[dict[str, Any]]] = {  # of options that may be used for one lock
     "exclusive": [{}],
     "shared": [{"lock_mode": "shared"}, {"lock_mode": "shared"}, {}],
@@ -211,9 +220,7 @@ class History:
         self.locked = 0  # threads that have taken a lock in plain Python, or tried to
         net.lose()
         net.replicate()
-        self.durations, self.take_overs = Durations(net, self.fail), TakeOvers(net, self.fail)
-        rates = [Rates(net, self.rated, self.fail)] if self.rated else []
-        net.judges = [Order(net, self.fail), self.durations, self.take_overs, *rates]
+        self.judge()
         net.advance(START - net.time)  # its times keep the number of digits that they have today
         self.keeper = None  # the main process of the workers, if it renews for those that do not
         if self.parks and rng.random() < 0.5:
@@ -225,6 +232,15 @@ class History:
                 for kind in self.kinds:
                     worker.task(kind)
             self.new_process(nth, worker)
+
+    def judge(self) -> None:
+        """Have what arrives judged from now on."""
+        net = self.net
+        self.durations = Durations(net, self.fail)
+        admits_one = self.group == "exclusive" and "limit" not in self.faults
+        self.take_overs = TakeOvers(net, self.fail, admits_one=admits_one)
+        rates = [Rates(net, self.rated, self.fail)] if self.rated else []
+        net.judges = [Order(net, self.fail), self.durations, self.take_overs, *rates]
 
     def chance(self, what: str, task: str) -> random.Random:
         """Return what decides this of a task, whatever steps there are of others."""

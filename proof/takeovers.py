@@ -1,8 +1,8 @@
 """
 Judge the tasks of a simulation that cancel each other.
 
-* No task begins after one of its lock that was sent later has begun, unless the server has lost
-  data in between.
+* Where a lock admits one at a time, no task begins after one that was sent later has begun, unless
+  the server has lost data in between.
 * Of those that were sent the newest ends as SUCCESS, unless one that was newer was dropped: it may
   have been told to end for that one.
 * Who ends as REVOKED was dropped, or names one that was sent later; who has lost its place in line
@@ -46,10 +46,11 @@ class TakeOvers:
     Args:
         net: The lock server.
         fail: Called with what is broken.
+        admits_one: Whether the locks admit one at a time, whatever an operator does.
     """
 
-    def __init__(self, net: Net, fail: Callable[[str], None]) -> None:
-        self.net, self._fail = net, fail
+    def __init__(self, net: Net, fail: Callable[[str], None], *, admits_one: bool) -> None:
+        self.net, self._fail, self.admits_one = net, fail, admits_one
         self.asked: dict[str, tuple[str, float]] = {}  # each task's lock, and when it was sent
         self.sent: set[str] = set()  # tasks whose message has arrived
         self.cancel: set[str] = set()  # those of them that cancel others; the others do not count
@@ -101,7 +102,8 @@ class TakeOvers:
         of_lock = self.begun[self.asked[task][0]]
         this = Begun(task, self._granted.get(owner, self._requests))
         for other in of_lock:
-            if self.is_newer(other.task, task) and other.granted < this.granted:
+            late = self.is_newer(other.task, task) and other.granted < this.granted
+            if late and self.admits_one:
                 self.fail(f"task {task} begins after {other.task}, which was sent later")
         of_lock.append(this)
 

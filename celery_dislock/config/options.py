@@ -183,10 +183,10 @@ class TaskOptions:
     #: Exception. `warn`: it is not stopped, but may ask `lease.superseded`. None: `raise` with
     #: `lock_on_conflict='cancel'`, else it goes on.
     lock_on_cancel: str | None = declare(None, optional(one_of("warn", "raise", "terminate")))
-    #: A body that has not ended so long after it was told is stopped as with `terminate`. None: it
-    #: is not.
+    #: Seconds from when the body is told until it is stopped as with `terminate`, if it still runs.
+    #: None: it is not.
     lock_cancel_after: float | None = declare(None, optional(seconds(above=0)), unit="s")
-    #: How long a body runs undisturbed, counted from its acquisition, before it is told.
+    #: Seconds from the acquisition in which the body is not told.
     lock_cancel_not_before: float = declare(0.0, seconds(at_least=0), unit="s")
     #: Maximum time of retries with `lock_on_conflict='retry'`, counted from the first conflict. On
     #: timeout the task fails as with `raise`.

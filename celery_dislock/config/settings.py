@@ -192,14 +192,19 @@ def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOption
         raise refused(owner, "lock_limit", None, remedy)
     if options.has_rate:
         _check_rate(owner, options)
-    if options.cancels:
-        _check_cancelling(owner, options)
+    _check_cancelling(owner, declared, options)
     for name, other in NEED.items():
         if name in declared and getattr(options, other) is None:
             raise refused(owner, name, declared[name], f"it has no effect without {other}")
 
 
-def _check_cancelling(owner: str, options: TaskOptions) -> None:
+def _check_cancelling(owner: str, declared: Mapping[str, Any], options: TaskOptions) -> None:
+    for name in () if options.on_cancel else ("lock_cancel_after", "lock_cancel_not_before"):
+        if name in declared:
+            remedy = "it has no effect without lock_on_conflict='cancel' or lock_on_cancel"
+            raise refused(owner, name, declared[name], remedy)
+    if not options.cancels:
+        return
     for name, (value, remedy) in NOT_CANCELLED.items():
         if getattr(options, name) != value:
             raise refused(owner, name, getattr(options, name), remedy)

@@ -1,5 +1,7 @@
 """Answer ``celery inspect dislock``: how a worker locks, and what its running tasks hold.
 
+``celery inspect dislock_task ID`` tells what a worker knows of one task.
+
 The worker's main process answers.  It knows its settings, and the tasks that run in its pool.
 Whether these hold their locks, it asks the lock server: under prefork the leases are in the pool
 processes, which cannot be asked.
@@ -7,6 +9,7 @@ processes, which cannot be asked.
 
 from __future__ import annotations
 
+import time
 from contextlib import closing, suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
@@ -19,10 +22,12 @@ from celery_dislock.config.options import Key, TaskOptions
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import DislockError, StoreError
 from celery_dislock.keys.names import shown_id
+from celery_dislock.messages.headers import PUT_OFF, notes_in
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.overview import PLACES, Overview
 from celery_dislock.servers.view import shown_key
+from celery_dislock.tasks.request import scheduled
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import for_people
 
@@ -34,10 +39,13 @@ if TYPE_CHECKING:
     from celery.worker.request import Request
 
     from celery_dislock.locks.runtime import Runtime
-    from celery_dislock.servers.view import Holder
+    from celery_dislock.servers.view import LockState
 
 FULL = "full"  # the argument of `celery inspect dislock` that asks for everything
 SHORT = 20  # leases that are listed without it
+INSPECT_TASK = "dislock_task"  # the command that asks for one task
+ACTIVE, RESERVED, SCHEDULED = "active", "reserved", "scheduled"  # what a task is in a worker
+BEGINS_WITHIN = 5.0  # seconds in which a task that has a slot takes its lock, or waits for it
 WITHIN = 0.5  # seconds to wait for a reply of the lock server; the worker's event loop waits, too
 
 
@@ -46,6 +54,38 @@ def inspect_locks(state: Any, shown: Sequence[str] | None = None, **_kwargs: Any
     answer = inspection(state.app, state.consumer.controller)
     # Celery's command line always gives a list; programs that ask leave it out, and get everything.
     return answer if shown is None or FULL in shown else _in_short(answer)
+
+
+def inspect_task(state: Any, task_id: str, **_kwargs: Any) -> dict[str, Any]:
+    """What this worker knows of one task: whether it runs or waits here; its queues, too."""
+    consumer = state.consumer
+    queues = consumer.task_consumer.queues if consumer.task_consumer else ()
+    told = {"locks": not runtime_of(state.app).off, "queues": sorted(one.name for one in queues)}
+    told["revoked"] = task_id in worker_state.revoked
+    for name, requests in (
+        (ACTIVE, worker_state.active_requests),
+        (RESERVED, worker_state.reserved_requests),
+        (SCHEDULED, scheduled(consumer)),
+    ):
+        found = next((one for one in list(requests) if one.id == task_id), None)
+        if found is not None:
+            return {**told, "is": name, **_of_request(found)}
+    return {**told, "is": None}
+
+
+def _of_request(request: Request) -> dict[str, Any]:
+    guard, keys = getattr(request.task, "dislock_guard", None), []
+    if guard is not None and guard.has_lock:
+        with suppress(Exception):  # of a user's callable, for a key
+            keys = list(guard.keys_of(request))
+    return {
+        "task": request.task.name,
+        "keys": keys,
+        "pid": request.worker_pid,
+        "since": request.time_start,
+        "eta": request.eta.timestamp() if request.eta else None,
+        "put_off": notes_in(request.message.headers).get(PUT_OFF, 0),
+    }
 
 
 def inspection(app: Celery, worker: WorkController) -> dict[str, Any]:
@@ -139,9 +179,9 @@ def _leases(app: Celery) -> list[dict[str, Any]]:
         return []
     with closing(runtime.process.new_store(WITHIN)) as store:
         overview = Overview(store.lock_server, runtime.settings.dislock_prefix)
-        locks = overview.look([name for _, name in wanted])
+        locks = overview.look([name for _, name in wanted], most=PLACES)
     return [
-        _lease(request, name, [] if isinstance(lock, StoreError) else lock.holders)
+        _lease(request, name, None if isinstance(lock, StoreError) else lock)
         for (request, name), lock in zip(wanted, locks, strict=True)
     ]
 
@@ -158,14 +198,14 @@ def _locks_of_running_tasks() -> Iterator[tuple[Request, str]]:
                 yield from ((request, name) for name in names)
 
 
-def _lease(request: Request, name: str, holders: Sequence[Holder]) -> dict[str, Any]:
+def _lease(request: Request, name: str, lock: LockState | None) -> dict[str, Any]:
     about_task = {
         "key": shown_key(name),
         "task": request.task.name,
         "id": request.id,
         "pid": request.worker_pid,
     }
-    for one in holders:
+    for one in lock.holders if lock else ():
         if one.id == shown_id(request.id) and one.worker == request.hostname and not one.turn:
             return {
                 **about_task,
@@ -177,7 +217,15 @@ def _lease(request: Request, name: str, holders: Sequence[Holder]) -> dict[str, 
                 "renewed": one.renewed,
                 "overdue": one.is_overdue,
             }
-    return {**about_task, "held": False}
+    return {**about_task, "held": False, "missed": _misses(request, lock)}
+
+
+def _misses(request: Request, lock: LockState | None) -> bool:
+    """Tell whether a task runs without its lock for certain: it neither begins nor waits for it."""
+    if lock is None or lock.waiting > len(lock.line):  # it may wait behind those
+        return False
+    is_young = time.time() - (request.time_start or time.time()) < BEGINS_WITHIN
+    return not (is_young or any(one.id == shown_id(request.id) for one in lock.line))
 
 
 def _in_short(answer: Mapping[str, Any]) -> dict[str, Any]:

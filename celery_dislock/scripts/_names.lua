@@ -15,6 +15,7 @@ local ASIDE = ':aside'        -- hash    ticket -> what nobody could read or run
 local DONE = ':done:'         -- string  ticket or owner: its mark, when it is done; see _parked.lua
 local CRASHES = ':crashes:'  -- hash    ticket: how often its process has died; see crash.lua
 local MARK = ':mark:'         -- string  task id: a mark about it; see mark.lua
+local UNSENT = ':unsent:'     -- string  task id: the task that the key was reserved for, so that it was not sent
 local UNIQUE = ':unique'      -- string  which message the key is reserved for; see _unique.lua
 local NEWEST = ':newest'      -- hash    which tasks were sent last; see _newest.lua
 local LIMIT = ':limit'        -- string  how many leases an operator admits; see limit.lua

@@ -8,7 +8,7 @@
 -- A task that was sent before one of them does not run any more: it is superseded.  The holders that the newest
 -- waits for are told: their leases are marked, see renew.lua.
 
-local newer_than, become_newest, supersede, supersede_late, withdraw
+local newer_than, become_newest, supersede, withdraw
 
 do
   local NEWEST_MS = 86400000  -- one day, in which an older one may come: it was delayed, or is tried again
@@ -47,14 +47,19 @@ do
   end
 
   become_newest = function(lock, this, which)
+    local other = newest(lock, which)
+    if other and is_newer(other, this) then return end
     redis.call('HSET', lock.name .. NEWEST, which, string.format('1 %.0f %s ', this.sent, this.terms) .. this.task)
     if which == 'began' then redis.call('HDEL', lock.name .. NEWEST, 'waits') end
     redis.call('PEXPIRE', lock.name .. NEWEST, NEWEST_MS)
   end
 
   -- Mark the leases that must end for this task: all that exclude its mode, else the oldest.  Not those of who has
-  -- not begun its body.  Returns the holders, for the caller to tell.
+  -- not begun its body.  Returns the holders, for the caller to tell.  Without *this*: for the one that waits, which
+  -- came while the lock was paused, or before others were handed it.
   supersede = function(lock, this)
+    this = this or newest(lock, 'waits')
+    if not this then return {} end
     local terms, set, oldest, goes, told = parse_terms(this.terms), limit_set(lock), nil, {}, {}
     if not terms or set == 0 or has_room(count_leases(lock), terms, set) then return told end
     for owner, lease in pairs(lock.leases) do
@@ -69,12 +74,6 @@ do
       told[#told + 1] = lease.holder
     end
     return told
-  end
-
-  -- Tell those whom the newest waits for now: it came while the lock was paused, or others were handed it first.
-  supersede_late = function(lock)
-    local this = newest(lock, 'waits')
-    if this then supersede(lock, this) end
   end
 
   -- If this ticket is that of the newest, it will not run.  Who was told of it, and has not stopped, need not.

@@ -88,6 +88,7 @@ class Life:
         yield scripts.TICKS, beat, ("a", 0, 0, TTL_MS, "entry", 0)
         yield scripts.TICK, beat, ("a", 0, 0, TTL_MS, "entry", 0)
         yield scripts.LOOK, lock, (0, 1)
+        yield scripts.FIND, lock, ("a*", 0, 1)
         # A waiter that is handed the lock.
         yield scripts.ACQUIRE, lock, ("b", *TERMS, TTL_MS, 1)
         yield scripts.RELEASE_DEAD, lock, ("a", 0, home)
@@ -96,6 +97,7 @@ class Life:
         yield self._parking(scripts.PARK, "u")
         yield scripts.FREE, lock, ("b", LATER, home, 1)
         yield scripts.KNOWS, lock, ("t:0:0",)
+        yield scripts.WHERE, lock, ("t:0:0#",)
         yield scripts.GIVE_BACK, lock, ("t:0:0",)
         yield scripts.SWEEP, lock, (home,)
         yield scripts.DROP, lock, (home, "t:0:0", '"note":1')
@@ -110,7 +112,7 @@ class Life:
         # A task with a reservation.
         unique, message = [self._lock + UNIQUE], ("i", "mark", 0)
         begins = *message, "end", TTL_MS
-        yield scripts.RESERVE, unique, ("i", TTL_MS, 0, "nonce", 1)
+        yield scripts.RESERVE, unique, ("i", TTL_MS, 0, "nonce", 1, 0)
         yield scripts.CONFIRM, unique, (*message, TTL_MS, 0)
         yield scripts.BEGIN, unique, (*begins, 0)
         yield scripts.ACQUIRE_UNIQUE, lock, ("d", *TERMS, 0, 1, *begins)

@@ -26,9 +26,8 @@
 -- changes nothing.
 
 -- include: _rate
+-- include: _shown
 
-local HEAD_MOST = 65536  -- bytes of a record that come before its message: hundreds of locks
-local HEADER_MOST = 16384  -- bytes of a message; what is cut off cannot be read, and is shown as such
 local lock, first, most = open(KEYS[1]), tonumber(ARGV[1]), tonumber(ARGV[2])
 local name = lock.name
 
@@ -48,29 +47,11 @@ local function leases()
   return live
 end
 
-local function parked(ticket, beside)
-  local seen, record = pcall(redis.call, 'HGET', (beside or name) .. TICKETS, ticket)
-  if not seen and not beside then error(record) end
-  record = seen and record or ''
-  local length = string.match(record, '^%d+ %d+ %d+ %d+ %S+ (%d+) ')
-  local starts = #record - (length or 0)
-  local message = string.sub(record, starts + 1, starts + HEADER_MOST)
-  return string.sub(record, 1, math.min(starts, HEAD_MOST)) .. '\n' .. string.match(message, '^[^\n]*')
-end
-
-local function waits_for(member)
-  if is_parked(member) then
-    local seen, ticket, beside = pcall(ticket_of, member)
-    return seen and parked(ticket, beside) or ''
-  end
-  return redis.call('HGET', lock.places, member) or ''
-end
-
--- The members of a sorted set from a rank on, each with its score and its record.
-local function listed(key, from, record_of)
+-- The members of a sorted set from a rank on, each with its score and its record; *ends*: what its member ends with.
+local function listed(key, from, ends)
   if most == 0 then return {} end
   local list, found = {}, redis.call('ZRANGE', key, from, from + most - 1, 'WITHSCORES')
-  for i = 1, #found, 2 do add(list, found[i], found[i + 1], record_of(found[i])) end
+  for i = 1, #found, 2 do add(list, found[i], found[i + 1], show_waiter(lock, found[i] .. ends)) end
   return list
 end
 
@@ -95,7 +76,7 @@ end
 -- The terms of the first in line; else a rate that its starts are kept for.
 local function next_terms()
   local member = redis.call('ZRANGE', lock.line, 0, 0)[1]
-  local record, terms = member and waits_for(member) or ''
+  local record, terms = member and show_waiter(lock, member) or ''
   if member and is_parked(member) then terms = terms_here(record)
   else terms = parse_terms(string.match(record, '^%d+ %d+ %d+ (%S+)') or '') end
   if terms then return terms end
@@ -108,8 +89,8 @@ local terms, live = next_terms(), leases()
 local most, window = rate_of(lock, terms)
 local ends_ms = redis.call('PTTL', name .. BEAT)
 return {
-  now, live, redis.call('ZCARD', lock.line), listed(lock.line, first, waits_for),
-  listed(lock.handed, 0, parked), redis.call('HLEN', name .. ASIDE),
+  now, live, redis.call('ZCARD', lock.line), listed(lock.line, first, ''),
+  listed(lock.handed, 0, '#'), redis.call('HLEN', name .. ASIDE),
   redis.call('GET', name .. UNIQUE) or '',
   ends_ms < 0 and -1 or KEPT_MS - ends_ms,
   {

@@ -15,6 +15,9 @@ _ENDING = re.compile(r"^local ([A-Z]+) = '(:.*?)' +-- (\w+)", re.MULTILINE)
 _FOUND = _ENDING.findall(read_lua("_names"))
 _ENDS = {name: end for name, end, _ in _FOUND}
 UNIQUE = _ENDS["UNIQUE"]  # ends the name of a lock's reservation
+PLACES, TICKETS, RUNNING = _ENDS["PLACES"], _ENDS["TICKETS"], _ENDS["RUNNING"]
+REPLACED, ASIDE = _ENDS["REPLACED"], _ENDS["ASIDE"]
+DONE, UNSENT = _ENDS["DONE"], _ENDS["UNSENT"]  # before a ticket or an owner, and a task's id
 
 # Redis type of each key that exists at most once per lock, by the ending after the lock's name.
 KINDS = {"": "hash"} | {end: kind for _, end, kind in _FOUND if end[-1].isalpha()}
@@ -32,7 +35,7 @@ def mark_of(lock: str, task_id: str) -> str:
 
 def done_of(lock: str, name: str) -> str:
     """Name the mark of a parked task's ticket, or of a delivery, that is done."""
-    return f"{lock}{_ENDS['DONE']}{name}"
+    return f"{lock}{DONE}{name}"
 
 
 def crashes_of(lock: str, ticket: str) -> str:
@@ -47,7 +50,7 @@ def beat_of(lock: str) -> str:
 
 def aside_of(lock: str) -> str:
     """Name the hash of a lock's parked tasks that were set aside."""
-    return f"{lock}{_ENDS['ASIDE']}"
+    return f"{lock}{ASIDE}"
 
 
 def index_of_lines(prefix: str, home: str) -> str:
@@ -74,6 +77,20 @@ _OF_A_LOCK = re.compile(
     rf"(.*?:\{{[^}}]*\}}(?::and:[0-9a-f]+)?)({'|'.join(sorted(KINDS, key=len, reverse=True))})",
     re.DOTALL,
 )
+
+
+_OF_A_TASK = re.compile(rf"(.*?:\{{[^}}]*\}}(?::and:[0-9a-f]+)?)({DONE}|{UNSENT})(.*)", re.DOTALL)
+
+
+def mark_in(redis_key: str) -> tuple[str, str, str] | None:
+    """
+    Return what the name of a mark about a task says; None for keys of other things.
+
+    Returns:
+        The lock's name, DONE or UNSENT, and what is marked: a ticket, an owner or a task's id.
+    """
+    found = _OF_A_TASK.fullmatch(redis_key)
+    return (found[1], found[2], found[3]) if found else None
 
 
 def lock_in(redis_key: str) -> str | None:

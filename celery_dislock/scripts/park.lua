@@ -307,6 +307,13 @@ local function granted_before(ran)
 end
 
 local function answer()
+  -- Whether this task, which is older than another, may run all the same: the lock admits several, and there is room.
+  local function may_run_beside()
+    local terms = asked[1].terms
+    local several = terms.mode == 's' or (limit_set(lock) or terms.limit) > 1
+    return several and admits(lock, terms) and not line_exists(lock)
+  end
+
   local parked = redis.call('HGET', lock.tickets, ticket)
   local ran = redis.call('HGET', lock.running, ticket)
   local before = lease_of(lock, owner) and granted_before(ran)
@@ -326,7 +333,8 @@ local function answer()
   if other then return {REFUSED, turns, name, NO_PLACE, about(other)} end
 
   local newer = this and newer_than(lock, this)
-  if newer and not (ran and parse_claim(ran).settles > now) then
+  local settles = ran and parse_claim(ran).settles > now
+  if newer and not (settles or not (parked or ran) and may_run_beside()) then
     forget(lock, ticket)
     recall_and_hand_off(lock)
     return {REPLACED_BY, turns, newer}

@@ -6,6 +6,7 @@
 --           replaces       1: the newest message counts   0: the first
 --           nonce          of this call; the same if the command is sent again
 --           result         1: it is stored   0: it is not
+--           known          1: its sender has chosen the id, and may ask for it
 --           mark, number   of a message that is sent again, as a retry; left out: it is a new one
 --
 -- Returns   {0, id, state, result}       reserved for another
@@ -13,12 +14,13 @@
 --           {1, burst_ms, mark, number}   reserved; since the first of the messages that replace each other
 --
 -- The older message is replaced when this one is confirmed, or has begun.  A message that is sent again keeps its
--- number, and never takes the key from another.  Touches that record alone.
+-- number, and never takes the key from another.  Touches that record, and <lock>:unsent:<id> of a message that
+-- is not sent and whose id is known: it has the id of the task that the key is reserved for.
 
 -- include: _clock
 -- include: _reservation
 
-local key, id, ttl, replaces, nonce, result, mark, number = KEYS[1], unpack(ARGV)
+local key, id, ttl, replaces, nonce, result, known, mark, number = KEYS[1], unpack(ARGV)
 
 -- The usual case, before all that the others need.
 if not mark and replaces == '0' and not redis.call('GET', key) then
@@ -49,7 +51,13 @@ if is_reserved(it) then
     write_unique(key, it)
     return reserved()
   end
-  if mark or not replaces then return {0, it.id, it.state, it.result} end
+  if mark or not replaces then
+    if known == '1' and not mark and it.id ~= id then
+      -- A server without memory refuses it, and then nobody is told.
+      pcall(redis.call, 'SET', string.sub(key, 1, -#UNIQUE - 1) .. UNSENT .. id, it.id, 'PX', COPY_MS)
+    end
+    return {0, it.id, it.state, it.result}
+  end
   -- The message that is there may wait until its reservation ends, and must then be told.
   it.kept = math.max(it.kept, it.ends + COPY_MS)
 end

@@ -43,7 +43,7 @@ for _, ticket in ipairs(count_tickets(lock) > known and redis.call('HRANDFIELD',
   if parked then go_on(lock, ticket, parked) end
 end
 hand_on_all()
-supersede_late(lock)
+supersede(lock)
 local circles = {}
 for _, ticket in ipairs(keeping(lock)) do
   local circle = circle_of(lock, ticket)

@@ -114,6 +114,7 @@ class Reservations:
         *,
         replaces: bool = False,
         has_result: bool = True,
+        is_known: bool = False,
         again: bool = False,
     ) -> Reserved | Taken | None:
         """
@@ -124,6 +125,7 @@ class Reservations:
             nonce: Random text for this message; two calls with the same one are one.
             replaces: Whether the newest message counts, and not the first.
             has_result: Whether the result of the task is stored.
+            is_known: Whether its sender has chosen the task's id, and may ask for it.
             again: Whether the message is sent again, as a retry, with the mark and the number that
                 it has.
 
@@ -137,6 +139,7 @@ class Reservations:
             RESERVE,
             [wanted.lock + UNIQUE],
             *(wanted.id, milliseconds(wanted.ttl), int(replaces), nonce, int(has_result)),
+            int(is_known),
             *((wanted.mark, wanted.number) if again else ()),
         )
         if done == 1:

@@ -144,8 +144,12 @@ def keys_pattern(prefix: str, pattern: str) -> str:
         prefix: Any text, matched literally.
         pattern: Pattern of the locks' keys, as SCAN takes it.
     """
-    escaped = re.sub(r"[\\*?\[\]]", r"\\\g<0>", prefix)
-    return f"{escaped}:{{{pattern}}}*"
+    return f"{escaped(prefix)}:{{{pattern}}}*"
+
+
+def escaped(literal: str) -> str:
+    """Return the pattern, as SCAN takes it, that matches this text alone."""
+    return re.sub(r"[\\*?\[\]]", r"\\\g<0>", literal)
 
 
 def scan(send: Callable[..., Any], pattern: str) -> Iterator[list[str]]:

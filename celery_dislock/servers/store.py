@@ -310,9 +310,8 @@ class Store:
             within: Seconds to connect if no connection is idle, and for each reply.
 
         Returns:
-            For each lease, in the same order: True if it was renewed, or the id of a newer task
-            that waits for it to end; False if at least one of its locks is no longer held; or the
-            error that the server returned.
+            For each lease, in the same order: True, or the id of a newer task that waits for it, if
+            it was renewed; False if a lock is no longer held; or the server's error.
 
         Raises:
             StoreError: The server did not answer; each lease may have been renewed or not.

@@ -136,7 +136,8 @@ def _skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
 def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess) -> NoReturn:
     """End a task whose message was replaced by a newer one of its key; raises Ignore."""
     worker = delivery.attempt.holder["worker"] or ""
-    delivery.lock.channel.message(delivery.task.name, "replaced", worker)
+    if delivery.options.lock_unique_until is not None:
+        delivery.lock.channel.message(delivery.task.name, "replaced", worker)
     newer = task_id_of_reserved(replaced.by)
     reason = replaced_by(delivery.lock.key, newer)
     try:

@@ -218,9 +218,12 @@ def _is_zombie(pid: int) -> bool:
 
 def waiting(consumer: Consumer, ids: Collection[str]) -> Iterator[Context]:
     """Return the requests of tasks with these ids that wait in a worker, perhaps for their ETA."""
-    # The worker's timer alone has those that wait for their ETA.
-    given = [one for due in consumer.timer.schedule.queue for one in due.entry.args or ()]
-    scheduled = [one for one in given if isinstance(one, Request)]
-    for request in [*worker.state.reserved_requests, *scheduled]:
+    for request in [*worker.state.reserved_requests, *scheduled(consumer)]:
         if request.id in ids and request not in worker.state.active_requests:
             yield request._context  # noqa: SLF001 -- Celery has no public name
+
+
+def scheduled(consumer: Consumer) -> list[Request]:
+    """Return the requests that wait in a worker for their ETA; its timer alone has them."""
+    given = [one for due in consumer.timer.schedule.queue for one in due.entry.args or ()]
+    return [one for one in given if isinstance(one, Request)]

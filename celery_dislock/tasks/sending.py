@@ -237,12 +237,13 @@ class Sender:
         declared, locks = sending.guard.options, sending.locks(options)
         if not locks or self._clock() < self._away_until:
             return sending.send_now(options, "" if again else "unreserved")
-        task_id = options["task_id"] = options.get("task_id") or uuid()
+        given = options.get("task_id")
+        task_id = options["task_id"] = given or uuid()
         headers, lock = dict(options.get("headers") or {}), reserved_lock(locks)
         number = _number_in(sending.guard, headers, lock) if again else ()
         until = str(declared.lock_unique_until)
         wanted = Reservation(lock, reserved_name(task_id), until, PUBLISH_FOR, *number)
-        found = self._reserve(sending, wanted, options, again=again)
+        found = self._reserve(sending, wanted, options, is_known=bool(given), again=again)
         if isinstance(found, Taken) and found.is_sent and not again:
             sending.count_as("duplicate")
             reserved = wanted._replace(id=found.id)
@@ -288,7 +289,13 @@ class Sender:
         return result
 
     def _reserve(
-        self, sending: Sending, wanted: Reservation, options: Mapping[str, Any], *, again: bool
+        self,
+        sending: Sending,
+        wanted: Reservation,
+        options: Mapping[str, Any],
+        *,
+        is_known: bool,
+        again: bool,
     ) -> Reserved | Taken | None:
         """Reserve the key; None: it could not be asked for, or a later release has reserved it."""
         try:
@@ -297,6 +304,7 @@ class Sender:
                 *(wanted, token_hex(8)),
                 replaces=sending.guard.options.lock_on_duplicate == "replace",
                 has_result=sending.has_result(options),
+                is_known=is_known,
                 again=again,
             )
             found, until = reserve(), self._clock() + WAIT_FOR_OTHER

@@ -30,6 +30,7 @@ from celery_dislock.messages.headers import Notes, notes_of
 from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.parking import store
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.tasks.answer import Answer
 from celery_dislock.tasks.guard import Guard
 from celery_dislock.tasks.keys import signature_of
 from celery_dislock.tasks.sending import Sending, outbox_of, tell
@@ -95,6 +96,16 @@ class SingletonTask(Task):  # type: ignore[misc]
             SettingsError: The task takes no lock.
         """
         return lock_for(self, *args, **kwargs)
+
+    def why(self, task_id: str, *, key: str | Sequence[str] = ()) -> Answer:
+        """
+        Tell why a task of this app does not run; see :meth:`celery_dislock.Dislock.why`.
+
+        Args:
+            task_id: The task's id.
+            key: The key of its lock, or a list of keys.
+        """
+        return Answer.find(self.app, task_id, key=key)
 
 
 def lease_of(task: Task) -> Lease:

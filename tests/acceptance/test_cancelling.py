@@ -172,7 +172,7 @@ def test_an_older_message_that_comes_later(fleet, scene, start_fleet):
 
 
 @PREFORK
-def test_a_newcomer_that_is_revoked_while_it_waits(fleet, scene):
+def test_a_newcomer_that_is_dropped_while_it_waits(fleet, scene):
     """The one that runs undisturbed goes on, as nobody waits for it any more."""
     old = scene.begin(fleet, build_in_peace)
     new = fleet.send(build_in_peace, scene.key)
@@ -181,6 +181,36 @@ def test_a_newcomer_that_is_revoked_while_it_waits(fleet, scene):
     assert dislock("drop", new.id, "--key", scene.key, "--yes").exit_code == 0
     assert "superseded" not in scene.lease.holder
     assert finish(scene, old)["held"]
+
+
+@PREFORK
+def test_a_newcomer_that_is_revoked_while_it_waits(fleet, scene):
+    """It ends at its turn, and an older one that comes later may run: it never took over."""
+    old = scene.begin(fleet, build_in_peace)
+    late = Fleet(fleet.pool, f"late-{scene.key}", fleet.workers, fleet.broker_url)
+    other = late.send(build, scene.key)
+    new = fleet.send(build_in_peace, scene.key)
+    scene.wait_for_line(1)
+    fleet.revoke(new.id, reply=True)
+    assert finish(scene, old)["held"]
+    with pytest.raises(TaskRevokedError, match="revoked"):
+        new.get(timeout=LIMIT)
+    fleet.serve(late.queue)
+    assert finish(scene, other)["held"]
+    fleet.leave(late.queue)
+
+
+@PREFORK
+def test_an_older_one_runs_beside_newer_ones_if_there_is_room(fleet, scene):
+    """With a limit of two nobody has to end for it."""
+    late = Fleet(fleet.pool, f"late-{scene.key}", fleet.workers, fleet.broker_url)
+    old = late.send(build_two, scene.key)
+    new = scene.begin(fleet, build_two)
+    fleet.serve(late.queue)
+    scene.wait_for_report("begin", id=old.id)
+    assert finish(scene, old)["held"]
+    assert finish(scene, new)["held"]
+    fleet.leave(late.queue)
 
 
 @PREFORK

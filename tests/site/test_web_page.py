@@ -167,6 +167,27 @@ def test_the_list_and_a_locks_own_view_tell_all(opened):
     assert all(url.startswith(page.address) for url in page.asked)
 
 
+def test_why_a_task_does_not_run_is_asked_on_the_start_page(opened):
+    """Its id is typed, and one sentence comes, with what it rests on and a way to the lock."""
+    page = opened(*shop(), size="phone")
+    tab = page.tab
+    tab.get_by_label("Why does a task not run?").fill(" parked-1 ")
+    tab.get_by_role("button", name="Ask").click()
+    expect(tab.get_by_role("heading", name="Task parked-1")).to_be_focused()
+    expect(tab.locator("#why-sentence")).to_contain_text("1st of 2 in line for lock 'account:1'")
+    expect(tab.locator("#why-facts li")).not_to_have_count(0)
+    assert not tab.evaluate(TOO_WIDE)
+    tab.get_by_role("link", name="Lock account:1").click()
+    expect(tab.get_by_role("heading", name="Lock account:1")).to_be_focused()
+    tab.go_back()
+    expect(tab.locator("#why-sentence")).to_contain_text("in line")
+    tab.get_by_role("link", name="All locks").click()
+    tab.get_by_label("Why does a task not run?").fill(HOSTILE[0])
+    tab.keyboard.press("Enter")
+    expect(tab.locator("#why-sentence")).to_contain_text("Nothing is known here of task <script>")
+    assert page.faults == []
+
+
 def test_what_is_wrong_is_counted_on_top_and_can_be_chosen(opened):
     """Trouble comes first, with a badge and since when; each number is a filter."""
     overdue = lock("zebra", holders=[holder(9, renewed=25.0, remaining=5.0)])
@@ -259,7 +280,7 @@ def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
     expect(tab.get_by_role("dialog")).to_contain_text("SIGTERM")
     tab.get_by_role("button", name="End it").click()
     expect(tab.get_by_role("status")).to_contain_text("Told the workers to end")
-    tab.get_by_label("Why").fill("deploy")
+    tab.get_by_label("Why: shown").fill("deploy")
     tab.get_by_role("button", name="Pause").click()
     tab.get_by_role("button", name="Pause it").click()
     expect(tab.get_by_role("status")).to_contain_text("Paused lock 'account:1'")
@@ -340,7 +361,7 @@ def test_rates_are_told_set_and_taken_back(opened):
     tab.get_by_role("button", name="Set it").click()
     expect(tab.get_by_role("status")).to_contain_text("give a rate as '100/m' or '5/10s'")
     tab.get_by_label("Rate, such as").fill("5/10s")
-    tab.get_by_label("Why").fill("429")
+    tab.get_by_label("Why: shown").fill("429")
     tab.get_by_role("button", name="Set the rate").click()
     expect(tab.get_by_role("dialog")).to_contain_text("It is taken 5/10s at most from now on")
     tab.get_by_role("button", name="Set it").click()
@@ -558,7 +579,7 @@ def test_an_action_without_an_answer_says_that_it_may_be_done(opened):
     expect(page.tab.get_by_role("status")).to_contain_text("It may have been done all the same")
 
 
-VIEWS = ("list", "lock", "question", "refused", "old")
+VIEWS = ("list", "lock", "question", "why", "refused", "old")
 
 
 def bring_about(page, view):
@@ -568,6 +589,9 @@ def bring_about(page, view):
         expect(page.tab.locator("#holders li")).to_have_count(1)
     if view == "question":
         page.tab.get_by_role("button", name=re.compile("^Free")).click()
+    if view == "why":
+        page.tab.goto(f"{page.address}#why={'parked-1' * 40}")
+        expect(page.tab.locator("#why-sentence")).to_contain_text("Nothing is known")
     if view == "refused":
         page.site._user = lambda _environ: None
         page.pass_by()

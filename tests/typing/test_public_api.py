@@ -36,6 +36,7 @@ from celery_dislock import (
 )
 from celery_dislock.servers.view import Holder, ReservationState
 from celery_dislock.signals import lock_conflict, lock_lost, lock_released
+from celery_dislock.tasks.answer import Answer
 
 app = Celery("shop", broker="redis://localhost:6379/0")
 dislock = Dislock(app)
@@ -43,6 +44,7 @@ assert_type(dislock, Dislock)
 assert_type(dislock.lock_of("export:7").key, str)
 assert_type([holder.token for holder in dislock.lock_of(["a", "b"]).holders()], list[int])
 assert_type(dislock.lock_of("a").free(), list[Holder | ReservationState])
+assert_type(dislock.why("9b1d", key="export:7"), Answer)
 
 by_keyword = Dislock(app=app)
 Dislock()  # type: ignore[call-arg]
@@ -125,6 +127,7 @@ def send() -> None:
     assert_type(typed_and_bound.delay("a").get(), int)
     assert_type(typed_and_bound("a"), int)
     assert_type(typed_with_base.lock_for(7).key, str)
+    assert_type(typed_with_base.why("9b1d").sentence, str)
     assert_type(empty.delay().get(), float)
     plain.delay()
     typed.s(7).delay()

@@ -59,6 +59,18 @@ ROWS = (
         "Running tasks missed two renewals in a row",
         "Their processes are stopped, their bodies hold the GIL, or the server was away.",
     ),
+    Row(
+        "renewals",
+        warning,
+        lambda one, _: some(
+            f"{lease.get('key')} of {lease.get('id')}"
+            for lease in one["leases"]
+            if lease.get("missed")
+        ),
+        "Running tasks do not hold their locks, so that others may run beside them",
+        "They were renewed as often as max_renew_times says, or were lost or freed: celery dislock "
+        "why ID. With lock_on_cap or lock_on_lost such a task is ended.",
+    ),
 )
 
 

@@ -22,6 +22,7 @@ from celery_dislock.operating.cli.limiting import limit, pause, resume
 from celery_dislock.operating.cli.reading import line, ls, show
 from celery_dislock.operating.cli.running import run
 from celery_dislock.operating.cli.web import web
+from celery_dislock.operating.cli.why import why
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -46,7 +47,7 @@ def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
         set_settings(app, {"dislock_url": given})
 
 
-_READING = (ls, show, line, doctor, web)
+_READING = (ls, show, line, why, doctor, web)
 for _command in (*_READING, free, drop, put_back, pause, limit, resume, run):
     # Its first paragraph, whole: click cuts what it makes of the help by itself.
     _command.short_help = (_command.help or "").partition("\n\n")[0]

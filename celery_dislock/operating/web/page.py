@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import asdict
 from importlib.resources import files
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from werkzeug.exceptions import BadRequest, Conflict, Forbidden, HTTPException, NotFound
@@ -31,6 +33,7 @@ from celery_dislock.operating.locks import AppLocks
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.operating.web.listing import CHOICES, ORDERS, as_json, find, listing
 from celery_dislock.operating.web.metrics import NEEDS, make_wsgi_app
+from celery_dislock.operating.why import why
 from celery_dislock.scripts.names import lock_in
 from celery_dislock.servers.view import ReservationState
 from celery_dislock.words import to_json
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.web.cache import Kept
     from celery_dislock.servers.view import Holder, LockState
+    from celery_dislock.tasks.answer import Answer
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # the names of this machine in a URL
 BODY_MOST = 16 * 1024  # bytes of a form
@@ -56,6 +60,7 @@ PLACES = 50  # places of a line that are shown at once
 HOLDERS_LISTED = 3  # of a lock in the list; its own view has more
 PAGES_MOST = 10**6
 TOKEN_MOST = 2**63
+ID_MOST = 1000  # characters of a task's id
 
 # The page loads its own files only, runs no inline script, and is shown in no frame.
 POLICY = (
@@ -142,12 +147,18 @@ class Page:
         self._hosts = {name.lower() for name in allowed_hosts}
         self._locks = AppLocks(app)
         self._cache = Cache()
+        self._asking = Lock()
         self._metrics = _metrics(app)
         static = files("celery_dislock.operating.web").joinpath("static")
         self._files = {
             path: (static.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()
         }
-        reads = {"/api/locks": self._list, "/api/lock": self._lock, "/metrics": self._measure}
+        reads = {
+            "/api/locks": self._list,
+            "/api/lock": self._lock,
+            "/api/why": self._why,
+            "/metrics": self._measure,
+        }
         acts = {
             "/api/free": self._free,
             "/api/unreserve": self._unreserve,
@@ -258,6 +269,18 @@ class Page:
         # Of a pause and a limit the page tells more by itself.
         found = (one for one in troubles_of(state, site) if one.name not in {"paused", "limited"})
         return state, [one.told(state.key) for one in found]
+
+    def _why(self, request: Request, visitor: Visitor) -> Response:
+        task_id = request.args.get("id", "")
+        if not 0 < len(task_id) <= ID_MOST:
+            raise BadRequest("This is no id of a task.")
+        kept = self._cache.get(("why", task_id), lambda: self._ask(task_id))
+        return _read(asdict(kept.value), kept, visitor)
+
+    def _ask(self, task_id: str) -> Answer:
+        with self._asking:  # a search reads the names of all keys
+            locks, told = self._locks, self._show_arguments
+            return why(locks.app, task_id, errors=told, runtime=locks.runtime)
 
     def _measure(self, request: Request, _visitor: Visitor) -> Response:
         if self._metrics is None:

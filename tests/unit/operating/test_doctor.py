@@ -53,6 +53,7 @@ OTHER = {"server": "redis://other/0"}
         ({"warnings": ["It does X: a.b. Raise it."]}, "tasks", "warning", "w2 started: It does X"),
         ({"errors": 1}, "renewals", "warning", "unexpected errors: w2"),
         ({"lease": {"overdue": True}}, "renewals", "warning", "in a row: w2 (export:7)"),
+        ({"lease": {"missed": True, "id": "9"}}, "renewals", "warning", "w2 (export:7 of 9)"),
         ({"unavailable": "no route"}, "renewals", "serious", "these workers: w2 (no route)"),
         ({"tasks": 7}, "workers", "warning", "did not answer in time: w2."),
         ({"error": "KeyError", "leases": None}, "workers", "warning", "in time: w2."),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +12,21 @@ from celery.worker import state
 from celery.worker.control import Panel
 
 from celery_dislock import Key, SingletonTask, StoreError
-from celery_dislock.operating.inspection import SHORT, inspect_locks
+from celery_dislock.operating.inspection import SHORT, inspect_locks, inspect_task
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
-from tests.staged import holder, lock
+from celery_dislock.servers.overview import PLACES
+from tests.staged import holder, lock, place
+from tests.unit.deliveries import arrived
+
+LATER = "2030-01-01T00:00:00+00:00"
+
+
+class Queue(SimpleNamespace):
+    """What a worker's timer has."""
+
+    def __init__(self, entries):
+        super().__init__(queue=entries)
 
 
 def decide(_task, _conflict):
@@ -35,8 +48,8 @@ class Worker:
         @app.task(name="other", shared=False)
         def other(): ...
 
-    def run(self, *args, name="export", task_id="1"):
-        about = {"id": task_id, "args": args, "kwargs": {}}
+    def run(self, *args, name="export", task_id="1", began=1.0):
+        about = {"id": task_id, "args": args, "kwargs": {}, "time_start": began}
         task = self.app.tasks[name]
         self._requests.append(
             SimpleNamespace(task=task, hostname="w@h", worker_pid=7, request_dict={}, **about)
@@ -61,6 +74,37 @@ def test_a_task_that_does_not_hold_its_lock_is_told(worker, server, other):
     server.put(lock("export:7", holders=[holder(**{"id": "1", "worker": "w@h", **other})]))
     [lease] = worker.ask()["leases"]
     assert not lease["held"]
+
+
+def test_a_task_that_runs_without_its_lock_is_told_from_one_that_waits(worker, server):
+    """It began long ago and does not stand in line; nobody knows that of one behind many."""
+    server.put(
+        lock("export:2", waiting=1, line=[place(parked=False, ticket="", id="2", task="export")]),
+        lock("export:3", waiting=PLACES + 1),
+    )
+    for n in (1, 2, 3):
+        worker.run(n, task_id=str(n))
+    worker.run(4, task_id="4", began=time.time())
+    worker.run(5, task_id="5", began=None)
+    missed = {one["key"]: one["missed"] for one in worker.ask()["leases"]}
+    assert [key for key, so in missed.items() if so] == ["export:1"]
+    assert len(missed) == 5
+
+
+def test_a_worker_tells_of_one_task(worker, monkeypatch):
+    """Whether it runs or waits here and for which keys, until when, and which queues it has."""
+    consumer = SimpleNamespace(task_consumer=None, timer=SimpleNamespace(schedule=Queue([])))
+    asked = SimpleNamespace(app=worker.app, consumer=consumer)
+    assert inspect_task(asked, "1") == {"locks": True, "queues": [], "revoked": False, "is": None}
+    consumer.task_consumer = SimpleNamespace(queues=[SimpleNamespace(name="mail")])
+    later = arrived(worker.app.tasks["export"], "9", eta=LATER, dislock={"v": 1, "put_off": 2})
+    entry = SimpleNamespace(entry=SimpleNamespace(args=(later,)))
+    consumer.timer.schedule = Queue([entry, SimpleNamespace(entry=SimpleNamespace(args=None))])
+    told = inspect_task(asked, "9")
+    assert (told["is"], told["queues"], told["put_off"]) == ("scheduled", ["mail"], 2)
+    assert told["eta"] == datetime.fromisoformat(LATER).timestamp()
+    assert told["task"] == "export"
+    json.dumps(told)
 
 
 def test_tasks_without_a_lock_are_left_out(worker):

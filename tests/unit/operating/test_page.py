@@ -31,7 +31,7 @@ CHANGES = {
     "/api/limit": {"name": NAME, "limit": "0"},
     "/api/rate": {"name": NAME, "rate": "5/10s"},
 }
-READS = ("/api/locks", f"/api/lock?name={NAME}", "/metrics")
+READS = ("/api/locks", f"/api/lock?name={NAME}", "/api/why?id=parked-1", "/metrics")
 FILES = {
     "/": "text/html; charset=utf-8",
     "/static/page.css": "text/css; charset=utf-8",
@@ -203,6 +203,21 @@ def test_one_lock_has_its_own_view(site):
     told = site.lock("many")
     assert (len(told["holders"]), told["held_by"]) == (200, 205)
     assert (told["holders"][0]["id"], told["holders"][0]["token"]) == ("id-205", str(2**53 + 1))
+
+
+def test_why_a_task_does_not_run_is_answered(site):
+    """As the command does; an error of a body may have arguments, and has its name alone."""
+    site.page._locks.app.control.broadcast = lambda *_args, **_how: None
+    told = site.get("/api/why", query_string={"id": "parked-2"}).json
+    assert told["sentence"].startswith("shop.pay[parked-2] is 2nd of 2 in line for lock 'export:1'")
+    assert (told["key"], told["away"], told["user"]) == ("export:1", None, "ann")
+    for one, words in ((site, "ValueError"), (Site(show_arguments=True), "card 4111")):
+        backend = one.page._locks.app.backend
+        backend.mark_as_failure("failed", ValueError("card 4111"))
+        told = one.get("/api/why", query_string={"id": "failed"}).json
+        assert told["sentence"].endswith(f"{words}.")
+    for wrong in ("", "x" * 1001):
+        assert site.get("/api/why", query_string={"id": wrong}).status_code == 400
 
 
 def test_arguments_are_shown_only_if_asked_for(site):

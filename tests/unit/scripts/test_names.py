@@ -25,6 +25,7 @@ ENDINGS = {
     ":done:": "string",
     ":crashes:": "hash",
     ":mark:": "string",
+    ":unsent:": "string",
     ":unique": "string",
     ":newest": "hash",
     ":limit": "string",

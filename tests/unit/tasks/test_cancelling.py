@@ -228,6 +228,7 @@ URLS = {"dislock_url": [f"redis://{n}:1/0" for n in range(3)]}
         ({}, URLS, "keep no line"),
         ({"lock_queue_limit": 5}, {}, "no effect"),
         ({"lock_on_cancel": "stop"}, {}, "'warn', 'raise', 'terminate'"),
+        ({"lock_on_conflict": "skip", "lock_cancel_after": 5}, {}, "without lock_on_conflict"),
     ],
 )
 def test_what_cannot_be_used_with_it(options, conf, named):

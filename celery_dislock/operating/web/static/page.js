@@ -62,12 +62,12 @@ async function poll() {
   if (document.hidden) return;
   const mine = asked;
   try {
-    const isLock = view.name !== null || view.key !== null;
-    const told = await ask(isLock ? lockAddress() : listAddress());
+    const [from, show] = { why: [whyAddress, showWhy], lock: [lockAddress, showLock], list: [listAddress, showList] }[section()];
+    const told = await ask(from());
     if (mine !== asked) return;
     failures = 0;
     shown(told);
-    (isLock ? showLock : showList)(told);
+    show(told);
   } catch (error) {
     if (mine !== asked) return;
     if (!(error instanceof Trouble)) throw error;
@@ -88,6 +88,11 @@ function lockAddress() {
   const { name, key, first } = view;
   return `api/lock?${new URLSearchParams(key === null ? { name, first } : { key, first })}`;
 }
+
+const whyAddress = () => `api/why?${new URLSearchParams({ id: view.why })}`;
+
+// Which part of the page is shown.
+const section = () => (view.why !== null ? "why" : view.name !== null || view.key !== null ? "lock" : "list");
 
 // What is shown, and whether it still holds.
 
@@ -421,6 +426,20 @@ function fillPlace(item, place) {
   button.setAttribute("aria-label", `Drop ${plain(place.who)} from the line`);
 }
 
+// Why a task does not run.
+
+function showWhy(told) {
+  byId("why-told").hidden = false;
+  setText(byId("why-sentence"), plain(told.sentence));
+  setText(byId("why-remedy"), plain(told.remedy));
+  sync(byId("why-facts"), told.rests_on.map((text, nth) => ({ text, nth })), (one) => one.nth, () => make("li"), (item, one) => setText(item, plain(one.text)));
+  const link = byId("why-lock");
+  link.parentElement.hidden = told.key === null;
+  if (told.key === null) return;
+  setText(link, `Lock ${plain(told.key)}`);
+  link.setAttribute("href", address({ key: told.key }));
+}
+
 // Actions.
 
 function confirmed(title, text, button) {
@@ -536,6 +555,7 @@ function address(parts) {
 function go() {
   const parts = new URLSearchParams(location.hash.slice(1));
   view = {
+    why: parts.get("why"),
     name: parts.get("lock"),
     key: parts.get("key"),
     first: parts.get("first") || "0",
@@ -549,16 +569,14 @@ function go() {
   if (document.activeElement !== byId("search")) byId("search").value = view.search;
   byId("show").value = view.show;
   byId("order").value = view.order;
-  const isLock = view.name !== null || view.key !== null;
-  if (!isLock) document.title = "Locks";
+  if (section() !== "lock") document.title = "Locks";
+  if (view.why !== null) setText(byId("why-title"), `Task ${plain(view.why)}`);
   showSections();
   poll();
 }
 
 function showSections() {
-  const isLock = view.name !== null || view.key !== null;
-  byId("list-view").hidden = isRefused || isLock;
-  byId("lock-view").hidden = isRefused || !isLock;
+  for (const one of ["list", "lock", "why"]) byId(`${one}-view`).hidden = isRefused || section() !== one;
 }
 
 function list(changes) {
@@ -586,6 +604,10 @@ byId("search").addEventListener("input", () => {
   clearTimeout(searchTimer);
   searchTimer = setTimeout(() => find({ search: byId("search").value }, true), TYPING);
 });
+byId("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  location.hash = address({ why: byId("task").value.trim() });
+});
 byId("show").addEventListener("change", () => find({ show: byId("show").value }));
 byId("totals").addEventListener("click", (event) => {
   const { show } = event.target.dataset;
@@ -609,12 +631,11 @@ window.addEventListener("hashchange", () => {
   const was = view;
   go();
   setText(byId("result"), "");
-  if (was.name !== view.name || was.key !== view.key) {
+  if (was.name !== view.name || was.key !== view.key || was.why !== view.why) {
     lastLock = null;
-    byId("lock-told").hidden = true;
-    const isLock = view.name !== null || view.key !== null;
-    if (isLock) setText(byId("lock-title"), "Lock");
-    (isLock ? byId("lock-title") : byId("main")).focus();
+    byId("lock-told").hidden = byId("why-told").hidden = true;
+    if (section() === "lock") setText(byId("lock-title"), "Lock");
+    byId({ lock: "lock-title", why: "why-title", list: "main" }[section()]).focus();
   }
 });
 document.addEventListener("visibilitychange", () => {

@@ -1,0 +1,79 @@
+"""``celery dislock why``: why a task does not run, in one sentence."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict
+
+import click
+
+from celery_dislock.keys.templates import check_written
+from celery_dislock.operating.cli.session import (
+    AWAY,
+    FOUND,
+    as_json,
+    session,
+    write_json,
+)
+from celery_dislock.operating.cli.table import columns
+from celery_dislock.operating.why import WORKERS_WITHIN
+from celery_dislock.operating.why import why as ask
+
+WIDTH = 100  # columns of the text, if a terminal has them
+
+
+@click.command()
+@click.argument("task_id", metavar="TASK_ID")
+@click.option("--key", multiple=True, metavar="KEY", help="Look at the lock of this key only.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=WORKERS_WITHIN,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the workers' answers, if they are asked.",
+)
+@as_json
+@click.pass_context
+def why(
+    context: click.Context,
+    task_id: str,
+    key: tuple[str, ...],
+    timeout: float,
+    json_: bool,  # noqa: FBT001 -- click's flag
+) -> None:
+    """Say why a task does not run, or that it does.
+
+    One sentence, what it rests on, and what makes the task run. The result backend is asked, the
+    lock server, and then the workers. What is not known is said.
+
+    Exit code 1 if nothing is known of the task. 3: the lock server did not answer.
+    """
+    with session(context) as opened:
+        keys = [check_written(one) for one in key]
+        answer = ask(opened.app, task_id, keys=keys, timeout=timeout, runtime=opened.runtime)
+        if json_:
+            write_json(asdict(answer))
+        else:
+            width = min(WIDTH, columns())
+            _write(answer.sentence, width)
+            for fact in answer.rests_on:
+                _write(fact, width, "  - ")
+            if answer.remedy:
+                _write(answer.remedy, width, "-> ")
+        if answer.away:
+            context.exit(AWAY)
+        if answer.state == "not known":
+            context.exit(FOUND)
+
+
+def _write(text: str, width: int, bullet: str = "") -> None:
+    click.echo(
+        textwrap.fill(
+            text,
+            width,
+            initial_indent=bullet,
+            subsequent_indent=" " * len(bullet),
+            break_on_hyphens=False,
+        )
+    )

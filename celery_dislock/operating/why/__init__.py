@@ -1,0 +1,70 @@
+"""Why does a task not run?  One answer in one sentence, from the task's id alone.
+
+The result backend is asked, the lock server, and the workers; who answers for certain ends the
+search, and the workers are asked last, as they take a second.  Nothing is changed, and nothing is
+guessed: what could not be asked is told with the answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from celery import states
+
+from celery_dislock.operating.why.case import Case
+from celery_dislock.operating.why.sentences import of_record
+from celery_dislock.operating.why.traces import TRACES, unknown
+from celery_dislock.parking.process import runtime_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from celery import Celery
+
+    from celery_dislock.locks.runtime import Runtime
+    from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.tasks.answer import Answer
+
+WORKERS_WITHIN = 1.0  # seconds for the workers' answers
+
+
+def why(
+    app: Celery | None,
+    task_id: str,
+    *,
+    keys: Sequence[str] = (),
+    timeout: float = WORKERS_WITHIN,
+    errors: bool = True,
+    runtime: Runtime[ParkingProcess] | None = None,
+) -> Answer:
+    """
+    Tell why a task does not run, or that it does; blocks for a second or two.
+
+    Args:
+        app: The task's app; None: there is none.
+        task_id: The task's id.
+        keys: Keys of locks: only these are looked at.
+        timeout: Seconds to wait for the workers, if they are asked.
+        errors: Whether errors of bodies are told, whose texts may have arguments.
+        runtime: What the app's locks share; None: that of the app.
+
+    Raises:
+        SettingsError: There is no lock server.
+        LockKeyError: A key cannot be used.
+    """
+    its = runtime_of(app) if runtime is None else runtime
+    return next(_answers(Case(task_id, app, its, keys, timeout, errors)))
+
+
+def _answers(case: Case) -> Iterator[Answer]:
+    """Yield the answer; what follows is for the case that there was none."""
+    if case.stored.state not in {states.SUCCESS, states.REVOKED}:
+        for found in case.look():
+            yield from case.told_by(of_record, found)
+            if found.is_certain:  # it has moved on, most likely within this lock
+                for again in case.look(found.lock):
+                    yield from case.told_by(of_record, again)
+                case.ask_backend_again()
+    for trace in TRACES:
+        yield from case.told_by(trace)
+    yield unknown(case)

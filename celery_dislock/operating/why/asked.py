@@ -1,0 +1,217 @@
+"""What the result backend and the workers tell of one task."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import datetime, timezone
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery import states
+from celery.backends.base import DisabledBackend
+from celery.backends.rpc import RPCBackend
+from celery.exceptions import TaskRevokedError
+
+from celery_dislock.exceptions import DislockError
+from celery_dislock.messages.headers import UNTIL_MOST
+from celery_dislock.operating.inspection import ACTIVE, INSPECT_TASK, RESERVED, SCHEDULED
+from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within
+from celery_dislock.redaction import reason_of
+from celery_dislock.servers.records import bounded, bounded_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from celery import Celery
+
+NO_BACKEND = "this app has none"
+OF_ITS_SENDER = "it keeps results for the process that has sent the task"
+
+
+class Stored(NamedTuple):
+    """
+    What the result backend has of a task.
+
+    Attributes:
+        state: Its state; empty: nothing is stored.
+        reason: What its result says, if it is an error.
+        at: UNIX time at which that was stored; None: it is not known.
+        key: Of a parked task the key of its lock.
+        unknown: Why the backend could not be asked; empty: it was.
+    """
+
+    state: str = ""
+    reason: str = ""
+    at: float | None = None
+    key: str | None = None
+    unknown: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the task has ended."""
+        return self.state in states.READY_STATES or self.state in {states.IGNORED, states.REJECTED}
+
+
+def ask_backend(app: Celery | None, task_id: str, *, errors: bool) -> Stored:
+    """
+    Ask for a task's result; blocks for some seconds at most, and raises nothing.
+
+    Args:
+        app: The app; None: there is none.
+        task_id: The task's id.
+        errors: Whether errors of bodies are told, which may have arguments in their texts.
+    """
+    if app is None:
+        return Stored(unknown=NO_BACKEND)
+    try:
+        backend = app.backend
+        if isinstance(backend, DisabledBackend):
+            return Stored(unknown=NO_BACKEND)
+        if isinstance(backend, RPCBackend):
+            return Stored(unknown=OF_ITS_SENDER)
+        meta = answer_within(ANSWERS_WITHIN, partial(backend.get_task_meta, task_id))
+        return _stored(meta, errors=errors)
+    except Exception as exc:  # noqa: BLE001 -- of any backend
+        return Stored(unknown=reason_of(exc))
+
+
+def _stored(meta: Mapping[str, Any], *, errors: bool) -> Stored:
+    state, result = str(meta.get("status")), meta.get("result")
+    if state == states.PENDING:
+        return Stored()
+    reason = ""
+    if isinstance(result, BaseException):
+        is_told = errors or isinstance(result, (DislockError, TaskRevokedError))
+        reason = bounded(str(result)) if is_told else type(result).__name__
+    key = bounded_text(result.get("key")) if isinstance(result, dict) else None
+    return Stored(state, reason, _unix(meta.get("date_done")), key)
+
+
+def _unix(given: Any) -> float | None:
+    """Return a time as backends have it, in UTC if they do not say; None: it cannot be read."""
+    try:
+        when = given if isinstance(given, datetime) else datetime.fromisoformat(given)
+        return (when if when.tzinfo else when.replace(tzinfo=timezone.utc)).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+class Worker(NamedTuple):
+    """
+    What a worker has told of a task; see :func:`celery_dislock.operating.inspection.inspect_task`.
+
+    Attributes:
+        name: The worker's name.
+        has: What the task is there: ACTIVE, RESERVED or SCHEDULED; empty: it is not there.
+        task: The task's name.
+        keys: Keys that the task needs.
+        pid: The process that runs it.
+        since, eta: UNIX times since which it runs, and at which it is due; None: not known.
+        put_off: How often it was put off.
+        revoked: Whether it is revoked.
+        locks: Whether the worker's tasks lock.
+        queues: The queues that the worker consumes.
+    """
+
+    name: str
+    has: str = ""
+    task: str | None = None
+    keys: Sequence[str] = ()
+    pid: int | None = None
+    since: float | None = None
+    eta: float | None = None
+    put_off: int = 0
+    revoked: bool = False
+    locks: bool = True
+    queues: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, name: str, told: Mapping[str, Any]) -> Worker:
+        """Read an answer, which anybody can send who can send messages."""
+        has, pid, times = told.get("is"), told.get("pid"), told.get("put_off")
+        return cls(
+            name,
+            has if has in {ACTIVE, RESERVED, SCHEDULED} else "",
+            bounded_text(told.get("task")),
+            _texts(told.get("keys")),
+            pid if type(pid) is int else None,
+            _time(told.get("since")),
+            _time(told.get("eta")),
+            times if type(times) is int else 0,
+            told.get("revoked") is True,
+            told.get("locks") is not False,
+            _texts(told.get("queues")),
+        )
+
+
+def _texts(given: object) -> list[str]:
+    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+
+
+def _time(given: object) -> float | None:
+    if isinstance(given, (int, float)) and 0 < given < UNTIL_MOST:
+        return float(given)
+    return None
+
+
+class Told(NamedTuple):
+    """
+    What the workers have told of a task.
+
+    Attributes:
+        workers: Those that know the question, by name.
+        strangers: Those that answered, and do not know it.
+        unknown: Why they could not be asked; empty: they were.
+    """
+
+    workers: Mapping[str, Worker] = {}
+    strangers: Sequence[str] = ()
+    unknown: str = ""
+
+    @property
+    def having(self) -> Worker | None:
+        """The worker that has the task; None: none of them has it."""
+        return next((one for one in self.workers.values() if one.has), None)
+
+    def serving(self, queue: str) -> list[str]:
+        """Return the workers that consume a queue."""
+        return [name for name, one in self.workers.items() if queue in one.queues]
+
+    @property
+    def nobody(self) -> bool:
+        """Whether no worker has answered, though they could be asked."""
+        return not (self.workers or self.strangers or self.unknown)
+
+
+def ask_workers(app: Celery | None, task_id: str, timeout: float) -> Told:
+    """
+    Ask all workers for a task; blocks for *timeout* seconds, and raises nothing.
+
+    Args:
+        app: The app; None: there are no workers.
+        task_id: The task's id.
+        timeout: Seconds to wait for their answers; those of the broker come on top.
+    """
+    if app is None:
+        return Told(unknown="these locks have no app")
+    answers: dict[str, Any] = {}
+
+    def take(reply: Mapping[str, Any]) -> None:
+        answers.update(reply)
+        if any(isinstance(one, dict) and one.get("is") for one in reply.values()):
+            raise _HasIt
+
+    ask = partial(app.control.broadcast, INSPECT_TASK, callback=take, reply=True, timeout=timeout)
+    try:
+        with suppress(_HasIt):  # the others need not be waited for
+            within = timeout + ANSWERS_WITHIN
+            answer_within(within, partial(ask, arguments={"task_id": task_id}))
+    except Exception as exc:  # noqa: BLE001 -- of any broker
+        return Told(unknown=f"the broker: {reason_of(exc)}")
+    known = {n: one for n, one in answers.items() if isinstance(one, dict) and "queues" in one}
+    workers = {name: Worker.of(name, one) for name, one in sorted(known.items())}
+    return Told(workers, sorted(answers.keys() - known.keys()))
+
+
+class _HasIt(Exception):  # noqa: N818 -- no error
+    """A worker has the task."""

@@ -1,0 +1,172 @@
+"""All that is known of one task, asked for as it is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import shown_id
+from celery_dislock.operating.site import Site
+from celery_dislock.operating.why.asked import Stored, Told, ask_backend, ask_workers
+from celery_dislock.scripts.names import TICKETS
+from celery_dislock.servers.find import LEASES, Search
+from celery_dislock.servers.overview import Overview
+from celery_dislock.tasks.answer import Answer
+from celery_dislock.words import plain, some
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from celery import Celery
+
+    from celery_dislock.locks.runtime import Runtime
+    from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.servers.find import Found
+
+LINES_FIRST = 10_000  # locks with parked tasks that are looked at before all others
+SHOWN = 100  # characters of an id in a sentence
+
+
+@dataclass
+class Case:
+    """
+    All that is known of one task.
+
+    Args:
+        id: The task's id.
+        app: The app; None: the locks have none.
+        runtime: What the app's locks share.
+        keys: Keys of the locks to look at, and no others; none: all.
+        timeout: Seconds to wait for the workers.
+        errors: Whether errors of bodies are told.
+
+    Attributes:
+        found: What the lock server has of it, as far as it was looked at.
+        away: Why the lock server could not be asked; empty: it was.
+    """
+
+    id: str
+    app: Celery | None
+    runtime: Runtime[ParkingProcess]
+    keys: Sequence[str] = ()
+    timeout: float = 1.0
+    errors: bool = True
+    found: list[Found] = field(default_factory=list)
+    away: str = ""
+
+    def __post_init__(self) -> None:
+        server = self.runtime.process.store.lock_server
+        self.prefix = self.runtime.settings.dislock_prefix
+        self.overview = Overview(server, self.prefix)
+        self.site = Site(self.overview, self.prefix, self.app)
+        self.search = Search(server, self.prefix, self.id)
+        has_lines = self.app is not None and server.keeps_lines
+        self._lines = self.runtime.process.lines if has_lines else None
+
+    @cached_property
+    def stored(self) -> Stored:
+        """What the result backend has; it is asked once."""
+        return ask_backend(self.app, self.id, errors=self.errors)
+
+    def ask_backend_again(self) -> Stored:
+        """Return what the result backend has by now, of a task that has moved on."""
+        self.stored = ask_backend(self.app, self.id, errors=self.errors)
+        return self.stored
+
+    @cached_property
+    def told(self) -> Told:
+        """What the workers have told; they are asked once."""
+        return ask_workers(self.app, self.id, self.timeout)
+
+    def told_by(self, tell: Callable[..., Answer | None], *evidence: Found) -> Iterator[Answer]:
+        """Yield what is told; nothing, and remember why, if the lock server does not answer."""
+        try:
+            answer = tell(self, *evidence)
+        except StoreError as exc:
+            self.away = str(exc)
+            return
+        if answer is not None:
+            yield answer
+
+    def first(self, end: str) -> Found | None:
+        """Return what was found in a key whose name ends so; None: nothing was."""
+        return next((one for one in self.found if one.end == end), None)
+
+    def look(self, *locks: str) -> Iterator[Found]:
+        """Yield what the lock server has of it, of these locks or of all, and remember it."""
+        try:
+            for one in self.search.among(locks) if locks else self._look():
+                self.found.append(one)
+                yield one
+        except StoreError as exc:
+            self.away = str(exc)
+
+    def _look(self) -> Iterator[Found]:
+        if self.keys:
+            locks = self.runtime.lock_names(self.keys)
+            yield from self.search.among(locks)
+            yield from self.search.marks(locks)
+            return
+        if self.stored.key is not None:
+            yield from self.search.among(self.runtime.lock_names([self.stored.key]))
+        if self._lines is not None:
+            lines = islice(self._lines.names(), LINES_FIRST)
+            yield from self.search.among(lines, (TICKETS, LEASES))
+        yield from self.search.anywhere()
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether there are locks that were not looked at."""
+        return bool(self.away or self.keys or self.search.is_cut or self.search.failed)
+
+    def who(self, task: str | None = None) -> str:
+        """Name the task."""
+        shown = shown_id(self.id)
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+        return f"{task}[{shown}]" if task else f"Task {shown}"
+
+    def answer(
+        self,
+        state: str,
+        sentence: str,
+        rests_on: Iterable[str] = (),
+        remedy: str = "",
+        **more: Any,
+    ) -> Answer:
+        """Make the answer; *more* are its other attributes."""
+        facts = (*rests_on, *self._stored_line(), *self._gaps())
+        told = tuple(plain(one) for one in facts if one)
+        more = {"away": self.away, **more}
+        return Answer(self.id, state, plain(sentence), told, plain(remedy), **more)
+
+    def _stored_line(self) -> Iterator[str]:
+        stored = self.stored
+        if stored.state:
+            yield f"result: {stored.state}{stored.reason and ': '}{stored.reason}"
+
+    def _gaps(self) -> Iterator[str]:
+        """Yield what could not be asked, so that nobody takes it for asked."""
+        if self.stored.unknown:
+            yield f"result: not asked: {self.stored.unknown}"
+        if self.away:
+            yield f"lock server: has not told: {self.away}"
+        if self.runtime.off:
+            yield "locks are off here (dislock_enabled)"
+        for error in self.search.failed if not self.away else ():
+            yield f"lock server: one did not answer: {error}"
+        if self.search.is_cut:
+            yield "lock server: not all of its keys were looked at; name the lock with --key"
+        if "told" in vars(self):
+            yield from self._about_workers(self.told)
+
+    def _about_workers(self, told: Told) -> Iterator[str]:
+        if told.unknown:
+            yield f"workers: not asked: {told.unknown}"
+        elif told.nobody:
+            yield "workers: none has answered"
+        elif not told.having:
+            names = [*sorted(told.workers), *told.strangers]
+            yield f"workers: {some(names)} answered, and none has it"

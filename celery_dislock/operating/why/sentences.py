@@ -1,0 +1,269 @@
+"""The sentence of each state in which a task can be.
+
+A function here looks at one kind of evidence, and returns the answer; None: that is over, or tells
+nothing.  What is not known is not guessed.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.keys.templates import key_of
+from celery_dislock.operating.checks.table import number
+from celery_dislock.operating.checks.troubles import OVERDUE, troubles_of
+from celery_dislock.operating.inspection import RESERVED, SCHEDULED
+from celery_dislock.scripts.names import ASIDE, PLACES, REPLACED, TICKETS
+from celery_dislock.servers.find import LEASES
+from celery_dislock.servers.view import shown_key
+from celery_dislock.servers.waiters import ticket_of
+from celery_dislock.words import for_people, plain, some
+
+if TYPE_CHECKING:
+    from celery_dislock.operating.why.case import Case
+    from celery_dislock.servers.find import Found, Place
+    from celery_dislock.servers.view import Holder, LockState
+    from celery_dislock.tasks.answer import Answer
+
+TODAY = 12 * 3600.0  # seconds within which a time needs no date
+ORDINALS = {1: "st", 2: "nd", 3: "rd"}
+# Troubles of a lock that tell why a task does not get it.
+IN_THE_WAY = {"overdue", "no worker", "unclaimed", "stuck", "hung", "differs", "paused", "limited"}
+THEN = "It starts by itself then."
+# What makes a task in line run, if nothing is wrong with its lock; by the state.
+NEXT = {
+    "too early": f"{THEN} For more starts: celery dislock limit KEY --rate RATE",
+    "held back": f"{THEN} To end that sooner: celery dislock resume KEY",
+}
+BY_TURNS = "It starts when its turn comes. More of the lock: celery dislock show KEY"
+
+
+def nth(number: int) -> str:
+    """Write an ordinal: ``2nd``."""
+    is_teen = number % 100 in {11, 12, 13}
+    return f"{number}{'th' if is_teen else ORDINALS.get(number % 10, 'th')}"
+
+
+def at(unix_time: float) -> str:
+    """Write a time, as a clock here shows it, and how far it is."""
+    left = unix_time - time.time()
+    shown = "%H:%M:%S" if abs(left) < TODAY else "%Y-%m-%d %H:%M:%S"
+    try:
+        clock = datetime.fromtimestamp(unix_time).astimezone().strftime(shown)
+    except (ValueError, OverflowError, OSError):
+        return "?"
+    return f"{clock}, in {for_people(left)}" if left >= 0 else f"{clock}, {for_people(-left)} ago"
+
+
+# What somebody does who has a record on the lock server.
+
+
+def of_record(case: Case, found: Found) -> Answer | None:
+    """Tell what a record says that names the task."""
+    if found.end == TICKETS:
+        return of_parked(case, found.lock, found.name)
+    if found.end == LEASES:
+        return of_lease(case, found)
+    if found.end == PLACES:
+        return in_its_slot(case, found)
+    if found.end == REPLACED:
+        return replaced(case, found)
+    return set_aside(case, found) if found.end == ASIDE else None
+
+
+def of_lease(case: Case, found: Found) -> Answer | None:
+    """Tell that it runs; or of a parked task, that it keeps this lock."""
+    lock = case.overview.lock(found.lock)
+    owner = found.name.removeprefix("~")
+    holder = next((one for one in lock.holders if one.owner == owner), None)
+    if holder is None or holder.expiring:
+        return None
+    if holder.turn:
+        ticket, beside = ticket_of(owner.encode())
+        return of_parked(case, beside or found.lock, ticket)
+    return running(case, lock, holder)
+
+
+def running(case: Case, lock: LockState, holder: Holder) -> Answer:
+    """It holds its lock, and somebody renews it, or nobody does any more."""
+    who, held = case.who(holder.task), for_people(holder.held)
+    place = f"{holder.worker or holder.host or '?'} (pid {holder.pid or '?'})"
+    facts = [
+        f"lock server: its lease ends in {for_people(holder.remaining)} unless renewed",
+        f"lock server: {lock.waiting} wait for the lock" if lock.waiting else "",
+    ]
+    about = {
+        "worker": holder.worker,
+        "pid": holder.pid,
+        "held_for": holder.held,
+        "renewed": holder.renewed,
+        "waiting": lock.waiting,
+    }
+    more: dict[str, Any] = {"task": holder.task, "key": lock.key, "about": about}
+    if holder.is_overdue:
+        sentence = (
+            f"{who} has held lock {lock.key!r} on {place} for {held}, and not renewed it for "
+            f"{for_people(holder.renewed)}: its process is dead, stopped or cut off, or it has "
+            "renewed it as often as it may."
+        )
+        remedy = OVERDUE.remedy.replace("KEY", lock.key)
+        return case.answer("overdue", sentence, facts, remedy, **more)
+    renewed = "with a fixed expiry"
+    if holder.renewed is not None:
+        renewed = f"last renewed {for_people(holder.renewed)} ago"
+    sentence = f"{who} runs on {place}: it has held lock {lock.key!r} for {held}, {renewed}."
+    hung = next((one for one in troubles_of(lock, case.site) if one.name == "hung"), None)
+    remedy = f"It runs. If its body hangs: celery dislock free --terminate {lock.key}"
+    if holder.superseded is not None:
+        facts.append(f"lock server: task {plain(holder.superseded)} waits for it to end")
+        about["superseded"] = holder.superseded
+        remedy = f"It is cancelled. If it does not end: celery dislock free --terminate {lock.key}"
+    if hung is not None:
+        facts.append(f"lock server: {hung.row.what}")
+        remedy = hung.row.remedy.replace("KEY", lock.key)
+    return case.answer("running", sentence, facts, remedy, **more)
+
+
+# Who waits.
+
+
+def of_parked(case: Case, lock: str, ticket: str) -> Answer | None:
+    """Tell of a parked task where it stands, or that it has its turn."""
+    place = case.search.where(lock, f"{ticket}#")
+    if place is None:
+        return None
+    return in_line(case, place) if place.turn_ends is None else with_turn(case, place)
+
+
+def in_its_slot(case: Case, found: Found) -> Answer | None:
+    """Tell of a task that waits for its lock in a worker's slot."""
+    place = case.search.where(found.lock, found.name)
+    if place is None:
+        return None
+    return in_line(case, place, f"in its slot {place.waiter.who.rpartition('] ')[2]}")
+
+
+def in_line(case: Case, place: Place, slot: str = "") -> Answer:
+    """It is nth in line, perhaps in a slot of a worker, and this is in the way."""
+    waiter, lock = place.waiter, case.overview.lock(place.lock)
+    if place.is_lost:
+        sentence = (
+            f"{case.who(waiter.task)} is parked for lock {lock.key!r}, and has lost its place: the "
+            "next sweep of a worker gives it its turn again."
+        )
+        remedy = "If no worker runs, start one with --dislock."
+        return case.answer("in line", sentence, (), remedy, task=waiter.task, key=lock.key)
+    state, way = in_the_way(lock)
+    count, several = max(lock.waiting, waiter.place), waiter.stations
+    of_several = f" (the {nth(len(waiter.keeps) + 1)} of its {len(several)} locks)"
+    keeps = f"; it keeps {some(map(repr, waiter.keeps))} meanwhile" if waiter.keeps else ""
+    standing = f"{nth(waiter.place)} of {count}" if count > 1 else "alone"
+    if slot:
+        standing = f"waits {slot}, {standing}"
+        state = "waiting in its slot" if state == "in line" else state
+    sentence = (
+        f"{case.who(waiter.task)} {'' if slot else 'is '}{standing} in line for lock {lock.key!r}"
+        f"{of_several if several else ''}, {way}{keeps}."
+    )
+    first = lock.line[0] if lock.line and waiter.place > 1 else None
+    facts = [f"lock server: it waits for {for_people(waiter.waiting)}"]
+    if first is not None:
+        facts.append(f"lock server: {first.who} is the first, for {for_people(first.waiting)}")
+    troubles = [one for one in troubles_of(lock, case.site) if one.name in IN_THE_WAY]
+    facts += [f"lock server: {one.row.what}" for one in troubles]
+    remedy = troubles[0].row.remedy if troubles else NEXT.get(state, BY_TURNS)
+    remedy = remedy.replace("KEY", lock.key).replace("TICKET", waiter.ticket)
+    about = {
+        "place": waiter.place,
+        "waiting": lock.waiting,
+        "waits_for": waiter.waiting,
+        "stations": list(several),
+        "keeps": list(waiter.keeps),
+        "queue": waiter.routing_key,
+        "troubles": [one.name for one in troubles],
+    }
+    return case.answer(state, sentence, facts, remedy, task=waiter.task, key=lock.key, about=about)
+
+
+def in_the_way(lock: LockState) -> tuple[str, str]:
+    """Say in a word, and in a clause about the lock, why it is not granted to the next in line."""
+    rate = lock.rate
+    if lock.is_paused:
+        note = f" ({lock.limit_note})" if lock.limit_note else ""
+        return "paused", f"which is paused{note}, for {for_people(lock.limit_age)} so far"
+    if rate is not None and rate.held_back:
+        note = f" ({rate.note})" if rate.note else ""
+        return "held back", f"which is held back for {for_people(rate.held_back)} more{note}"
+    if rate is not None and rate.early:
+        soon = at(time.time() + rate.early)
+        return "too early", f"whose rate of {rate.rate} admits the next start at {soon}"
+    return "in line", _held_by(lock) if lock.holders else "which nobody holds now"
+
+
+def _held_by(lock: LockState) -> str:
+    longest = max(lock.holders, key=lambda one: one.held)
+    several = len(lock.holders) > 1
+    who = f"{len(lock.holders)} hold; the oldest, {longest.who}," if several else longest.who
+    held = f"for {for_people(longest.held)}"
+    if longest.turn:
+        return f"which is {'kept' if longest.is_kept else 'reserved'} for {who}, {held} so far"
+    if longest.is_overdue:
+        return f"which {who} has held {held}, and not renewed for {for_people(longest.renewed)}"
+    return f"which {who} has held {held}"
+
+
+def with_turn(case: Case, place: Place) -> Answer:
+    """It may start, and its message is on its way to a worker."""
+    waiter, key = place.waiter, shown_key(place.lock)
+    who, queue, told = case.who(waiter.task), waiter.routing_key or "?", case.told
+    holders = case.overview.lock(place.lock).holders
+    held = [one.held for one in holders if one.owner == f"{waiter.ticket}#"]
+    since = f", for {for_people(held[0])}" if held else ""
+    turn = f"{who} has its turn for lock {key!r}{since}"
+    again = f" (the {nth(waiter.turns)})" if waiter.turns > 1 else ""
+    remedy = "It starts when a worker takes its message."
+    if (worker := told.having) is not None:
+        what = {
+            SCHEDULED: f"waits there until {at(worker.eta or time.time())}",
+            RESERVED: "waits there for a free slot",
+        }.get(worker.has, "is about to start there")
+        sentence = f"{turn}{again}: its message is with {worker.name}, and {what}."
+    elif told.workers and not told.serving(queue):
+        sentence = f"{turn}{again}, and no worker that answers consumes its queue {queue!r}."
+        remedy = f"Start a worker of that queue: celery worker --dislock -Q {queue}"
+    else:
+        nobody = "no worker answers" if told.nobody else "no worker has taken it yet"
+        sentence = f"{turn}{again}: its message is in queue {queue!r}, and {nobody}."
+    messages = None if told.unknown else case.site.messages_in([queue])
+    facts = [
+        f"lock server: this turn ends in {for_people(place.turn_ends)}, and then comes again",
+        f"broker: {number(messages, 'message')} in queue {queue!r}" if messages is not None else "",
+    ]
+    about = {"turns": waiter.turns, "queue": queue, "consumers": told.serving(queue)}
+    more = {"task": waiter.task, "key": key, "about": about}
+    return case.answer("has its turn", sentence, facts, remedy, **more)
+
+
+# Who has lost its place.
+
+
+def replaced(case: Case, found: Found) -> Answer:
+    """It has lost its place in line, and that is not reported yet."""
+    key = key_of(found.lock)
+    sentence = (
+        f"{case.who()} has lost its place in line for lock {key!r}, as it was dropped or a newer "
+        "task has taken it, and does not run."
+    )
+    remedy = "Its result says so when a worker has swept the line. To run it, send it again."
+    return case.answer("replaced", sentence, (), remedy, key=key)
+
+
+def set_aside(case: Case, found: Found) -> Answer:
+    """Nobody could read or run it."""
+    key, why = key_of(found.lock), case.stored.reason
+    because = f": {why}" if why else ", because no worker could read or run it"
+    sentence = f"{case.who()} was set aside in the line of lock {key!r}{because}."
+    remedy = f"When a worker can run it: celery dislock put-back --ticket {found.name} {key}"
+    facts = [] if why else ["log: the worker that set it aside has logged why"]
+    return case.answer("set aside", sentence, facts, remedy, key=key)

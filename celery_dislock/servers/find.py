@@ -1,0 +1,250 @@
+"""Find a task on a lock server by its id alone.
+
+A lock's records name the tasks that they are about: owners, tickets and reservations have a task's
+id.  So there is no index of tasks, which each send, start and end would pay for.  What is likely is
+looked at first: locks that somebody names, then those with parked tasks, and then all.  The names
+of all keys are read in pages, and the server answers others in between.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import owners_start, reserved_name, task_name
+from celery_dislock.scripts import FIND, LOOK, WHERE
+from celery_dislock.scripts.names import (
+    ASIDE,
+    DONE,
+    PLACES,
+    REPLACED,
+    RUNNING,
+    TICKETS,
+    UNIQUE,
+    UNSENT,
+    lock_in,
+    mark_in,
+)
+from celery_dislock.servers.connections import SOCKET_TIMEOUT
+from celery_dislock.servers.records import text
+from celery_dislock.servers.server import SCANNED, escaped, keys_pattern, scan
+from celery_dislock.servers.view import LEASES_ALONE
+from celery_dislock.servers.waiters import Waiter, in_line, parked_place, ticket_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from celery_dislock.servers.server import Server
+
+KEYS_MOST = 5_000_000  # keys of a server, of all programs, whose names are read for one task
+LOOKS_MOST = 300_000  # keys of locks that are looked into for one task
+TOGETHER = 100  # keys of locks that are looked into in one round trip
+PAGE = 500  # fields of a hash that are looked at in one step
+LEASES = ""  # ends the name of the hash of a lock's leases
+HASHES = (TICKETS, LEASES, PLACES, RUNNING, REPLACED, ASIDE)  # with owners or tickets
+OF_TASKS = (*HASHES, UNIQUE)
+CERTAIN = (TICKETS, LEASES, PLACES, REPLACED, ASIDE)  # but leases that are left to expire
+FIRST = b"0"  # cursor of the first page, and after the last one
+RETRIES = 4  # whose done-marks are looked for where one lock is named
+
+
+class Found(NamedTuple):
+    """
+    A record that names a task.
+
+    Attributes:
+        lock: Name in Redis of its lock.
+        end: How the name of the record's key ends; see ``_names.lua``.
+        name: The owner, the ticket or the task's id in it.
+        head: How the record begins; empty: only its name was seen.
+    """
+
+    lock: str
+    end: str
+    name: str
+    head: bytes = b""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it tells what the task does now, whatever else names it."""
+        return self.end in CERTAIN and not self.name.startswith("~")
+
+
+class Place(NamedTuple):
+    """
+    Where somebody stands who waits.
+
+    Attributes:
+        lock: Name in Redis of the lock in whose line it is; of one that has its turn, its first.
+        waiter: Who waits.
+        turn_ends: Seconds until its turn ends; None: it has none.
+        is_lost: Whether it is in no line, and has no turn: the sweep puts it back.
+    """
+
+    lock: str
+    waiter: Waiter
+    turn_ends: float | None
+    is_lost: bool
+
+
+class Search:
+    """
+    Looks for one task.  Its methods block for their round trips.
+
+    Args:
+        server: The lock server.
+        prefix: Prefix of the locks' names in Redis.
+        task_id: The task's id.
+
+    Attributes:
+        is_cut: Whether there were more keys than are looked at.
+        failed: Why a server of several was not looked at.
+    """
+
+    def __init__(self, server: Server, prefix: str, task_id: str) -> None:
+        self.is_cut = False
+        self._names_read = self._looks = 0
+        self.failed: list[StoreError] = []
+        self._server = server
+        self._prefix = prefix
+        self._id = task_id
+        self._name, self._owner = task_name(task_id), owners_start(task_id)
+        self._reserved = f" {reserved_name(task_id)} ".encode()
+        self._ticket = re.compile(rf"{re.escape(self._name)}(:\d+){{2}}")
+        self._pattern = f"*{escaped(self._name)}[:@]*"
+
+    def among(self, locks: Iterable[str], ends: Sequence[str] = OF_TASKS) -> Iterator[Found]:
+        """
+        Look into some locks.
+
+        Args:
+            locks: Their names in Redis.
+            ends: Which of their keys.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        return self._into((lock, end) for lock in locks for end in ends)
+
+    def marks(self, locks: Iterable[str]) -> Iterator[Found]:
+        """Look beside these locks for marks: that it was not sent, or that its work is done."""
+        names = [f"{DONE}{self._name}:{nth}:0" for nth in range(RETRIES)]
+        names.append(UNSENT + reserved_name(self._id))
+        return self._into((lock, name) for lock in locks for name in names)
+
+    def anywhere(self) -> Iterator[Found]:
+        """
+        Look into all locks.
+
+        Raises:
+            StoreError: No server answered.
+        """
+        senders = self._server.senders()
+        for send in senders:
+            try:
+                for page in scan(send, keys_pattern(self._prefix, "*")):
+                    yield from self._in_page(page)
+                    self._names_read += SCANNED
+                    if self._names_read >= KEYS_MOST or self._looks >= LOOKS_MOST:
+                        self.is_cut = True
+                        return
+            except StoreError as exc:
+                self.failed.append(exc)
+        if len(self.failed) == len(senders):
+            raise self.failed[0]
+
+    def where(self, lock: str, member: str) -> Place | None:
+        """
+        Tell where somebody stands who waits; None: it does not wait any more.
+
+        Args:
+            lock: Name in Redis of the lock that has its record.
+            member: The owner of a waiter, or the ticket of a parked task and ``#``.
+
+        Raises:
+            DamagedLockError, StoreError: The lock cannot be read.
+        """
+        reply = self._server.run(WHERE, [lock], member)
+        if reply is None:
+            return None
+        now_ms, at, rank, its, joined, record, ends_ms = reply
+        at, is_in_line = text(at), rank >= 0
+        read = in_line if is_in_line else _has_passed
+        waiter = read(at, now_ms, rank + 1, its, joined, record)
+        ends = (ends_ms - now_ms) / 1000 if ends_ms else None
+        return Place(at, waiter, ends, is_lost=not is_in_line and ends is None)
+
+    def _in_page(self, page: Iterable[str]) -> Iterator[Found]:
+        """Look into the keys of a page of names."""
+        into = []
+        for redis_key in page:
+            if mark := mark_in(redis_key):
+                at, end, name = mark
+                is_its = self._is_named(name) if end == DONE else name == reserved_name(self._id)
+                into += [(at, end + name)] if is_its else []
+            elif lock := lock_in(redis_key):
+                end = redis_key[len(lock) :]
+                into += [(lock, end)] if end in OF_TASKS else []
+        yield from self._into(into)
+
+    def _into(self, keys: Iterable[tuple[str, str]]) -> Iterator[Found]:
+        """Look into keys: of each its lock, and how its name ends."""
+        if not self._server.keeps_lines:
+            yield from self._holding(lock for lock, end in keys if end == LEASES)
+            return
+        rest = iter(keys)
+        while some := list(islice(rest, TOGETHER)):
+            pages = [(lock, end, FIRST) for lock, end in some]
+            while pages:
+                self._looks += len(pages)
+                replies = self._ask(pages)
+                for (lock, end, _), reply in zip(pages, replies, strict=True):
+                    yield from self._named(lock, end, reply[1:])
+                pages = [
+                    (lock, end, reply[0])
+                    for (lock, end, _), reply in zip(pages, replies, strict=True)
+                    if reply[0] != FIRST
+                ]
+
+    def _holding(self, locks: Iterable[str]) -> Iterator[Found]:
+        """Look at the leases that a majority of independent servers has; there is nothing else."""
+        rest = iter(locks)
+        while some := list(islice(rest, TOGETHER)):
+            calls = [(lock, 0, LEASES_ALONE) for lock in some]
+            replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
+            for lock, reply in zip(some, replies, strict=True):
+                if not isinstance(reply, StoreError):
+                    owners = (text(owner) for owner in reply[1][::6])
+                    yield from (Found(lock, LEASES, one) for one in owners if self._is_named(one))
+
+    def _ask(self, pages: Sequence[tuple[str, str, bytes]]) -> list[Any]:
+        """Read a page of each key; what cannot be read is empty."""
+        calls = [
+            (lock + end, self._pattern if end in HASHES else "", cursor, PAGE)
+            for lock, end, cursor in pages
+        ]
+        replies = self._server.run_many(FIND, calls, within=SOCKET_TIMEOUT)
+        return [[FIRST] if isinstance(one, StoreError) else one for one in replies]
+
+    def _named(self, lock: str, end: str, page: Sequence[bytes]) -> Iterator[Found]:
+        for field, head in zip(page[::2], page[1::2], strict=True):
+            if end in HASHES:
+                if self._is_named(text(field)):
+                    yield Found(lock, end, text(field), head)
+            elif head and (end != UNIQUE or self._reserved in head):
+                mark = mark_in(lock + end)
+                yield Found(lock, *(mark[1:] if mark else (end, self._id)), head)
+
+    def _is_named(self, name: str) -> bool:
+        """Tell whether an owner or a ticket is of the task."""
+        owner = name.removeprefix("~")  # its lease is left to expire
+        is_ticket = self._ticket.fullmatch(ticket_of(name.encode())[0])
+        return owner.startswith(self._owner) or bool(is_ticket)
+
+
+def _has_passed(
+    name: str, now_ms: int, nth: int, member: bytes, _joined: bytes, record: bytes
+) -> Waiter:
+    return parked_place(name, now_ms, nth, member, record)

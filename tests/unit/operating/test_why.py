@@ -1,0 +1,569 @@
+"""``why``: the sentence of each state in which a task can be, what it rests on, and what to do."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from celery.exceptions import TaskRevokedError
+
+from celery_dislock import SingletonTask
+from celery_dislock.config.terms import Rate
+from celery_dislock.exceptions import LockHeldError, StoreError
+from celery_dislock.operating.site import Site
+from celery_dislock.operating.why import asked
+from celery_dislock.operating.why.sentences import at, nth
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers import find
+from celery_dislock.servers.rates import RateState
+from celery_dislock.servers.reservations import Reservation
+from tests.commands import AWAY, FOUND
+from tests.staged import RESERVED, holder, lock, place
+
+HELD = "which shop.export[id-1] on celery@w1 (pid 7) has held for 61 s"
+ID = "id-9"
+
+
+@pytest.fixture
+def workers(app, monkeypatch):
+    """What the workers tell of the task, by their names; an error: what the broker says."""
+    answers = {}
+
+    def broadcast(_command, *, arguments, callback, **_how):
+        assert set(arguments) == {"task_id"}
+        for name, one in answers.items():
+            if isinstance(one, Exception):
+                raise one
+            callback({name: one})
+
+    monkeypatch.setattr(app.control, "broadcast", broadcast)
+    return answers
+
+
+@pytest.fixture
+def why(dislock, server, workers, monkeypatch):
+    """Ask for a task; return the answer, and check that its text fits into 80 columns."""
+    monkeypatch.setattr(time, "time", server.clock)
+    monkeypatch.setattr(Site, "is_swept", lambda *_: True)
+
+    def ask(task_id=ID, *args, code=0):
+        answer = dislock("why", task_id, *args)
+        assert answer.exit_code == code, answer.output
+        assert max(map(len, answer.stdout.splitlines())) <= 80
+        return dislock.json("why", task_id, *args)
+
+    ask.once = lambda task_id: dislock.json("why", task_id)
+    return ask
+
+
+@pytest.fixture
+def store(app):
+    """Store the state of a task's result."""
+
+    def store(state, result=None, task_id=ID):
+        app.backend.store_result(task_id, result, state)
+
+    return store
+
+
+def known(**told):
+    """What a worker tells that knows the question."""
+    return {"queues": ["celery"], "locks": True, "revoked": False, "is": None, **told}
+
+
+def says(answer, state, *words):
+    """Check the state, and words of the sentence."""
+    assert answer["state"] == state, answer
+    for one in words:
+        assert one in answer["sentence"], answer["sentence"]
+
+
+# It holds its lock.
+
+
+def test_it_runs(why, server):
+    """Where, for how long, when it was renewed, and how many wait."""
+    server.put(lock("k", holders=[holder()], waiting=2))
+    answer = why("id-1")
+    assert answer["sentence"] == (
+        "shop.export[id-1] runs on celery@w1 (pid 7): it has held lock 'k' for 61 s, last renewed "
+        "1.0 s ago."
+    )
+    assert "lock server: 2 wait for the lock" in answer["rests_on"]
+    assert answer["about"]["worker"] == "celery@w1"
+
+
+def test_it_runs_with_a_fixed_expiry(why, server):
+    """Nobody renews it."""
+    server.put(lock("k", holders=[holder(renewed=None)]))
+    says(why("id-1"), "running", "for 61 s, with a fixed expiry.")
+
+
+def test_it_is_cancelled(why, server):
+    """A newer task waits for it, and its body has not ended yet."""
+    server.put(lock("k", holders=[holder(superseded="id-2")], waiting=1))
+    answer = why("id-1")
+    assert "lock server: task id-2 waits for it to end" in answer["rests_on"]
+    assert answer["about"]["superseded"] == "id-2"
+    assert answer["remedy"].startswith("It is cancelled.")
+
+
+def test_it_may_hang(why, server):
+    """It has run for long while others wait."""
+    server.put(lock("k", holders=[holder(held=9000.0)], waiting=1))
+    answer = why("id-1")
+    assert answer["remedy"].startswith("If its body hangs: celery dislock free --terminate k")
+
+
+def test_its_lease_is_overdue(why, server):
+    """Its process is dead, or it was renewed as often as it may."""
+    server.put(lock("k", holders=[holder(renewed=25.0, remaining=5.0)]))
+    answer = why("id-1")
+    says(answer, "overdue", "not renewed it for 25 s", "dead, stopped or cut off")
+    assert answer["remedy"].endswith("celery dislock free k")
+
+
+def test_a_lease_that_is_left_to_expire_is_no_run(why, server, store):
+    """The task has ended, as its result says."""
+    server.put(lock("k", holders=[holder(expiring=True, renewed=None)]))
+    store("FAILURE", ValueError("no"), "id-1")
+    says(why("id-1"), "ended", "has failed", ": no.")
+
+
+# It waits.
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "way"),
+    [
+        ({"holders": [holder()]}, "in line", HELD),
+        (
+            {"holders": [holder(), holder(2)]},
+            "in line",
+            "which 2 hold; the oldest, shop.export[id-2]",
+        ),
+        ({"holders": [holder(renewed=25.0, remaining=5.0)]}, "in line", "and not renewed for 25 s"),
+        (
+            {"holders": [holder(turn=True)]},
+            "in line",
+            "is reserved for task id-1, whose turn it is",
+        ),
+        (
+            {"holders": [holder(turn=True, waits="a")]},
+            "in line",
+            "is kept for task id-1, which waits",
+        ),
+        ({}, "in line", "which nobody holds now"),
+        (
+            {"limit": 0, "limit_age": 7200.0, "limit_note": "by ann: deploy"},
+            "paused",
+            "which is paused (by ann: deploy), for 2 h 00 min so far",
+        ),
+        ({"limit": 0, "limit_age": 60.0}, "paused", "which is paused, for 60 s so far"),
+        (
+            {"rate": RateState(None, 90.0, held_back=90.0, note="429", age=1.0)},
+            "held back",
+            "which is held back for 90 s more (429)",
+        ),
+        (
+            {"rate": RateState(Rate(5, 60.0), 30.0)},
+            "too early",
+            "whose rate of 5 a minute admits the next start at ",
+        ),
+    ],
+)
+def test_what_is_in_the_way_of_its_lock(why, server, changes, state, way):
+    """Who holds it, who has paused it and why, or the time."""
+    server.put(lock("k", waiting=2, line=[place(1), place(2)], **changes))
+    answer = why("parked-2")
+    says(answer, state, "shop.pay[parked-2] is 2nd of 2 in line for lock 'k', ", way)
+    assert answer["about"]["place"] == 2
+    assert "lock server: shop.pay[parked-1] is the first, for 5.0 s" in answer["rests_on"]
+    assert answer["remedy"]
+
+
+def test_it_keeps_what_it_has_passed(why, server):
+    """It is found at its second lock, whose record is beside the first."""
+    kept = {"owner": "parked-1:0:0#", "turn": True, "waits": "api", "id": "parked-1"}
+    server.put(
+        lock("a", holders=[holder(**kept)]),
+        lock(
+            "api",
+            holders=[holder()],
+            waiting=1,
+            line=[place(stations=["a", "api"], beside="dislock:{a}")],
+        ),
+    )
+    for args in ((), ("--key", "a")):
+        answer = why("parked-1", *args)
+        says(answer, "in line", "alone in line for lock 'api' (the 2nd of its 2 locks), ", HELD)
+        assert answer["sentence"].endswith("; it keeps 'a' meanwhile.")
+
+
+def test_it_waits_in_its_slot(why, server):
+    """Where, and behind whom."""
+    server.put(lock("k", holders=[holder()]))
+    owner = f"{ID}@celery@w2:8/cd.1"
+    about = '{"task":"shop.wait","id":"id-9","worker":"celery@w2","pid":8}'
+    server.send("HSET", "dislock:{k}:places", owner, f"1 {9 * 10**13} 30000 x:1 {about}")
+    server.send("ZADD", "dislock:{k}:line", server.now_us, owner)
+    slot = "waits in its slot on celery@w2 (pid 8), alone in line for lock 'k'"
+    says(why(), "waiting in its slot", f"shop.wait[{ID}] {slot}, {HELD}.")
+
+
+def test_a_task_that_has_lost_its_place_gets_it_again(why, server):
+    """Its record is there, and it stands in no line."""
+    server.put(lock("k", waiting=1, line=[place()]))
+    server.send("DEL", "dislock:{k}:line")
+    says(why("parked-1"), "in line", "has lost its place: the next sweep")
+
+
+def turn(server, **changes):
+    kept = {"owner": "parked-1:0:0#", "turn": True, "id": "parked-1", "task": None}
+    server.put(lock("k", holders=[holder(**kept)], turns=[place(turns=3, **changes)]))
+
+
+def test_it_has_its_turn(why, server, workers, monkeypatch):
+    """Since when, in which queue, and who could take it."""
+    monkeypatch.setattr(Site, "messages_in", lambda *_: 1)
+    turn(server, routing_key="mail")
+    told = "shop.pay[parked-1] has its turn for lock 'k', for 61 s (the 3rd)"
+    answer = why("parked-1")
+    says(answer, "has its turn", f"{told}: its message is in queue 'mail', and no worker answers.")
+    assert "broker: 1 message in queue 'mail'" in answer["rests_on"]
+    workers["w1"] = known()
+    answer = why("parked-1")
+    says(answer, "has its turn", f"{told}, and no worker that answers consumes its queue 'mail'.")
+    assert answer["remedy"] == "Start a worker of that queue: celery worker --dislock -Q mail"
+    workers["w1"] = known(queues=["mail"])
+    says(why("parked-1"), "has its turn", "and no worker has taken it yet.")
+    for has, words in (
+        ("scheduled", "waits there until "),
+        ("reserved", "waits there for a free slot"),
+        ("active", "is about to start there"),
+    ):
+        workers["w1"] = known(**{"is": has})
+        says(why("parked-1"), "has its turn", f"{told}: its message is with w1, and {words}")
+
+
+# It has lost its place.
+
+
+def test_it_was_set_aside(why, server, store):
+    """Why, if its result says so, and how to put it back."""
+    server.send("HSET", "dislock:{k}:aside", f"{ID}:0:0", "?")
+    answer = why()
+    says(answer, "set aside", "in the line of lock 'k', because no worker could read or run it.")
+    assert answer["remedy"].endswith(f"celery dislock put-back --ticket {ID}:0:0 k")
+    store("FAILURE", KeyError("shop.gone"))
+    says(why(), "set aside", ": 'shop.gone'.")
+
+
+def test_it_was_replaced(why, server):
+    """That is not reported yet."""
+    server.send("HSET", "dislock:{k}:replaced", f"{ID}:0:0", "?")
+    says(why(), "replaced", f"Task {ID} has lost its place in line for lock 'k'")
+
+
+@pytest.mark.parametrize(
+    ("settles", "state", "words"),
+    [(0, "began", "has begun, 60 s ago, and does not hold lock 'k'"), (9, "ended", "on its way")],
+)
+def test_it_was_parked_and_has_begun(why, server, settles, state, words):
+    """Nobody holds its lock for it: its process has died, or its result is on its way."""
+    began = server.now_ms - 60_000
+    server.send("HSET", "dislock:{k}:running", f"{ID}:0:0", f"1 {began}000 {began} {settles} x:1")
+    says(why(), state, words)
+
+
+def test_a_record_that_is_no_time_is_no_harm(why, server):
+    """Somebody has written it by hand."""
+    server.send("HSET", "dislock:{k}:running", f"{ID}:0:0", "1 x")
+    says(why(), "began", "has begun, and does not hold lock 'k'")
+
+
+def test_its_done_mark_tells_that_it_is_over(why, server):
+    """Without a result nothing tells how; a mark of a delivery tells nothing."""
+    server.send("SET", f"dislock:{{k}}:done:{ID}@w1:7/a.1", "1")
+    says(why(code=FOUND), "not known")
+    server.send("SET", f"dislock:{{k}}:done:{ID}:1:0", "1")
+    for args in ((), ("--key", "k")):
+        says(why(ID, *args), "ended", "has left the line of lock 'k' for good")
+
+
+# A worker has it.
+
+
+@pytest.mark.parametrize(
+    ("told", "state", "words"),
+    [
+        ({"is": "reserved"}, "received", "shop.pay[id-9] is with w1, and waits for a free slot"),
+        ({"is": "reserved", "revoked": True}, "revoked", "is revoked, and w1 discards it"),
+        ({"is": "scheduled"}, "not due", "is with w1 until "),
+        ({"is": "scheduled", "eta": None}, "not due", "is with w1 for some time"),
+        ({"is": "scheduled", "put_off": 1}, "put off", "is put off until "),
+        ({"is": "scheduled", "put_off": 3}, "put off", ", for the 3rd time: why is not stored; it"),
+        ({"is": "active"}, "running without its lock", "does not hold its lock 'k': it begins"),
+        (
+            {"is": "active", "locks": False},
+            "locks off",
+            "runs on w1 (pid 7), for 60 s so far, with",
+        ),
+        ({"is": "active", "keys": []}, "running", "and takes no lock."),
+        (
+            {"is": "active", "keys": 7, "pid": "?", "since": "x"},
+            "running",
+            "runs on w1 (pid ?), and",
+        ),
+    ],
+)
+def test_a_worker_has_it(why, server, workers, told, state, words):
+    """It runs there without its lock, or waits for a slot or for its time."""
+    server.put(lock("k", holders=[holder()]))
+    now = server.clock()
+    usual = {"task": "shop.pay", "keys": ["k"], "pid": 7, "since": now - 60, "eta": now + 60}
+    workers["w1"] = known(**{**usual, **told})
+    says(why(), state, words)
+    if state == "put off":
+        says(why(), state, f"it needs lock 'k', {HELD}")
+
+
+def test_a_worker_names_its_locks(why, server, workers):
+    """They are looked at before it is said that it does not hold them."""
+    server.put(lock("k", holders=[holder()]))
+    workers["w1"] = known(**{"is": "active", "keys": ["k"], "task": "shop.export"})
+    says(why("id-1", "--key", "other"), "running", "it has held lock 'k'")
+
+
+# Its result, or its reservation, says something.
+
+
+@pytest.mark.parametrize(
+    ("state", "result", "sentence"),
+    [
+        ("SUCCESS", 7, f"Task {ID} has run, and has succeeded, at "),
+        ("FAILURE", ValueError("no"), f"Task {ID} has failed, at "),
+        ("REVOKED", TaskRevokedError("revoked"), f"Task {ID} was revoked, at "),
+        ("REVOKED", TaskRevokedError("dropped by ann"), ": dropped by ann."),
+        ("REJECTED", None, f"Task {ID} was rejected."),
+        ("IGNORED", None, f"Task {ID} was ignored."),
+    ],
+)
+def test_it_has_ended(why, store, state, result, sentence):
+    """How, when and why."""
+    store(state, result)
+    says(why(), "ended", sentence)
+
+
+def test_it_is_put_off_and_nobody_has_it(why, store):
+    """Its message is with the broker, as with native delayed delivery."""
+    store("RETRY", LockHeldError("k", "shop.export[1] on w1", 9.0))
+    says(why(), "put off", "with the broker or with a worker", "lock 'k' is held by shop.export[1]")
+
+
+def test_its_result_says_more_than_the_lock_server(why, server, store):
+    """It was parked for a lock that knows nothing of it; or has begun, as Celery says."""
+    store("PARKED", {"key": "k"})
+    says(why(), "not in line", "was parked for lock 'k', and this lock server knows nothing")
+    says(why(ID, "--key", "l", code=FOUND), "not known", "whether it still is is not known")
+    server.send("SET", f"dislock:{{k}}:done:{ID}:0:0", "1")
+    says(why(), "ended", "has left the line of lock 'k'")  # an Ignore in its body leaves PARKED
+    server.send("DEL", f"dislock:{{k}}:done:{ID}:0:0")
+    store("STARTED")
+    says(why(code=FOUND), "not known", "is STARTED as its result says")
+
+
+@pytest.mark.parametrize(
+    ("state", "known_as", "words"),
+    [
+        ("being sent", "being sent", "is being sent at this moment"),
+        ("running", "began", "has begun, and holds no lock"),
+        ("ended", "ended", "has ended 3.0 s ago; its key 'k' stays reserved."),
+        ("waiting", "sent", "was sent 3.0 s ago, and no worker answers: it waits with the broker"),
+    ],
+)
+def test_its_key_is_reserved_for_it(why, server, state, known_as, words):
+    """Its message is sent, or waits, or its task has begun or ended."""
+    server.put(lock("k", reservation=RESERVED._replace(state=state)))
+    says(why(), known_as, f"Task {ID} {words}")
+
+
+@pytest.mark.parametrize("messages", [0, 2, None])
+def test_its_message_waits_in_its_queue_or_is_lost(
+    why, app, server, workers, monkeypatch, messages
+):
+    """The queue is that of the app's task with this key."""
+
+    @app.task(base=SingletonTask, name="m", lock_key="k", lock_unique_until="end", shared=False)
+    def mail(): ...
+
+    app.conf.task_routes = {"m": "mail"}
+    monkeypatch.setattr(Site, "messages_in", lambda *_: messages)
+    server.put(lock("k", reservation=RESERVED))
+    workers["w1"] = known()
+    answer = why()
+    lost = "and nothing waits in its queue mail: it was purged"
+    waits = "and no worker that answers has it: it waits with the broker"
+    says(answer, "sent", lost if messages == 0 else waits)
+    remedy = "celery dislock free k" if messages == 0 else "celery worker --dislock -Q mail"
+    assert remedy in answer["remedy"]
+
+
+def test_it_was_a_duplicate(why, app, server):
+    """Its sender has chosen the id; the first one's is told.  Another leaves nothing."""
+    reservations = runtime_of(app).process.store.reservations
+    wanted = Reservation("dislock:{k}", ID, ttl=60.0)
+    for one, is_known in ((wanted, True), (wanted._replace(id="other"), False)):
+        reservations.reserve(one._replace(id="first"), "n1")
+        assert reservations.reserve(one, "n2", is_known=is_known).id == "first"
+    for args in ((), ("--key", "k")):
+        answer = why(ID, *args)
+        says(answer, "duplicate", "was never sent: it was a duplicate of task first, whose message")
+        assert answer["about"] == {"duplicate_of": "first"}
+    says(why("other", code=FOUND), "not known")
+    assert 0 < server.ttls()[f"dislock:{{k}}:unsent:{ID}"] <= 7_200_000
+
+
+# Nothing is known, or not everything.
+
+
+def test_nobody_knows_it(why, server, workers):
+    """Who was asked is told, and what it can mean."""
+    workers |= {"w1": known(), "w2": {"error": "KeyError('dislock_task')"}}
+    answer = why(code=FOUND)
+    says(answer, "not known", f"Nothing is known here of task {ID}.")
+    assert answer["rests_on"] == [
+        "lock server: no lock names it",
+        "workers: w1, w2 answered, and none has it",
+    ]
+    assert "never have been sent" in answer["remedy"]
+    told = why(ID, "--key", "k", "--key", "l", code=FOUND)["rests_on"]
+    assert "lock server: lock 'k' and 'l' does not name it" in told
+
+
+def test_what_cannot_be_asked_is_told(why, app, server, workers, monkeypatch):
+    """The broker, the result backend, and a lock server that does not answer."""
+    workers["w1"] = OSError("no broker")
+    monkeypatch.setattr(app.backend, "get_task_meta", lambda _id: 1 / 0)
+    server.error = StoreError("redis://h", "away")
+    answer = why(code=AWAY)
+    says(answer, "not known", "Nothing is known of task id-9, and the lock server is away.")
+    assert answer["rests_on"] == [
+        "result: not asked: division by zero",
+        "lock server: has not told: lock server redis://h: away",
+        "workers: not asked: the broker: no broker",
+    ]
+    assert answer["away"]
+
+
+def test_what_the_others_tell_is_told_without_the_lock_server(why, server, workers, store):
+    """It is in line, or runs, as far as they know."""
+    server.error = StoreError("redis://h", "away")
+    store("PARKED", {"key": "k"})
+    says(why(code=AWAY), "not known", "was parked for lock 'k'; whether it still is is not known.")
+    workers["w1"] = known(**{"is": "active", "keys": ["k"]})
+    says(why(code=AWAY), "running", "whether it holds lock 'k' is not known.")
+    store("SUCCESS")
+    says(why(), "ended", "has succeeded")
+
+
+@pytest.mark.parametrize("backend", ["disabled://", "rpc://"])
+def test_a_result_that_others_cannot_have_is_not_asked_for(why, app, backend):
+    """It is told that nobody has asked."""
+    vars(app).pop("backend", None)
+    app._local = type(app._local)()
+    app.conf.result_backend = backend
+    app._backend_cache = None
+    told = " ".join(why(code=FOUND)["rests_on"])
+    assert "result: not asked: " in told
+
+
+@pytest.mark.parametrize("bound", ["KEYS_MOST", "LOOKS_MOST"])
+def test_not_all_keys_are_looked_at(why, server, monkeypatch, bound):
+    """A most number; then the answer says so, and how to find it."""
+    server.put(lock("k", holders=[holder()]))
+    monkeypatch.setattr(find, bound, 1)
+    told = "lock server: not all of its keys were looked at; name the lock with --key"
+    assert told in why(code=FOUND)["rests_on"]
+
+
+def test_a_task_that_moves_on_is_looked_at_again(why, server, store, monkeypatch):
+    """It claims its turn, or ends, while it is looked at."""
+
+    def begins(*_args):
+        server.put(lock("k", holders=[holder(id="parked-1", owner="parked-1@w:1/a.1")]))
+
+    def ends(*_args):
+        server.put(lock("k"))
+        store("SUCCESS", task_id="parked-1")
+
+    for moves, state in ((begins, "running"), (ends, "ended")):
+        store("PARKED", task_id="parked-1")
+        server.put(lock("k", waiting=1, line=[place()]))
+        with monkeypatch.context() as patch:
+            patch.setattr(find.Search, "where", moves)
+            assert why.once("parked-1")["state"] == state
+
+
+def test_a_lease_that_has_ended_hides_nothing(why, server):
+    """Its record may stay beside that of another until somebody takes the lock."""
+    server.put(lock("k", holders=[holder(remaining=-1.0)]))
+    says(why("id-1", code=FOUND), "not known")
+    server.put(lock("a", holders=[holder(remaining=-1.0)]), lock("z", holders=[holder()]))
+    says(why("id-1"), "running", "lock 'z'")
+
+
+def test_a_damaged_lock_hides_nothing_else(why, server):
+    """Other locks are looked into; one that the task needs is told as damaged."""
+    server.damage("a")
+    server.put(lock("k", holders=[holder()]))
+    says(why("id-1"), "running")
+    server.put(lock("d", waiting=1, line=[place()]))
+    server.send("SET", "dislock:{d}:places", "?")
+    answer = why("parked-1", code=AWAY)
+    assert "cannot be used" in answer["away"]
+
+
+@pytest.mark.parametrize("task_id", ["\x1b[31m*?[a-z]\\", "{}", "*", "9" * 10_000, "\ud800", ""])
+def test_a_hostile_id_is_text(dislock, server, workers, task_id):
+    """In a pattern of Redis, and on the screen."""
+    server.put(lock("k", holders=[holder()], waiting=1, line=[place()]))
+    answer = dislock("why", task_id)
+    assert answer.exit_code == FOUND
+    assert answer.stdout.startswith("Nothing is known here of task ")
+    assert "\x1b" not in answer.stdout
+    assert len(answer.stdout) < 2000
+
+
+def test_an_id_is_not_that_of_another(why, server):
+    """One may begin with another, or look like its ticket."""
+    server.put(lock("k", waiting=2, line=[place(1, id="a:1", ticket="a:1:0:0")]))
+    for other in ("a", "a:1:0", "a:1:0:0", ":1"):
+        says(why(other, code=FOUND), "not known")
+    says(why("a:1"), "in line")
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [(1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (11, "11th"), (112, "112th"), (21, "21st")],
+)
+def test_ordinals(number, word):
+    """As English has them."""
+    assert nth(number) == word
+
+
+def test_a_time_has_its_date_if_it_is_far():
+    """And one that is none is no harm."""
+    assert at(time.time() + 60).endswith(("in 60 s", "in 59 s"))
+    assert at(0.0).startswith(("1970-01-01", "1969-12-31"))
+    assert at(1e300) == "?"
+
+
+def test_times_of_backends_are_read():
+    """In UTC if they do not say so; what is none is none."""
+    assert asked._unix("2030-01-01T00:00:00") == asked._unix("2030-01-01T00:00:00+00:00")
+    assert asked._unix("yesterday") is None
+    assert asked._unix(None) is None
