@@ -255,7 +255,7 @@ def a_message_that_is_never_replaced() -> None:
 
 def an_older_task_that_begins_after_the_newest() -> None:
     """Let a task begin, also if one that was sent later and cancels it has begun."""
-    _rewrite([PARK, PARK_UNIQUE], "local newer = this and newer_than(lock, this)", "local newer")
+    _rewrite([PARK, PARK_UNIQUE], "this and newer_than(lock, this)", "nil")
 
 
 RUN, SIMULATION = "a run", "the simulation"  # where a control is shown

@@ -208,6 +208,9 @@ def _check_cancelling(owner: str, declared: Mapping[str, Any], options: TaskOpti
     for name, (value, remedy) in NOT_CANCELLED.items():
         if getattr(options, name) != value:
             raise refused(owner, name, getattr(options, name), remedy)
+    if options.newest_counts and options.lock_on_duplicate == "replace":
+        remedy = "each says in its own way which is the newer: leave one of the two out"
+        raise refused(owner, "lock_on_duplicate", "replace", remedy)
     if len(options.keys) > 1:
         remedy = "a task of several keys cancels nobody: give one key, or use 'queue'"
         raise refused(owner, "lock_on_conflict", "cancel", remedy)

@@ -92,7 +92,8 @@ class Parking:
             parked.about = {"key": answer.key, "place": answer.place, "holder": holder, **since}
             delivery.logged(parked, f"{parked}.")
             if answer.replaced:
-                parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
+                its = lock.names[0], answer.replaced
+                parked.replaced = self._process.tell_replaced(*its, by=str(delivery.id))
             parked.told = answer.told
             raise parked
         if isinstance(answer, Done):

@@ -53,16 +53,23 @@ class ParkingProcess(Process):
         if self._publisher is not None:
             self._publisher.hand_over(self.lines, turns)
 
-    def tell_replaced(self, lock: str, replaced: Mapping[str, bytes]) -> Mapping[str, str]:
+    def tell_replaced(
+        self, lock: str, replaced: Mapping[str, bytes], by: str = ""
+    ) -> Mapping[str, str]:
         """
         End tasks that were replaced by newer ones in the line of this lock.
+
+        Args:
+            lock: Name of the lock in Redis.
+            replaced: Their messages, by ticket.
+            by: Id of the task that took their places; empty: it is not known here.
 
         Returns:
             Why they end, by task id.  The caller tells it in an event.
         """
         if self._publisher is None:
             return {}
-        return self._publisher.tell_replaced(self.lines, lock, replaced, self.end_reservation)
+        return self._publisher.tell_replaced(self.lines, lock, replaced, self.end_reservation, by)
 
     def end_reservation(self, request: Context) -> None:
         """

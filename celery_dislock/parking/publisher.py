@@ -28,6 +28,7 @@ from celery_dislock.messages.unrun import EARLY_LEAST
 from celery_dislock.parking.store import UNREAD, log_unrunnable
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import HAS_LEFT
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,9 +112,12 @@ class Publisher:
         lock: str,
         replaced: Mapping[str, bytes],
         end_reservation: Callable[[Context], None],
+        by: str,
     ) -> dict[str, str]:
         """
-        End tasks that were replaced by newer ones in their line, with the result REVOKED.
+        End tasks that were replaced in their line by newer ones, or *by* the task of this id.
+
+        Their result is REVOKED.
 
         A message may say why itself: an operator has dropped it.  Several processes may end the
         same task at the same moment.  The process that removes its ticket logs it.
@@ -123,6 +127,7 @@ class Publisher:
         """
         key = key_of(lock)
         newer = f"a newer task took its place in line for lock {key!r}"
+        newer += f": task {plain(by)}" if by else ""
         ended: dict[str, str] = {}
         for ticket, written in replaced.items():
             try:

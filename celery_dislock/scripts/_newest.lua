@@ -47,10 +47,10 @@ do
   end
 
   become_newest = function(lock, this, which)
-    local other = newest(lock, which)
+    local waits, other = newest(lock, 'waits'), newest(lock, which)
+    if which == 'began' and waits and not is_newer(waits, this) then redis.call('HDEL', lock.name .. NEWEST, 'waits') end
     if other and is_newer(other, this) then return end
     redis.call('HSET', lock.name .. NEWEST, which, string.format('1 %.0f %s ', this.sent, this.terms) .. this.task)
-    if which == 'began' then redis.call('HDEL', lock.name .. NEWEST, 'waits') end
     redis.call('PEXPIRE', lock.name .. NEWEST, NEWEST_MS)
   end
 

@@ -13,6 +13,7 @@
 --   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
 --   <lock>:done:<owner>    for COPY_MS: a delivery that was acknowledged as its ticket is in line, or that
 --                          has ended as the line is full
+--   <lock>:done:~<ticket>   for COPY_MS: id of the newer task by which it was superseded; see _newest.lua
 --   <lock>:replaced    until the end of a task is reported whose place another has taken
 --     joined_us  when it was parked, its score in the first line
 --     times      how often it was given its turn

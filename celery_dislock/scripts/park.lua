@@ -263,8 +263,8 @@ local function ran_before(record)
   return put_in_line(before.joined, before.stations, home, message)
 end
 
--- Nothing is known of it.
-local function new()
+-- Nothing is known of it.  *otherwise* is called if it does not get the lock at once.
+local function new(otherwise)
   local its
   for _, station in ipairs(asked) do
     local at = open_whole(station.name)
@@ -277,6 +277,7 @@ local function new()
     if marked ~= '0' or message ~= '' then return claim(now_us, asked) end
     return grant_all(asked, 0)
   end
+  if otherwise then return otherwise() end
   its = its or lock
   if message == '' then return about_lock(REFUSED, its, waiting() + 1) end
   if is_unlisted() then return list_first() end
@@ -307,13 +308,6 @@ local function granted_before(ran)
 end
 
 local function answer()
-  -- Whether this task, which is older than another, may run all the same: the lock admits several, and there is room.
-  local function may_run_beside()
-    local terms = asked[1].terms
-    local several = terms.mode == 's' or (limit_set(lock) or terms.limit) > 1
-    return several and admits(lock, terms) and not line_exists(lock)
-  end
-
   local parked = redis.call('HGET', lock.tickets, ticket)
   local ran = redis.call('HGET', lock.running, ticket)
   local before = lease_of(lock, owner) and granted_before(ran)
@@ -332,12 +326,20 @@ local function answer()
   local other = leases_of(lock, same_task)[1]  -- of another delivery of this task
   if other then return {REFUSED, turns, name, NO_PLACE, about(other)} end
 
-  local newer = this and newer_than(lock, this)
-  local settles = ran and parse_claim(ran).settles > now
-  if newer and not (settles or not (parked or ran) and may_run_beside()) then
+  local told = lock.name .. DONE .. '~' .. ticket  -- once it was told so, no copy of it may run
+  local told_before = this and redis.call('GET', told)
+  local newer = told_before or this and newer_than(lock, this)
+  local function superseded()
+    redis.call('SET', told, newer, 'PX', COPY_MS)
     forget(lock, ticket)
     recall_and_hand_off(lock)
     return {REPLACED_BY, turns, newer}
+  end
+  if newer and not (ran and parse_claim(ran).settles > now) then
+    -- It may run beside newer ones, if the lock admits several and there is room.
+    local several = asked[1].terms.mode == 's' or (limit_set(lock) or asked[1].terms.limit) > 1
+    if told_before or parked or ran or not several then return superseded() end
+    return new(superseded)
   end
   if parked then return parked_before(parked) end
   if ran then return ran_before(ran) end

@@ -16,7 +16,7 @@ from celery import Celery, Task, shared_task
 from celery_dislock import Dislock, SingletonTask
 
 OURS = {"__call__", "apply", "bind", "dislock_guard", "lease", "lock_key", "on_replace"}
-OURS |= {"lock_for", "Request"}  # extended, so that it hears of a process that died
+OURS |= {"lock_for", "why", "Request"}  # extended, so that it hears of a process that died
 OF_EACH = {"__dict__", "__doc__", "__header__", "__weakref__", "request_stack"}
 OF_EACH |= {"__firstlineno__", "__static_attributes__"}  # of each class body
 OF_EACH |= {"_default_request"}  # made when somebody asks for `request`

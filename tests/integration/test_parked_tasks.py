@@ -590,7 +590,7 @@ class TestGivingTurns:
         assert shop.ran == ["3"]
 
 
-NEWER = f"a newer task took its place in line for lock {KEY!r}"
+NEWER = f"a newer task took its place in line for lock {KEY!r}: task 3"
 REPLACING = {"lock_queue_limit": 1, "lock_queue_overflow": "replace"}
 
 

@@ -225,6 +225,7 @@ URLS = {"dislock_url": [f"redis://{n}:1/0" for n in range(3)]}
         ({"lock_expire": 5}, {}, "a renewal tells"),
         ({"lock_hold_on_retry": True}, {}, "a retry comes back"),
         ({"lock_key": ["a", "b"]}, {}, "give one key"),
+        ({"lock_unique_until": "start", "lock_on_duplicate": "replace"}, {}, "which is the newer"),
         ({}, URLS, "keep no line"),
         ({"lock_queue_limit": 5}, {}, "no effect"),
         ({"lock_on_cancel": "stop"}, {}, "'warn', 'raise', 'terminate'"),
