@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery.worker import state
 
@@ -12,6 +12,12 @@ from celery_dislock.keys.names import shown_id
 from celery_dislock.locks.interruption import SIGNAL
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.request import is_child
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+
+AGAIN = 1.0  # seconds after which a process looks again: at first its body may not have begun
 
 
 def look(control: Any, task_id: str = "", **_kwargs: Any) -> None:
@@ -21,10 +27,13 @@ def look(control: Any, task_id: str = "", **_kwargs: Any) -> None:
     A pool process is sent the signal by which its watchdog interrupts bodies; see
     :mod:`celery_dislock.locks.interruption`.  Without a body to interrupt it is ignored.
     """
-    runtime = runtime_of(control.app)
-    if runtime.off:
-        return
-    runtime.process.watchdog.look_at(task_id)
+    if not runtime_of(control.app).off:
+        _look(control.app, task_id)
+        control.consumer.timer.call_after(AGAIN, _look, (control.app, task_id))
+
+
+def _look(app: Celery, task_id: str) -> None:
+    runtime_of(app).process.watchdog.look_at(task_id)
     for request in list(state.active_requests):
         if shown_id(request.id) == task_id and is_child(request.worker_pid) and SIGNAL is not None:
             with suppress(ProcessLookupError, PermissionError):

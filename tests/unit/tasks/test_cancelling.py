@@ -189,13 +189,18 @@ def test_a_holder_that_no_worker_has_is_told_nothing(app, told, holder):
 
 @pytest.mark.parametrize(("pid", "asked", "gets"), [(7, "1", [7]), (7, "2", []), (0, "1", [])])
 def test_a_worker_that_is_told_to_look(app, monkeypatch, pid, asked, gets):
-    """It signals the pool process that runs the task, and nobody else."""
-    signals = []
+    """It signals the pool process that runs the task, and nobody else; again a moment later."""
+    signals, later = [], []
     monkeypatch.setattr(os, "kill", lambda *args: signals.append(args))
     request = SimpleNamespace(id="1", worker_pid=pid or os.getpid())
     monkeypatch.setattr(state, "active_requests", [request])
-    cancelled.look(SimpleNamespace(app=app), task_id=asked)
+    timer = SimpleNamespace(call_after=lambda _seconds, call, args: later.append((call, args)))
+    control = SimpleNamespace(app=app, consumer=SimpleNamespace(timer=timer))
+    cancelled.look(control, task_id=asked)
     assert signals == [(one, signal.SIGURG) for one in gets]
+    for call, args in later:
+        call(*args)
+    assert signals == 2 * [(one, signal.SIGURG) for one in gets]
 
 
 def test_a_worker_without_locks_looks_for_nothing(app):
