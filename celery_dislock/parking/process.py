@@ -58,7 +58,7 @@ class ParkingProcess(Process):
         End tasks that were replaced by newer ones in the line of this lock.
 
         Returns:
-            Why they end, by task id.  The caller tells it in an event.
+            Why they end, by task id.  The caller sends an event for each.
         """
         if self._publisher is None:
             return {}
