@@ -53,7 +53,7 @@ local function stuck_with(start)
     end
   end
 
-  -- The lock in whose line an owner stands that holds another lock; nothing if it runs.
+  -- The lock in whose line the owner of a lease stands; nothing if the owner runs.
   local function place_of(owner)
     for _, lock in pairs(lines) do
       if lock.has_places == nil then lock.has_places = redis.call('EXISTS', lock.places) == 1 end

@@ -121,8 +121,8 @@ end
 local give_turn
 
 -- Hand the lock to those first in line, as far as it admits them, and wake them.  The asker is awake already.
--- If any was handed the lock, the next waiter in line is woken, too, and asks again after TAKE_UP_MS: one of those
--- before it may be dead, and its lease ends then.
+-- If any was handed the lock, the next waiter in line is woken, too, to ask again after TAKE_UP_MS: the one that was
+-- handed the lock may be dead, and its lease ends then.
 -- Returns the asker's token if the asker got the lock.
 local function hand_off(lock, asker)
   local token, handed = nil, false

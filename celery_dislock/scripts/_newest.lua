@@ -4,7 +4,7 @@
 --     began     the newest task that was granted the lock
 --     sent_us   when that task's message was sent, by the sender's clock; at most the time when it came to this server
 --     terms     of the lease that the task waits for, or has
---     task      the task's id, as the names of its owners begin
+--     task      the task's id, with which the names of its owners begin
 -- A task that was sent before one of these two is superseded: it does not run any more.  The leases that the newest
 -- task waits for are marked, so that their next renewal tells their holders; see renew.lua.
 

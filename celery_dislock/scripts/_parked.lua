@@ -3,8 +3,8 @@
 --
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."  The ticket passes
 -- its locks one after the other, in the order of its record.  Each lock is a station.  The ticket stands in the line of
--- one lock, and keeps a unit of each lock that it has passed.  In the line and in the lock it has the name member_of()
--- or member_elsewhere() gives it.  All other keys are those of its first lock:
+-- one lock, and keeps a unit of each lock that it has passed.  In both it goes by its member, the name that member_of()
+-- or member_elsewhere() makes.  All other keys are those of its first lock:
 --   <lock>:line        the ticket's member, while the ticket waits to pass this lock; see _line.lua
 --   <lock>             a lease of that member, once the ticket has passed this lock: the unit that is kept for it
 --   <lock>:tickets     ticket -> "1 joined_us times ttl_ms home length stations message" until its turn is claimed
@@ -14,7 +14,7 @@
 --   <lock>:done:<ticket>   the mark of a task that is done, for COPY_MS: a copy that comes later must not run
 --   <lock>:done:<owner>    the mark of a delivery that is over, for COPY_MS: it was acknowledged because its ticket
 --                          is in line, or it has ended because the line is full
---   <lock>:replaced    ticket -> message of a task that another has replaced, until its end is reported
+--   <lock>:replaced    ticket -> message of a task that was replaced or dropped, until its end is reported
 --     joined_us  when the task was parked; the ticket's score in the first line
 --     times      how often the ticket was given its turn
 --     ttl_ms     of the task's leases, and of the first turn; each later turn is twice as long
@@ -30,7 +30,7 @@
 -- When the ticket has passed its last lock, the message is given to the caller to publish.  Its delivery claims the
 -- turn.  A turn that nobody has claimed in time is given again, without a gate: others need not wait until a
 -- worker takes the message.  A line goes by arrival there, so tenants take turns at a lock that they share.
--- The locks that a ticket keeps are always the first ones of its order.  The sweep renews them while it waits.
+-- The units that a ticket keeps are always of the first locks in its order.  The sweep renews them while it waits.
 --
 -- Only the mark says that a task is done: a task of which nothing is known may have been lost.  Each task
 -- that was parked leaves a mark, as a copy of its message may always come.
@@ -155,7 +155,7 @@ end
 local function is_done(lock, name) return redis.call('EXISTS', lock.name .. DONE .. name) == 1 end
 local function mark_done(lock, name) redis.call('SET', lock.name .. DONE .. name, '1', 'PX', COPY_MS) end
 
--- Take a task out of line that another replaces.  Its message is kept until the task's end is reported.
+-- Take a task out of line that is replaced or dropped.  Its message is kept until the task's end is reported.
 local function replace(lock, ticket, message)
   redis.call('HSET', lock.name .. REPLACED, ticket, message)
   keep(lock.name .. REPLACED)

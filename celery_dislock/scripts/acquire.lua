@@ -77,8 +77,8 @@ local function take(lock, terms)
   end
 end
 
--- Take the asker's lease of a lock away that comes after the one which refused: the lease of that one was ended
--- meanwhile.  With a later lock and without an earlier one, the asker could wait for an owner that waits for it.
+-- End the asker's lease on a lock that comes after the one which refused.  The asker had that one, too, but its lease
+-- was ended meanwhile.  With a later lock and without an earlier one, it could wait for an owner that waits for it.
 local function give_up(lock)
   local mine = lease_of(lock, owner)
   if not mine then return end

@@ -11,8 +11,8 @@
 --           overflow   if the line is full: skip: refuse the newcomer   replace: the oldest task makes room; that
 --                      is the newcomer, if its message was sent before that of the first in line
 --           task       name of the task: "task":"...", as its message writes it; empty: not known
---           sent       Redis TIME in microseconds at which the message was sent.  The task supersedes tasks that were
---                      sent before it, and is superseded by one that was sent after it; empty: neither
+--           sent       when the message was sent, by the sender's clock, in microseconds.  The task supersedes tasks
+--                      that were sent before it, and is superseded by one that was sent after it; empty: neither
 --           index      of lines, see _index.lua; empty: it is on another node, and the client lists the line
 --           listed     Redis TIME in microseconds of this node before the client listed the line; 0: not listed yet
 --
@@ -23,7 +23,7 @@
 --                                           lease: the one in the way, four values as in_the_way() returns them
 --   {2, turns, lock, place, lease..., replaced, told}   parked, in the line of this lock; replaced: {ticket,
 --                                           message, ...}; told: holders that must end for this task
---   {3, turns}                              this work is done: only its mark says so
+--   {3, turns}                              a mark says that this work is done; or it was set aside
 --   {4, turns, lock, waiting, lease...}     the line is full, or was when this owner asked before
 --   {5, turns, task}                        superseded by this task, which was sent later; taken out of line
 --   {7, turns}                              parked by a later version: only a worker of that can claim the turn
@@ -95,8 +95,8 @@ local function in_line()
   return answer
 end
 
--- The first of these locks that does not admit this task.  *whenever*: if it is only too early for one, that one
--- counts as admitting.
+-- The first of these locks that does not admit this task.  With *whenever*, a lock for which it is only too early
+-- counts as one that admits it.
 local function refusing(stations, whenever)
   for nth, station in ipairs(stations) do
     local at = nth == 1 and lock or open_whole(station.name)
@@ -123,7 +123,7 @@ end
 
 local function list() if index ~= '' then list_line(index, name) end end
 
--- Whether the client has not listed the line, or so long ago that it may have been struck off.
+-- Whether the line may be missing from the index: the client has not listed it, or too long ago.
 local function is_unlisted() return index == '' and now_us >= listed + LISTED_US end
 local function list_first() return {UNLISTED, turns, string.format('%.0f', now_us)} end
 
