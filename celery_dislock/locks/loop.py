@@ -78,7 +78,7 @@ class Loop:
         self._report_to: Callable[[Call], None] = at_once
         self._beats_at = clock()
         self._may_be_late = 0.0
-        self._silent = _taken()  # the bell: to release this lock is to ring it
+        self._bell = _taken()  # to release this lock is to ring the bell
         self.begin()
         _living.add(self)
 
@@ -217,7 +217,7 @@ class Loop:
                 if idle != 0.0 and self._current is current:
                     # Returns at once if the bell has rung since tick() began.
                     limit = -1 if idle is None else min(idle, threading.TIMEOUT_MAX)
-                    self._silent.acquire(timeout=limit)
+                    self._bell.acquire(timeout=limit)
             self.ended()
         finally:
             with self._mutex:
@@ -229,7 +229,7 @@ class Loop:
     def _ring(self) -> None:
         """Wake the thread, or keep it from its next sleep."""
         with suppress(RuntimeError):  # it rings already
-            self._silent.release()
+            self._bell.release()
 
 
 _living: WeakSet[Loop] = WeakSet()
