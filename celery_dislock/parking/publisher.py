@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.replies import Turn
 
 # Transport options that select a broker: apps that differ in one of them have different brokers.
-PLACES = (
+BROKER_OPTIONS = (
     "global_keyprefix",
     "queue_name_prefix",
     "data_folder_out",
@@ -69,7 +69,7 @@ class Publisher:
         given = urls.split(";") if isinstance(urls, str) else urls
         options = conf.broker_transport_options or {}
         where = [_without_login(url) for url in given]
-        where += [f"{name}={options[name]}" for name in PLACES if name in options]
+        where += [f"{name}={options[name]}" for name in BROKER_OPTIONS if name in options]
         return hashlib.sha1("\n".join(where).encode(), usedforsecurity=False).hexdigest()[:12]
 
     def hand_over(self, lines: Lines, turns: Sequence[Turn]) -> None:
