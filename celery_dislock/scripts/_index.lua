@@ -4,8 +4,8 @@
 --
 -- A line that is not listed is never swept: behind a holder that died it would stand still.  park.lua lists the line
 -- itself.  In a cluster it cannot, as the index is on another node than most locks.  There the client lists the line
--- first, and park.lua refuses to put anything in it later than LISTED_US after that.  A line is struck off if it is
--- found empty when nothing that was listed before can still be put in it; see lines.lua.
+-- first, and park.lua refuses to put anything in it later than LISTED_US after that.  A line that is found empty is
+-- struck off, but not within YOUNG_US (see lines.lua) after it was listed: something could still be put in it.
 
 -- include: _record
 
