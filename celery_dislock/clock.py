@@ -1,6 +1,6 @@
 """The clock that all waits go by.
 
-It is asked for by its number.  What freezes the time of a test replaces the functions of
+The clock is read by its number.  Libraries that freeze time in tests replace the functions of
 :mod:`time`, and a wait that compares their times would never end.
 """
 
@@ -20,4 +20,4 @@ monotonic: Callable[[], float] = (
     else time.monotonic
 )
 
-FOREVER = float("inf")  # the time of what is never due
+FOREVER = float("inf")  # a time that is never due

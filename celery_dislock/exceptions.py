@@ -78,7 +78,7 @@ class LockKeyError(DislockError, ValueError):
 
 
 PAUSED = "an operator, who has paused it"  # how a pause is named in place of a holder
-EARLY = "too early"  # what is told in place of a holder if only the time is in the way
+EARLY = "too early"  # the text in place of a holder if the next start may not be yet
 
 
 @dataclass(eq=False, repr=False)
@@ -135,12 +135,12 @@ class DuplicateTaskError(DislockError):
 
 @dataclass(eq=False, repr=False)
 class NoResultError(DislockError):
-    """A duplicate waits for the result of the task whose message was there, and none is expected.
+    """A caller waits for the result of the task whose message was there, and none is expected.
 
     Attributes:
         key: The key of the lock.
         id: Id of that task.
-        reason: Why there is none.
+        reason: Why no result is expected.
     """
 
     key: str
@@ -158,9 +158,9 @@ class TaskCrashedError(DislockError):
     Attributes:
         task: Name of the task.
         id: Id of the task.
-        times: How often its process has died.
-        limit: Its ``lock_crash_limit``.
-        reason: What its process died of the last time.
+        times: How often the task's process has died.
+        limit: The task's ``lock_crash_limit``.
+        reason: What the process died of the last time.
     """
 
     task: str
@@ -178,7 +178,7 @@ class TaskCrashedError(DislockError):
 
 @dataclass(eq=False, repr=False)
 class LaterReleaseError(DislockError):
-    """A later release has given this parked task its turn, and no worker of it took it for a day.
+    """A task's turn or lease was written by a later release, of which no worker took it for a day.
 
     Attributes:
         key: The key of the lock.
@@ -280,7 +280,7 @@ class LockLostError(DislockError):
 class SupersededError(DislockError):
     """A newer task of the key waits for this one to end, and starts then.
 
-    Raised in a body that is cancelled.  Nobody else holds its lock yet.
+    Raised in a body that is cancelled.  The newer task does not hold the lock yet.
 
     Attributes:
         key: The key of the lock.

@@ -1,16 +1,16 @@
 """What this package wraps or replaces of Celery's: the only place that does so.
 
 A sender may make no ``Dislock``, and several threads may use a task for the first time at once.
-So what decides about messages is wrapped for all apps, once, when the package is imported, and not
-when an app or a task is made.  The same goes for what hides passwords in Celery's reports.
+So the functions that send messages are wrapped for all apps, once, when the package is imported,
+and not when an app or a task is made.  So is the function that hides passwords in Celery's reports.
 
 =======================================  ======================================================
 of Celery's                              is wrapped or replaced because
 =======================================  ======================================================
 ``Celery.send_task``                     every message of a task goes through it: uniqueness
 ``Control.revoke``, a worker's revoke    a revoked message gives its key back
-``filter_hidden_settings``               it hides the broker's password alone
-``AsyncResult.duplicate``                a caller can ask it of every result
+``filter_hidden_settings``               it hides only the broker's password
+``AsyncResult.duplicate``                every result has the attribute
 ``Backend.mark_as_done`` and the like    a task's key is free before anybody sees that it has ended
 ``Task.bind``                            each task that locks is guarded when it is made
 ``pydantic_wrapper``                     a key is made of the models that the body gets
@@ -23,7 +23,7 @@ a consumer's methods for messages        turns of parked tasks that no guard wil
 the logger of ``celery.app.trace``       it repeats our lines
 =======================================  ======================================================
 
-Signals of Celery's tell of every task that it begins and has ended.  The class of a duplicate's
+Receivers of Celery's signals learn that a task begins and has ended.  The class of a duplicate's
 result is made in :mod:`celery_dislock.tasks.duplicates`, where it is used.
 """
 
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from celery_dislock.tasks.guard import Guard
 
 IS_FINAL = "_dislock_is_final"  # attribute of an app all of whose tasks were guarded
-BOUND_WITHIN = 1.0  # seconds that another thread has to bind a task that is about to be sent
+BOUND_WITHIN = 1.0  # seconds to wait for another thread to bind a task that is about to be sent
 
 logger = logging.getLogger("celery_dislock")
 
@@ -108,7 +108,7 @@ def _sending_uniquely() -> None:
 
 
 def _task_named(app: Celery, name: str) -> Task | None:
-    """Return a task that this process knows; those of ``@app.task`` are made at their first use."""
+    """Return a task that this process knows; makes pending tasks of ``@app.task`` if it must."""
     tasks = app._tasks  # noqa: SLF001 -- app.tasks makes them all
     if name not in tasks and app._pending and app.autofinalize and not app.finalized:  # noqa: SLF001
         tasks = app.tasks
@@ -165,10 +165,10 @@ def receive_revokes() -> None:
 
 def _ending() -> None:
     """
-    Wrap what stores how a task has ended: who sees that may send the next message of its key.
+    Wrap the methods that store how a task has ended: its key is free before anybody sees the end.
 
-    That comes first at each end but Ignore and Reject: also without a guard or a stored result,
-    and in the main process for a child that died.
+    Celery calls them first at each end but Ignore and Reject: also without a guard or a stored
+    result, and in the main process for a child that died.
     """
     for name in ("mark_as_done", "mark_as_failure", "mark_as_revoked"):
         setattr(Backend, name, _freeing_key(getattr(Backend, name)))
@@ -182,7 +182,7 @@ def _freeing_key(original: Callable[..., Any]) -> Callable[..., Any]:
         request = {**dict(zip(names, args, strict=False)), **kwargs}.get("request")
         delivery = Delivery.of(request)
         if delivery is not None:
-            delivery.end_reservation()  # which an exception at any instruction may have left
+            delivery.end_reservation()  # left if an exception has interrupted the guard
         elif isinstance(request, Context):
             tell(self.app, "end", request)
         return original(self, *args, **kwargs)
@@ -198,7 +198,7 @@ def _following() -> None:
 
 
 def _before_body(task: Task, **_kwargs: Any) -> None:
-    if getattr(task, "dislock_guard", None) is None:  # a guarded call tells it itself
+    if getattr(task, "dislock_guard", None) is None:  # a guard tells the server itself
         tell(task.app, "begin_unlocked", task.request)
 
 
@@ -212,7 +212,7 @@ def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
 
 
 def _reporting() -> None:
-    """Wrap what hides passwords in ``celery report`` and ``inspect conf``."""
+    """Wrap the function that hides passwords in ``celery report`` and ``inspect conf``."""
     original = utils.filter_hidden_settings
 
     @wraps(original)
@@ -224,11 +224,11 @@ def _reporting() -> None:
 
 
 def _binding() -> None:
-    """Wrap ``Task.bind``, by which a task gets its app: whatever else a class overrides, it locks.
+    """Wrap ``Task.bind``, by which a task gets its app, so that a class cannot override the lock.
 
-    Celery signals when all tasks of an app are there.  It sends no signal for a task that is used
-    earlier, in a script or an eager test, or that is declared later, because its module is imported
-    then.
+    Celery sends a signal when all tasks of an app are there.  It sends none for a task that is used
+    earlier, as in a script or an eager test, or that is declared later, in a module that is
+    imported later.
     """
     original = Task.bind.__func__
 
@@ -240,7 +240,7 @@ def _binding() -> None:
             # If it were bound, its subclasses would inherit the current app's settings.
             return app
         bound: Celery = original(cls, app)
-        # While the app is made final, all are guarded at once, and a client logs what is wrong.
+        # While the app is made final, all tasks are guarded at once, and errors are logged then.
         comes_alone = not app.finalized or IS_FINAL in vars(app)
         if name and (locks or (comes_alone and _is_keyed(cls) and runtime_of(app).enabled)):
             try:
@@ -276,7 +276,7 @@ def install(task: type[Task], app: Celery) -> None:
         return
     declared = getattr(task, "lock_key", None)
     if declared is False or (declared is None and name.startswith("celery.")):
-        if getattr(task, "dislock_guard", None) is not None:  # of a registered task that it extends
+        if getattr(task, "dislock_guard", None) is not None:  # inherited from a registered task
             task.dislock_guard, task.__call__ = None, custom_call(task) or Task.__call__
         return
     app_settings(app.conf)
@@ -290,7 +290,7 @@ def install(task: type[Task], app: Celery) -> None:
     request_class = task.Request
     if not isinstance(request_class, property):  # not inherited from a guarded class
         task.Request = property(lambda _self: recovering(request_class))
-    task.dislock_guard = guard  # last: another thread may install it as well, and use it by then
+    task.dislock_guard = guard  # last: another thread that sees the guard may use the task at once
 
 
 def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -321,15 +321,15 @@ def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[...,
 
 def _override(task: type[Task], name: str, method: Callable[..., Any]) -> None:
     """
-    Override a method of a task class.  The next class's is looked up at each call.
+    Override a method of a task class.  The method of its base is looked up at each call.
 
-    *method* takes the method that is overridden, the task, and its arguments.
+    *method* takes the overridden method, the task, and the arguments of the call.
     """
     own = getattr(vars(task).get(name), "dislock_inner", vars(task).get(name))
 
     def call(self: Task, *args: Any, **kwargs: Any) -> Any:
         inner = own.__get__(self) if own is not None else getattr(super(task, self), name)
-        if type(self) is not task:  # a class that extends this one, which has overridden it, too
+        if type(self) is not task:  # the task's class extends this one, and has its own override
             return inner(*args, **kwargs)
         return method(inner, self, *args, **kwargs)
 
@@ -340,7 +340,7 @@ def _override(task: type[Task], name: str, method: Callable[..., Any]) -> None:
 
 @cache
 def recovering(base: type | str) -> type:
-    """Extend a Request class, given as class or name: the main process learns there of a death."""
+    """Extend a class of requests, given as class or name: it learns that a child has died."""
     from celery_dislock.tasks.request import Recovering  # noqa: PLC0415 -- workers alone have it
 
     return type("Request", (Recovering, symbol_by_name(base)), {})
@@ -370,8 +370,8 @@ def guard_before_sending(task: Task, app: Celery) -> Guard | None:
     """
     Guard a task that is about to be sent; return None if it is not to be guarded.
 
-    Celery registers a task before it binds it.  If another thread is about to do that, this call
-    waits for it.
+    Celery registers a task before it binds it.  If another thread is about to bind the task, this
+    call waits for that.
 
     Raises:
         SettingsError: One of its options cannot be used.
@@ -391,7 +391,7 @@ def guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
         try:
             guard_tasks(sender)
         except SettingsError as exc:  # Celery would log it with a traceback
-            if not sender.loader.worker_initialized:  # else the start-up step reports it and exits
+            if not sender.loader.worker_initialized:  # in a worker the start-up step reports it
                 logger.error("This process does not lock all tasks with a lock_key: %s", exc)  # noqa: TRY400
 
 
@@ -426,7 +426,7 @@ def watch_consumer(consumer: Consumer, wrapping: Mapping[str, Callable[..., Any]
     """
     Wrap methods of a worker's consumer, by their names; the other steps read them at their start.
 
-    No signal is sent for a message that Celery drops, and none before it makes a task of one.
+    Celery sends no signal for a message that it drops, and none before it has made a request of it.
     """
     for name, wrap in wrapping.items():
         setattr(consumer, name, wrap(getattr(consumer, name)))

@@ -3,8 +3,8 @@
 A worker's start-up step writes the command-line options into the app's configuration before any
 pool process exists.  All other code reads them from the configuration.
 
-A web process that only sends tasks imports this module, too.  What only a worker and Celery's
-command line use is imported when they ask for it, by its name in this module.
+A web process that only sends tasks imports this module, too.  Modules that only a worker or
+Celery's command line needs are therefore imported when these ask for a name of this module.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ HELP = {
 
 @cache
 def _command(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """Return Celery's command of this name with our options, and these."""
+    """Return Celery's command of this name, extended by our options, and our options."""
     from celery.bin.base import CeleryOption  # noqa: PLC0415 -- see above
 
     _extend_workers()
@@ -130,7 +130,7 @@ def _command(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 @cache
 def _extend_workers() -> None:
-    """Extend what a worker does when it is asked, and what its beat does."""
+    """Add our commands to those that a worker answers, and extend its beat."""
     from celery.worker.control import control_command, inspect_command  # noqa: PLC0415 -- see above
 
     from celery_dislock.operating.inspection import (  # noqa: PLC0415
@@ -158,7 +158,7 @@ def _extend_beats() -> None:
 
 
 def _extend_if_enabled(sender: Celery, **_kwargs: Any) -> None:
-    """Extend a beat that a program starts, with ``app.Beat().run()``; it makes the app final."""
+    """Extend a beat that a program starts with ``app.Beat().run()``, which makes the app final."""
     if runtime_of(sender).enabled:
         _extend_beats()
 
@@ -288,8 +288,9 @@ class Dislock:
                 ``with`` block.  None: "warn", whatever the app's setting.
             on_cancel: What happens when a task with ``lock_on_conflict="cancel"`` waits for this
                 lock.  "raise": SupersededError is raised in the body of the ``with`` block.
-                "warn": ``lease.superseded`` tells, and ``lease.ensure_held()`` raises it.  None: it
-                goes on.  A renewal tells it, so it takes a third of the timeout at most.
+                "warn": ``lease.superseded`` names the task, and ``lease.ensure_held()`` raises
+                SupersededError.  None: the body goes on.  The body is told at the next renewal,
+                after a third of the timeout at most.
             timeout: Maximum seconds, >= 0, or a timedelta, that ``with`` waits for the lock before
                 it raises LockHeldError.  None: no limit.
             fair: False: pass the waiters in line if the lock admits one more lease.
@@ -354,11 +355,11 @@ class Dislock:
 
         Args:
             task_id: The task's id.
-            key: The key of its lock, or a list of keys: only these are looked at.  Else those with
-                parked tasks, and then all.
+            key: The key of its lock, or a list of keys: only these locks are looked at.  Empty:
+                those with parked tasks, and then all.
 
         Returns:
-            The answer; also if nothing is known, or a server does not answer: it says so.
+            The answer.  It says so if nothing is known, or if a server does not answer.
 
         Raises:
             LockKeyError: A key cannot be used.

@@ -20,7 +20,7 @@ logger = logging.getLogger("celery_dislock")
 
 
 def _shown_plainly(record: logging.LogRecord) -> bool:
-    """Escape what is not text in the line of a record; a line that is all text keeps its parts."""
+    """Escape the text of a record that is not all printable; a filter that drops no record."""
     line = record.getMessage()
     if not line.isprintable():
         record.msg, record.args = plain(line), ()

@@ -10,8 +10,8 @@ Connect a receiver as for any Celery signal::
 The sender is the task, or the :class:`~celery_dislock.ReentrantLock` in plain Python.
 Receivers of ``lock_renewed``, ``lock_lost``, ``lock_capped`` and ``lock_superseded`` mostly run in
 the watchdog's thread or greenlet, so keep them short.  No signal is sent when a dead process's
-lease is released by another process.  If a receiver raises an exception, Celery's dispatcher logs
-it, and nothing else changes.
+lease is released by another process.  An exception of a receiver is logged by Celery's dispatcher,
+and changes nothing else.
 
 ===================  =================================================================
 signal               arguments
@@ -22,7 +22,7 @@ signal               arguments
 ``lock_lost``        ``lease``, ``reason``; once per lease
 ``lock_capped``      ``lease``; once per lease, when ``max_renew_times`` renewals are done
 ``lock_superseded``  ``lease``; once per lease, when a newer task waits for it to end
-``lock_released``    ``lease``, ``expiring``: True if it is left to expire
+``lock_released``    ``lease``, ``expiring``: True if the lease is left to expire
 ===================  =================================================================
 """
 

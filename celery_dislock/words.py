@@ -1,4 +1,4 @@
-"""Times and names in words, text of strangers, and JSON: for messages, log lines and tools."""
+"""Times and names in words, text that others have written, and JSON: for people and tools."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LONGEST = 10.0**12  # seconds; a longer time comes from a damaged record
-NAMED = 5  # names of many that a text gives
-TEXT_MOST = 1000  # characters of a name, an id or a note of strangers
-RENEWED = 0.5  # seconds by which a renewal is later than the acquisition; the first is much later
+NAMED = 5  # names that a text gives if there are many
+TEXT_MOST = 1000  # characters of a name, an id or a note that others have written
+RENEWED = 0.5  # seconds: a lease renewed no later than this after its acquisition counts as new
 
 
 def for_people(seconds: float | None) -> str:
     """Write a time as people say it: ``4.2 s``, ``12 min``, ``3 h 05 min``, ``2 d 3 h``."""
-    if seconds is None or not -LONGEST < seconds < LONGEST:  # NaN is not either
+    if seconds is None or not -LONGEST < seconds < LONGEST:  # also refuses NaN
         return "?"
     if seconds < 10:  # noqa: PLR2004 -- below that the tenths count
         return f"{max(seconds, 0.0):.1f} s"

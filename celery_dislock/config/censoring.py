@@ -1,4 +1,4 @@
-"""What people are shown of an option's value: no password, and nothing that may have one."""
+"""Show people an option's value without any password, or anything that may contain one."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def reported(name: str, value: object) -> object:
 
 
 def censored(name: str, value: object) -> object:
-    """Hide what may be secret: what such a name has, and the password of each URL."""
+    """Hide values that may be secret: by the name of their option, and passwords in URLs."""
     if isinstance(value, Mapping):
         inner = {key: censored(str(key), one) for key, one in value.items()}
-        if _is_secret(name):  # of the texts within connection options any may be one
+        if _is_secret(name):  # any text within connection options may be a password
             return {key: harmless(one) for key, one in inner.items()}
         return inner
     if _is_secret(name) or (isinstance(value, bytes) and b"://" in value):

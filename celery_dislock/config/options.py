@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RENEWALS_PER_TIMEOUT = 3  # of a lease; two may fail in a row before it is lost
-MISSED = 2  # renewals in a row after which nobody is thought to renew a lease
+MISSED = 2  # renewals missed in a row after which a lease counts as overdue
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class TaskOptions:
 
     @cached_property
     def has_rate(self) -> bool:
-        """Whether a key of the task is taken so often at most."""
+        """Whether a key of the task has a rate."""
         return any(one.rate is not None for one in self.terms)
 
     @cached_property
@@ -301,7 +301,7 @@ class TaskOptions:
 
     @cached_property
     def on_cancel(self) -> str | None:
-        """What happens to a body for whose end a newer task waits; None: nothing, it goes on."""
+        """What happens to a body that a newer task waits for; None: nothing, the body goes on."""
         return self.lock_on_cancel or ("raise" if self.cancels else None)
 
 
@@ -320,7 +320,7 @@ BELONG_TO: dict[str, tuple[str, Any]] = {
     "lock_replace_for": ("lock_on_duplicate", "replace"),
 }
 
-# What these options must be with lock_on_conflict="cancel", and what to do else.
+# The value that these options must have with lock_on_conflict="cancel", and the remedy.
 NOT_CANCELLED: dict[str, tuple[Any, str]] = {
     "lock_expire": (None, "a renewal tells a task that it is cancelled: leave one of the two out"),
     "lock_hold_on_retry": (False, "a retry comes back to a newer task: leave one of the two out"),
@@ -353,8 +353,8 @@ OF_OTHERS = {
 }
 MIGRATING = "https://celery-dislock.readthedocs.io/en/stable/migrating.html"  # option by option
 
-# Names by which others call an option of a task, with or without `lock_`.  Without it they are
-# attributes of Celery, and would have no effect.
+# Names that other libraries have for an option of a task, with or without `lock_`.  Without it,
+# Celery takes them for attributes of the task, and they would have no effect.
 MEANT = {
     "key": "give lock_key",
     "lock": "give lock_key",

@@ -1,7 +1,7 @@
 """The options of a lock in plain Python, each declared once.
 
 They are those of ``dislock.lock()``, ``dislock.async_lock()`` and ``celery dislock run``.  Most are
-options of a task under a shorter name; those apply to what they are not given for.
+options of a task under a shorter name; if one is not given, the app's setting for tasks applies.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Plain(NamedTuple):
     The checked options of one lock.
 
     Attributes:
-        options: Those that a task has, too.
+        options: The options that a task has, too.
         timeout: Maximum seconds that a block waits; None: no limit.
-        fair: False: pass those who wait in line.
+        fair: False: pass those in line.
         stated: Names of the task options that were given.
     """
 
@@ -52,9 +52,9 @@ class Plain(NamedTuple):
 
 
 OF_TASKS = {field.name for field in fields(TaskOptions)}
-CHECKS = {"timeout": seconds(at_least=0), "fair": yes_or_no}  # of what no task has
+CHECKS = {"timeout": seconds(at_least=0), "fair": yes_or_no}  # of options that no task has
 
-# Names by which others call an option, and what to give.
+# Names that other libraries have for an option, and what to give instead.
 MEANT = {
     "wait_timeout": "give timeout",
     "blocking_timeout": "give timeout",
@@ -81,7 +81,7 @@ def plain_options(
         owner: The lock, for messages.
         given: The options by their names; None: not given.
         conf: The app's configuration.
-        on_lost: What ``on_lost`` is if it is not given: the app's setting applies to tasks only.
+        on_lost: The value of ``on_lost`` if it is not given: the app's setting is for tasks only.
 
     Raises:
         SettingsError: An option is unknown, or cannot be used.
@@ -96,7 +96,7 @@ def plain_options(
             except ValueError as exc:
                 raise SettingsError(owner, name, given[name], str(exc)) from exc
     declared = {of_task(name): value for name, value in stated.items()}
-    try:  # the app's strategy is that of its tasks
+    try:  # the app's setting is for tasks only
         options = task_options(owner, {**declared, "lock_on_conflict": "skip"}, conf)
     except SettingsError as exc:
         option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")

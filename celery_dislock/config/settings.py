@@ -264,8 +264,8 @@ def refuse_unknown(
     Refuse options that do not exist.
 
     Raises:
-        SettingsError: Names the option, and says what is meant, or which known one has a similar
-            name.
+        SettingsError: Names the option, and says what to give instead, or which option has a
+            similar name.
     """
     for name, value in given.items():
         if name not in known:
@@ -276,7 +276,7 @@ def refuse_unknown(
 
 
 def app_settings(conf: Mapping[str, Any]) -> AppSettings:
-    """Read and check an app's settings; ``dislock_prefix`` has the prefix of Celery's before it.
+    """Read and check an app's settings; Celery's key prefix is put before ``dislock_prefix``.
 
     Raises:
         SettingsError: A setting is unknown, or cannot be used.
@@ -307,9 +307,9 @@ def apply_options(
 
 
 def set_settings(app: Any, settings: Mapping[str, Any]) -> None:
-    """Change an app's settings, whatever they were; reads none of them."""
+    """Change an app's settings, without reading the old ones."""
     app.conf.update(settings)
-    if app.namespace:  # Celery 5.5 prefers what has its prefix, such as Django's settings
+    if app.namespace:  # Celery 5.5 prefers settings with this prefix, such as Django's
         prefixed = {f"{app.namespace}_{name}".upper(): settings[name] for name in settings}
         app.conf.update(prefixed)
 
@@ -350,14 +350,14 @@ def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:
     Refuse settings that are meant for this package, and that it does not read.
 
     A setting may also be one of a later version: the package was rolled back, and the configuration
-    was not.  One that resembles none of ours is therefore logged and ignored.
+    was not.  A setting that resembles none of ours is therefore logged and ignored.
 
     Args:
         conf: The app's configuration.
-        strict: Refuse also those that resemble none of ours.
+        strict: Refuse also settings that resemble none of ours.
 
     Raises:
-        SettingsError: Names the setting, and the one that is meant.
+        SettingsError: Names the setting, and the one that was probably meant.
     """
     names = list(conf)  # Celery loads its configuration now, and then knows its namespace
     prefix = getattr(conf, "prefix", None) or ""
@@ -370,7 +370,7 @@ def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:
         read_as = prefix + (meant.upper() if prefix.isupper() else meant)
         if name in (meant, "lock_key"):
             if meant in conf or before not in ("", "celery_", prefix.lower()):
-                continue  # it is read, or is somebody else's
+                continue  # it is read, or is not meant for this package
             remedy = f"nobody reads this setting: write it as {read_as}"
             if not meant:
                 remedy = "an option of a task, and no setting: give it to each task"
@@ -401,15 +401,15 @@ def _split(given: str) -> tuple[str, str] | None:
     Split a setting that may be meant for this package, in lower case.
 
     Returns:
-        What stands before the name, and the name: of a setting of ours, whether it exists or not.
-        None: it is somebody else's.
+        The namespace before the name, and the name, which need not be that of a known setting.
+        None: the setting is not meant for this package.
     """
     lower = given.lower()
     before, found, rest = lower.rpartition("dislock_")
     if found:
         return before, found + rest
     for before in ("", lower.partition("_")[0] + "_"):
-        if before or given.islower():  # else it is one of a whole project, in a module of settings
+        if before or given.islower():  # others are the project's constants
             name = lower.removeprefix(before)
             near = setting_name(name) or name if name in _OPTIONS else _near(name)
             if near:

@@ -1,4 +1,4 @@
-"""Terms: which other leases a lock admits beside one that is asked for; see ``_terms.lua``.
+"""Terms: which other leases a lock admits beside this one, and how often; see ``_terms.lua``.
 
 They are made of a task's options, and travel as one value to the scripts and into the records,
 where they are one word.
@@ -50,7 +50,7 @@ class Rate(NamedTuple):
         Read a rate as people write it: ``"100/m"``, ``"5/10s"``, or a number of starts a second.
 
         Raises:
-            ValueError: It is none.
+            ValueError: This is no rate.
         """
         if isinstance(given, Rate):
             return given
@@ -69,12 +69,12 @@ class Rate(NamedTuple):
 
 class Terms(NamedTuple):
     """
-    On which terms one lock is taken.
+    The terms on which one lock is taken.
 
     Attributes:
         mode: "exclusive" or "shared".
         limit: Maximum number of leases of an exclusive lock at a time, > 0.
-        rate: How often it is taken at most; None: as often as asked for.
+        rate: How often the lock is taken at most; None: there is no rate.
     """
 
     mode: str = "exclusive"
@@ -93,7 +93,7 @@ class Terms(NamedTuple):
 
     @property
     def breadth(self) -> tuple[int, float]:
-        """Where it stands among the locks that a task passes: what lets few pass comes first."""
+        """Sort key among the locks that a task passes: terms that let few tasks pass come first."""
         apart = self.rate.window / self.rate.most if self.rate else 0.0
         if apart >= 1:  # seconds between two starts
             return 0, -apart
@@ -105,7 +105,7 @@ ALONE = Terms()
 
 @lru_cache(KEPT_MOST)
 def written(terms: tuple[Terms, ...]) -> str:
-    """Write the terms of several locks, or those of all, as the scripts read them."""
+    """Write the terms of each of several locks, or one for all, as the scripts read them."""
     return ",".join(
         f"{MODES[one.mode]}:{one.limit}" + ("" if one.rate is None else f":{one.rate.word}")
         for one in terms
@@ -113,7 +113,7 @@ def written(terms: tuple[Terms, ...]) -> str:
 
 
 def parsed(word: bytes) -> Terms:
-    """Parse the terms in a record; of those that only a later release knows, what admits least."""
+    """Parse the terms in a record; the strictest if only a later release knows them."""
     found = _WORD.fullmatch(word)
     if not found:
         return ALONE

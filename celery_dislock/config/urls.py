@@ -59,8 +59,8 @@ _SOCKET = re.compile(
     rf"(?P<scheme>unix|redis\+socket)://{_LOGIN}(?P<place>/[^@:?#]*)(?:\?[^@:#]*)?", re.ASCII
 )
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+]{0,20}://)")
-# What somebody gives who has forgotten the scheme, or a part of it, and that is no password: a
-# socket's path, or a host with a port or a domain.
+# Text without a scheme, or with a part of one, that cannot be a password: a socket's path, or a
+# host with a port or a domain.
 _BARE = re.compile(
     r"(?:(?:rediss?|sentinel)(?:\+cluster)?:?/{0,2}(?=\w))?"
     r"(?:localhost|(?:[a-z0-9-]+\.)+[a-z]{2,}|(?:\d+\.){3}\d+|[\w.-]+(?=:\d))"
@@ -182,8 +182,8 @@ def without_password(url: str) -> str:
     """
     Return the URL without its password and query, for a log line; never raises.
 
-    If the URL cannot be parsed, the result has the scheme alone.  If there is no scheme, it is
-    hidden entirely, unless it is a path or a host that cannot be a password.
+    If the URL cannot be parsed, only its scheme is returned.  A text without a scheme is hidden
+    entirely, unless it is a path or a host that cannot be a password.
     """
     if _BARE.fullmatch(url):
         return url
@@ -231,10 +231,10 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
 
 def keyprefix(conf: Mapping[str, Any]) -> str:
     """
-    Return the prefix of all that Celery keeps on the lock server; empty: none.
+    Return the prefix of all of Celery's keys on the lock server; empty: none.
 
-    It separates apps, or environments of one app, that share a Redis.  It belongs to the server,
-    as the TLS options do: a lock server that is not Celery's has none.
+    The prefix separates apps, or environments of one app, that share a Redis.  It belongs to the
+    server, as the TLS options do: a lock server that is not Celery's has none.
     """
     url = conf.get("dislock_url")
     for candidate, name, _, transport in _of_celery(conf):

@@ -1,4 +1,4 @@
-"""Checks of values that options have.
+"""Checks of the values of options.
 
 A check returns the value as the code uses it, or raises ValueError, whose text says what to give
 instead.
@@ -75,7 +75,7 @@ def text(value: object) -> str:
 
 
 def start_of_names(value: object) -> str:
-    """Check the first part of names in Redis, which have the key in braces after it."""
+    """Check the prefix of names in Redis, which is followed by the key in braces."""
     found = text(value)
     if "{" in found or "}" in found:
         raise ValueError("give a string without { and }: they mark the key in a lock's name")

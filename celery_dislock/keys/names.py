@@ -28,7 +28,7 @@ _ENCODED_IN_RESERVED = re.compile(rf"[%@~ ,{CONTROL}]")
 
 
 def shown_id(task_id: object) -> str:
-    """Return a task's id as a holder shows it: text of limited length, whatever a message has."""
+    """Return a task's id as a holder shows it: text of limited length, for any id in a message."""
     return str(task_id)[:TEXT_MOST]
 
 
@@ -48,7 +48,7 @@ def execution_start(task_id: object, hostname: str, pid: int) -> str:
 
 
 def ticket_of(request: Any) -> str:
-    """Return the ticket of the work that a request of Celery's, or what is like one, is about."""
+    """Return the ticket of a request's work; Celery's Context, or an object with its attributes."""
     numbers = f"{_number(request.retries)}:{_number(request.replaced_task_nesting)}"
     return f"{task_name(request.id)}:{numbers}"
 
@@ -61,8 +61,8 @@ def task_id_of(ticket: str) -> str:
 def reserved_lock(locks: Sequence[str]) -> str:
     """Return the name in Redis under which the key of these locks is reserved for a message.
 
-    It begins with the first name of the alphabet, so both are in one slot of a cluster, and no new
-    limit changes it.
+    This name begins with that of the first lock in the alphabet, so both are in one slot of a
+    cluster, and the name stays the same if a limit changes the order of the locks.
     """
     first, *others = sorted(locks)
     if not others:
@@ -72,7 +72,7 @@ def reserved_lock(locks: Sequence[str]) -> str:
 
 
 def reserved_name(task_id: object) -> str:
-    """Return a task's id, encoded for a reservation, whose parts are separated by these marks."""
+    """Return a task's id, encoded for a reservation, whose fields are separated by spaces."""
     return _ENCODED_IN_RESERVED.sub(percent_encoded, str(task_id))
 
 
@@ -80,7 +80,7 @@ def task_id_of_reserved(name: str) -> str:
     """Return the id of the task that a reservation is for."""
     try:
         return unquote(name, errors="surrogatepass")  # the id may have a lone surrogate
-    except UnicodeDecodeError:  # we have not written it
+    except UnicodeDecodeError:  # not written by this package
         return name
 
 

@@ -1,4 +1,4 @@
-"""How a function takes the arguments of a task: by name, with defaults, or as another does."""
+"""How a callable takes the arguments of a task: as the task itself does, or in another way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 NOT_GIVEN = inspect.Parameter.empty
-NEVER_GIVEN = ("self", "cls", "args", "kwargs")  # what such callables of other libraries are given
+NEVER_GIVEN = ("self", "cls", "args", "kwargs")  # given by other libraries to such callables
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Passed = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
@@ -25,12 +25,12 @@ def passing(
         task_name: Name of the task, for a TypeError.
 
     Returns:
-        None: it takes what the task takes, by position and by name, so it can be called as the task
-        is.  Otherwise a function that takes the arguments of a call, and returns them in the only
-        way in which the callable takes them.
+        None: the callable takes the same arguments as the task, by position and by name, so it can
+        be called like the task.  Otherwise a function that takes the arguments of a call, and
+        returns them in the only way in which the callable takes them.
 
     Raises:
-        ValueError: It does not take them; the message says what to give.
+        ValueError: The callable does not take them; the message says what to give.
     """
     takes = _taken_by(function)
     if takes is None:
@@ -62,7 +62,7 @@ def passing(
 
 
 def _taken_by(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a callable; None if it has none, as many built-in ones."""
+    """Return the signature of a callable; None if it has none, as many built-in callables."""
     for follow in (False, True):  # what a decorator takes may differ from what it wraps
         try:
             return inspect.signature(function, follow_wrapped=follow)
@@ -74,7 +74,7 @@ def _taken_by(function: Callable[..., Any]) -> inspect.Signature | None:
 def _accepts(
     takes: inspect.Signature, given: Iterable[inspect.Parameter], *, by_name: bool
 ) -> bool:
-    """Tell whether a signature takes these arguments, each where it belongs."""
+    """Tell whether a signature takes these arguments, each as the parameter of its name."""
     args = [one.name for one in given if not _is_named(one, by_name=by_name)]
     kwargs = {one.name: one.name for one in given if _is_named(one, by_name=by_name)}
     try:

@@ -42,7 +42,7 @@ from celery_dislock.keys.signatures import binder, keywords_name, passing
 MAX_KEY_BYTES = 200  # bytes of UTF-8
 DIGEST_CHARS = 32  # hex digits of a SHA-256 digest: 128 bits
 DIGEST_MARK = "%#"
-WRITTEN = 1000  # keys that were written out and are known to be right
+WRITTEN = 1000  # keys, written by people, that are remembered as checked
 _HEAD_BYTES = MAX_KEY_BYTES - len(DIGEST_MARK) - DIGEST_CHARS
 
 # C0, DEL, C1, the line and paragraph separators, and surrogates, which UTF-8 cannot encode.
@@ -51,7 +51,7 @@ ENCODED = r":%{}<>" + CONTROL
 FORBIDDEN = re.compile(rf"[{{}}{CONTROL}]")  # braces delimit the hash tag of the Redis name
 ALLOWED = "str, int, bool, UUID, Enum, date, datetime or Decimal"
 
-# What other templates have for a name: `%(name)s`, `%s`; `$name` if there is such an argument.
+# Placeholders of other kinds of templates: `%(name)s`, `%s`; `$name` if there is such an argument.
 PRINTF = re.compile(r"%\(\w+\)[a-z]?|%[sdr](?!\w)")
 DOLLAR = re.compile(r"\$([A-Za-z_]\w*)")
 PLACEHOLDER = re.compile(r"<([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)>")  # in a key: nobody filled it in
@@ -240,7 +240,7 @@ class DigestKey:
 
 
 def _parse(template: str, signature: inspect.Signature) -> tuple[list[str], list[str]]:
-    """Split a template into literals and placeholders; there is one literal more."""
+    """Split a template into literals and placeholders; there is one literal more than these."""
     if not template:
         raise InvalidTemplate("the template is empty; name the lock, as in 'export:<corp_id>'")
     literals, paths, end = [""], [], 0
@@ -311,7 +311,7 @@ def check_key(key: str, *, declared: str | None = None) -> str:
 
     Args:
         key: The whole key.
-        declared: What an error names as the source of the key; None: the key itself.
+        declared: The source of the key, as an error names it; None: the key itself.
 
     Raises:
         LockKeyError: The key is not a str, is empty, or contains braces or control characters.
@@ -331,7 +331,7 @@ def check_key(key: str, *, declared: str | None = None) -> str:
 
 def keys_of(key: object) -> tuple[str, ...]:
     """
-    Return the keys of a lock, of which somebody has written one or several, in their order.
+    Return the keys of a lock for one key or a list of keys, as people write them, in order.
 
     Raises:
         LockKeyError: A key cannot be used, or the list is empty.
@@ -344,7 +344,7 @@ def keys_of(key: object) -> tuple[str, ...]:
 @lru_cache(WRITTEN)
 def check_written(key: str) -> str:
     """
-    Check a whole key, as somebody writes it, and shorten it; see :func:`check_key`.
+    Check a whole key, as people write it, and shorten it; see :func:`check_key`.
 
     Raises:
         LockKeyError: See :func:`check_key`; or the key is the template of a task.

@@ -40,13 +40,13 @@ class AsyncLock:
 
     As with a blocking lock, its owner can take it again, on the same terms, and must release it
     once per acquisition; all lock objects of a key share one count.  Tasks that the owner starts,
-    as with :func:`asyncio.gather`, are owners of their own, and wait for it.
+    as with :func:`asyncio.gather`, are other owners, and wait for the lock.
 
     If the lock is lost while the body runs, the body is cancelled, and the block ends with
     :class:`~celery_dislock.exceptions.LockLostError`; with ``on_lost="warn"`` the body runs on.
 
     A method that is cancelled leaves no lease, no place in line and no connection behind: the
-    watchdog's thread tells the lock server within moments.  A release that is cancelled happens.
+    watchdog's thread tells the lock server within moments.  A release that is cancelled is done.
 
     Attributes:
         keys: The keys of the lock.  All of several keys are taken, or none.

@@ -5,16 +5,16 @@ the code runs in the thread, greenlet or asyncio task that entered the block, an
 the block has marked (:mod:`contextvars`).  Neither is enough.  A thread pool enters a block in one
 thread, leaves it in another, and runs other work in the first one meanwhile; a context is copied to
 work that runs beside the block.  If two jobs of a pool share the context of their thread, the job
-tells them apart.  What is not sure is not inside.
+tells them apart.  Code of which this is not sure counts as outside.
 
 The lease of a task's execution is also recorded here while the body runs, so that no thread waits
 for a lock that only the same thread could release.
 
 The record of a thread is in its thread-local storage, that of a greenlet or an asyncio task in a
-weak dictionary.  It is dropped when the thread, greenlet or task ends.  The lease may live on: its
-block may end elsewhere, and the lock object that took it can release it.  A lease has weak
+weak dictionary.  The record is dropped when the thread, greenlet or task ends.  The lease may live
+on: its block may end elsewhere, and the lock object that took it can release it.  A lease has weak
 references to its caller and to the record of its acquisitions.  Through them the watchdog notices
-that nobody can release it.
+that nobody can release the lease any more.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ class CallerLease:
     Args:
         lock: The lock.
         lease: The lease.
-        runtime: The runtime of a lock in plain Python.  It makes a new store after it was closed.
+        runtime: The runtime of a lock in plain Python; it has another store after it was closed.
         execution: Whether this is the lease of a task's execution, which ends with the body.
 
     Attributes:
         entries: One key per acquisition that is not released yet.  The value identifies the
             ``with`` block, and is 0 for a call of ``acquire()``.
         running: The ``with`` block that is interrupted when the lease is lost; None: no block is.
-        block: The acquisition of that block.
-        caller: Who has taken the lease.
-        job: The job of a thread pool in which it was taken; empty: in none.
+        block: The key in *entries* of that block's acquisition.
+        caller: The caller that has taken the lease.
+        job: The job of a thread pool in which the lease was taken; empty: in none.
     """
 
     lock: Lock
@@ -143,8 +143,8 @@ class Caller:
         is_main: Whether that is the main thread, which runs no jobs of a pool.
         label: What follows the thread's name in messages: the name of a task.
         pid: The process that made this record; a forked child does not have its leases.
-        leases: The leases that it has, in the order in which they were taken.  That of a task comes
-            after that of an eager task around it.
+        leases: The leases that it has, in the order in which they were taken.  The lease of an
+            eager task comes after that of the task that runs it.
     """
 
     def __init__(self, kind: Kind = "thread", one: Any = None) -> None:
@@ -174,7 +174,7 @@ class Caller:
             elsewhere = None if self.kind == "task" else ref(held)
             held.lease.caller_ended = partial(nobody_is_left, ref(self), elsewhere)
         around = _around.get()
-        if around:  # of what has ended elsewhere the mark is left
+        if around:  # drop the marks of blocks that have ended in another context
             around = tuple([one for one in around if one() is not None])
         _around.set((*around, ref(held)))
         self.leases.append(held)
@@ -187,7 +187,7 @@ class Caller:
 
     def end_body(self, begun: int) -> None:
         """
-        End what the body of a task has left, since an exception struck at the end of a block.
+        End blocks that the body of a task has not ended, as an exception struck at their end.
 
         Args:
             begun: How many leases this caller had before the body began.
@@ -234,7 +234,7 @@ class Caller:
                 key = next(keys[name] for name in lock.names if name in held.lock.names)
                 raise LockHeldError(key, self.described(held), held.lease.remaining)
         around = getattr(_threads, "caller", None) if self.kind == "task" else None
-        if around is not None:  # who runs the event loop waits for it
+        if around is not None:  # this thread runs the event loop, and would wait for it
             around.refuse_to_wait(lock)
 
     def _of(self, lock: Lock) -> Iterator[CallerLease]:
@@ -312,14 +312,15 @@ def nobody_is_left(caller: ref[Caller], held: ref[CallerLease] | None) -> bool:
 
     Args:
         caller: The thread, greenlet or task that has taken it.
-        held: What it has taken.  A block that holds it may go on elsewhere, and the lock object
-            that took it may release it: both refer to it.  None: only the caller counts.
+        held: The record of the lease.  A block that holds the lease may go on elsewhere, and the
+            lock object that took it may release it: both refer to the record.  None: only the
+            caller counts.
     """
     alive = caller()
     if alive is not None:
         if not alive.dead:
             return False
-        alive.leases.clear()  # only their blocks and locks know them now
+        alive.leases.clear()  # now only blocks and lock objects keep the records alive
     return held is None or held() is None
 
 
@@ -386,7 +387,7 @@ def check_terms(
     differing = [name for name in names if getattr(has, name) != getattr(asked, name)]
     if not has.admits_several:
         if asked.lock_mode == "shared" and "lock_mode" in differing:
-            differing.remove("lock_mode")  # the only holder of a lock may read, too
+            differing.remove("lock_mode")  # exclusive covers shared
         if held.execution:
             differing = [name for name in differing if name in stated or name not in TIMING]
     if differing:

@@ -1,11 +1,11 @@
 """The channel on which the locks of one process tell what happens to them.
 
-Locks, tasks and the watchdog tell the channel, and know nothing of those who hear of it: the log,
+Locks, tasks and the watchdog tell the channel, and do not know what it passes this on to: the log,
 the running body, the watchers of the process, and the receivers of the signals, in this order.  The
 plugin makes :class:`celery_dislock.operating.telemetry.Telemetry` a watcher.
 
-Every task takes and releases its lock, and mostly nobody watches.  So these two steps ask first,
-and call nothing then::
+Every task takes and releases its lock, and mostly nobody watches.  So these two steps first ask
+whether anybody does, and otherwise make no call::
 
     if channel.watched or lock_acquired.receivers:
         channel.acquired(lease, how, waited)
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Attempt, Lease
     from celery_dislock.servers.records import Conflict
 
-TRACING = "opentelemetry.trace"  # is imported in a process that has spans
+TRACING = "opentelemetry.trace"  # a module that is imported in each process with spans
 
 logger = logging.getLogger("celery_dislock")
 
@@ -43,7 +43,7 @@ class Watcher:
     """
 
     def begins(self, attempt: Attempt) -> None:
-        """Keep in ``attempt.trace`` what is needed later; called if TRACING is imported."""
+        """Keep what is needed later in ``attempt.trace``; called if TRACING is imported."""
 
     def acquired(self, lease: Lease, how: str, waited: float) -> None:
         """Take note that a lock was granted."""
@@ -212,7 +212,7 @@ class Channel:
         Args:
             task: Name of the task.
             outcome: "sent", "duplicate", "unreserved" or "replaced".
-            worker: Name of the worker that got the message; empty: this process was to send it.
+            worker: Name of the worker that got the message; empty: this process sends it.
         """
         self._tell(lambda watcher: watcher.message(task, outcome, worker))
 

@@ -50,8 +50,9 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.servers.bridge import Call
 
-# What may be raised in a body at any instruction, and must end it: who catches all errors there of
-# something else lets these pass.  The others, such as SystemExit, are no subclasses of Exception.
+# Exceptions that may be raised in a body at any instruction, and must end the body.  Code of ours
+# that runs in a body and catches all errors lets these pass.  Others that end a body, such as
+# SystemExit, are no subclasses of Exception.
 THROWN = (SoftTimeLimitExceeded, LockLostError, SupersededError)
 
 SIGNAL = getattr(signal, "SIGURG", None)
@@ -80,8 +81,8 @@ def running_here(block: FrameType | None = None) -> Target:
 
     Args:
         block: The frame of a ``with`` statement, which may be suspended and go on elsewhere.  A
-            thread or greenlet is interrupted only while it runs in that frame: it may do somebody
-            else's work by then.  None: the body ends where it has begun.
+            thread or greenlet is interrupted only while it runs in that frame, as it may do other
+            work meanwhile.  None: the body ends in the thread or greenlet in which it has begun.
     """
     call = current_call()
     if call is not None:
@@ -127,9 +128,9 @@ class TaskTarget:
     """
 
     def __init__(self, call: Call) -> None:
-        # Weak, else a task that nobody can go on with would keep its lock.
+        # Weak: otherwise a task that can never go on would live, and keep its lock.
         self._task, self._loop = ref(call.task), call.loop
-        # Cancellations that others have asked for before; Python 3.10 does not count them.
+        # How many cancellations others have asked for before; Python 3.10 does not count them.
         self._cancels = 0
         if sys.version_info >= (3, 11):
             self._cancels = call.task.cancelling()
@@ -158,13 +159,13 @@ class TaskTarget:
 
     def settle(self, exc: BaseException | None) -> bool:
         """
-        Take back the cancellation that was made here, where the body has ended; only once.
+        Take back the cancellation that this target has made, after the body has ended; only once.
 
         Args:
             exc: The exception that has ended the body.
 
         Returns:
-            Whether *exc* is that cancellation, and nobody else has asked for one.
+            Whether *exc* is that cancellation, and nothing else has cancelled the task.
         """
         task: Any = self._task()
         if not self._thrown or task is None:
@@ -224,7 +225,7 @@ class _MainThreadTarget:
         signal.pthread_kill(self._ident, self._signum)
 
     def disarm(self) -> None:
-        # Not always the last one: blocks inside generators end in any order.
+        # This target need not be the last one: blocks inside generators end in any order.
         _MainThreadTarget.armed = tuple([one for one in _MainThreadTarget.armed if one is not self])
 
 
@@ -282,7 +283,7 @@ class _ThreadTarget:
 
 
 def _runs_in(block: int, frame: FrameType | None) -> bool:
-    """Return whether a stack has the frame of this id; 0: any has."""
+    """Return whether a stack has the frame with this id; True for the id 0."""
     while block and frame is not None and id(frame) != block:
         frame = frame.f_back
     return not block or frame is not None
@@ -332,7 +333,7 @@ class StopTask(BaseException):
 
 
 def why_stopped(lease: Lease) -> LockLostError | SupersededError:
-    """Make the error that stops a body: its lease has ended, or a newer task waits for that."""
+    """Make the error that stops a body whose lease has ended, or that a newer task waits for."""
     if lease.told_at is not None and not (lease.lost or lease.capped):
         return SupersededError(lease.key, lease.superseded)
     return LockLostError(lease.key, lease.why_ended)
@@ -364,8 +365,8 @@ class Running:
         Check just before the body starts that its lease has not ended already.
 
         Raises:
-            LockLostError, SupersededError: The lease has ended, or a newer task waits for that, and
-                the options ask to stop the body then.  The body must not run.
+            LockLostError, SupersededError: The lease has ended, or a newer task waits for it to
+                end, and the options ask to stop the body then.  The body must not run.
         """
         lease, options, action = self._lease, self._lease.driver.options, None
         if lease.lost:

@@ -1,4 +1,4 @@
-"""An attempt to take a lock, and the lease that comes of it.
+"""An attempt to take a lock, and the lease that it gets.
 
 A lease is trusted until ``sent_at + timeout - margin``.  ``sent_at`` is the monotonic time just
 before the acquisition or the last successful renewal was *sent*.  A slow reply therefore shortens
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from celery_dislock.servers.reservations import Reservation
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
-TIMES = 100  # expiries whose trust is remembered: those of settings, mostly
-TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
+TIMES = 100  # results of trust_in() that are kept: mostly those of timeouts in the settings
+TRUST_MARGIN_RATIO = 0.1  # of the timeout: the margin, if that is shorter than TRUST_MARGIN
 
 AT_ONCE, WAITED, PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
 
 GONE_WHEN_RENEWED = "the server no longer has it: expired, taken or deleted"
 GONE_WHEN_RELEASED = "it was gone when it was released: expired, taken or deleted"
-GONE = {GONE_WHEN_RENEWED, GONE_WHEN_RELEASED}  # reasons of a loss: the server says so
+GONE = {GONE_WHEN_RENEWED, GONE_WHEN_RELEASED}  # reasons of a loss that the server has told
 
 
 @lru_cache(TIMES)
@@ -120,19 +120,20 @@ class Lease:
         reservation: The reservation of its key, which is renewed with it; None: none.
         superseded: Id of a newer task of the key that waits for this lease to end; empty: none
             does, as far as this process knows.
-        told_at: Time at which the body was told so, on this process's clock; None: it was not.
-        stops: Whether it was told to stop after that, as it did not end.
+        told_at: Time at which the body was told of the newer task, on this process's clock; None:
+            it was not told.
+        stops: Whether the body, which did not end then, was terminated: ``lock_cancel_after``.
         since: Time before the lock was asked for, on this process's clock.
-        caller_ended: Returns whether nobody is left who could release the lock.  None: somebody is,
-            as with the lock of a task, which always ends with its execution.
-        on_end: Called with the lease and what is to be done when it is lost or capped, or a newer
-            task waits for it; None: nobody has to be stopped.
-        end: How it has ended; None: it has not.
+        caller_ended: Returns whether nobody is left who could release the lock.  None: somebody is
+            always left, as with the lock of a task, which ends with its execution.
+        on_end: Called with the lease and an action, such as "raise", when the lease is lost or
+            capped, or a newer task waits for it; None: nobody has to be stopped.
+        end: How the lease has ended; None: it has not.
     """
 
     renewals = 0
     capped = finished = False
-    reported = False  # its end, on the channel
+    reported = False  # whether its end was reported on the channel
     superseded = ""
     told_at: float | None = None
     stops = False
@@ -149,7 +150,7 @@ class Lease:
         self.key = driver.key
         self.owner = attempt.owner
         self.holder = attempt.holder
-        # Weak, else a lock that nobody else knows would live as long as its lease is renewed.
+        # Weak: otherwise a lock that only its lease refers to would live as long as it is renewed.
         self._sender = None if attempt.sender is None else ref(attempt.sender)
         self.trace = attempt.trace
         self.tokens = tokens
@@ -162,7 +163,7 @@ class Lease:
 
     @property
     def sender(self) -> object:
-        """Sender of the signals about it: its task, or its lock; None if that is gone."""
+        """Sender of the signals about the lease: a task or a lock; None if that is gone."""
         return None if self._sender is None else self._sender()
 
     @property
@@ -270,7 +271,7 @@ class Lease:
         """Extend the trust after a successful renewal that was sent at *sent_at*."""
         interval = self.driver.interval
         if interval is not None:
-            if sent_at >= self.trusted_until:  # others renewed it meanwhile, at the same intervals
+            if sent_at >= self.trusted_until:  # the worker's main process has renewed it meanwhile
                 self.renewals += max(0, int((sent_at - self.renewed_at) / interval) - 1)
             self.due = sent_at + interval
         is_extra = interval is not None and sent_at < self.renewed_at + interval / 2
@@ -289,8 +290,8 @@ class Lease:
         """
         End the lease; one round trip, or none if that was done before.
 
-        It lasts for ``lock_at_least_for`` seconds from its acquisition, or for as long as the
-        ending says.  If it is left to expire, it is not renewed any more.
+        On the server the lease lasts for ``lock_at_least_for`` seconds from its acquisition, or for
+        as long as the ending says.  A lease that is left to expire is not renewed any more.
 
         If the server no longer has the lease, the lease is reported as lost.  If the server does
         not answer, no error is raised: the watchdog releases the lease when the server answers
@@ -331,7 +332,7 @@ class NoLease(Lease):
         return False
 
     def ensure_held(self) -> None:
-        """Do nothing: whoever runs the body without its lock has decided so."""
+        """Do nothing: the body was run without its lock on purpose."""
 
     def __bool__(self) -> bool:
         return False
@@ -357,14 +358,14 @@ class Attempt:
 
     Attributes:
         reservation: The reservation of the task's message, which the acquisition begins and the
-            release may end.  None: the message has none, or one of another name than the lock's.
+            release may end.  None: the message has none, or one beside another lock.
         has_begun: Whether the lock server was told of the reservation when it granted the lock.
         lease: The lease; None as long as there is none.
         holder_json: The holder as a JSON object; empty: made here.
         how: How the lock was got, for metrics: "at_once", "waited", "parked" or "put_off".
         asked_at: Time of the first request, on this process's clock; None before it.
-        waited: Seconds waited before that: in line, or put off.
-        trace: What a watcher keeps with the attempt and its lease.
+        waited: Seconds that the task has waited before *asked_at*: parked, or put off.
+        trace: Any object that a watcher keeps with the attempt and its lease.
     """
 
     reservation: Reservation | None = None

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 ASK_AGAIN = 30.0  # seconds: the longest time between two requests of a waiter
 PLACE_TIMEOUT = 3 * ASK_AGAIN  # seconds without a request after which a waiter counts as dead
-UNHEARD = (0.1, 2.0)  # seconds of the first and the longest pause after failed waits; below TAKE_UP
+# Seconds of the first and the longest pause after a wait that failed.  Shorter than TAKE_UP, or a
+# hand-off would end before it is noticed.
+UNHEARD = (0.1, 2.0)
 UNSAID = 1  # failed waits in a row that are not logged: a connection may just have been closed
 LATE = 0.002  # seconds to wait beyond a lease's end: the server counts in milliseconds
 
@@ -61,11 +63,11 @@ class Lock:
         options: How the lock is taken and kept.
         store: The store of the lock server.
         watchdog: Renews the leases.
-        fair: False: pass those who wait in line if the lock admits one more lease.
+        fair: False: pass those in line if the lock admits one more lease.
 
     Attributes:
         key: The key, or all keys in one text, for messages.
-        terms: Which leases each of its locks admits beside this one, or all of them.
+        terms: The terms of each of its locks, or one for all of them.
         timeout: Seconds after which a lease expires unless it is renewed.
         interval: Seconds between two renewals; None: leases are not renewed.
         clock: Returns monotonic seconds: the watchdog's clock.
@@ -87,7 +89,7 @@ class Lock:
         self.watchdog, self.clock, self.channel = watchdog, watchdog.clock, watchdog.channel
         self.timeout, self.interval = options.timeout, options.renewal_interval
         self.fair, self.terms = fair, options.terms
-        self._is_unheard = False  # since the last release that was answered
+        self._is_unheard = False  # whether the last release got no answer
 
     @property
     def asks(self) -> bool:
@@ -95,7 +97,7 @@ class Lock:
         return self.watchdog.asks
 
     def take_names(self, names: Sequence[str]) -> None:
-        """Become the lock of the keys of a ticket; its task's code may name others by now."""
+        """Become the lock of a ticket's keys; the code of the task may name other keys by now."""
         self.names, self.keys = names, [key_of(name) for name in names]
         self.key = _in_one_text(self.keys)
 
@@ -145,13 +147,14 @@ class Lock:
 
         Returns:
             The lease, or the conflict that remained after *timeout*.  After a conflict the attempt
-            is no longer in line.  One that gives way keeps its place, for *place*.
+            is no longer in line, unless it gives way: then it keeps its place for *place* seconds.
 
         Raises:
             StoreError: As for :meth:`try_acquire`.  The place in line is given up, or expires.
             ForbiddenError: The server's access rules forbid this user to wait in line.
         """
-        # Errors to raise at once: nothing was asked for, or the caller gives up what it may have.
+        # Errors that are raised at once: either nothing was asked for, or the caller itself gives
+        # up what the attempt may have.
         passed_on: tuple[type[BaseException], ...]
         passed_on = (UnreachableError,) if place else (Replaced, StoreError)
         until = math.inf if timeout is None else self.clock() + timeout
@@ -206,7 +209,7 @@ class Lock:
         until = self.clock() + pause
         handed = self.store.wait(self.names[nth], attempt.owner, pause)
         while isinstance(handed, FirstInLine):
-            # Another was handed the lock.  If it is dead, its lease ends when this time is over.
+            # Another waiter was handed the lock.  If it is dead, its lease ends after TAKE_UP.
             pause = min(until - self.clock(), min(self.timeout, TAKE_UP) + LATE)
             if pause <= 0:
                 return None
@@ -220,16 +223,17 @@ class Lock:
         # Ask again for the other locks of several, and for the full length of a fixed expiry.
         if handed is None or len(self.names) > 1 or self.options.lock_expire is not None:
             return None
-        # When it granted the lock, the server measured how long the place would have lasted.  The
-        # place was set at the first request or later.  So the real grant is not before this time.
-        # If a failover has lost later requests, this time is long ago, and the lock is asked for.
+        # When the server granted the lock, it measured how long the place would still have lasted.
+        # The place was set at the first request or later, to last for *place* seconds.  So the
+        # grant is not older than *since*.  If a failover has lost later requests, *since* is long
+        # ago, and the lock is asked for again.
         since = min(self.clock(), asked_at + place - handed.place_left)
         is_trusted = self.clock() < since + trust_in(handed.ttl)
         return ((handed.token,), since, handed.ttl) if is_trusted else None
 
     def _rest(self, error: StoreError, times: int, left: float) -> float:
         """Return the pause after a failed wait: the server refused to block, or did not answer."""
-        if isinstance(error, ForbiddenError):  # it stays so
+        if isinstance(error, ForbiddenError):  # asking again would not help
             raise error
         first, most = UNHEARD
         if times == UNSAID + 1:
@@ -295,8 +299,9 @@ class Lock:
         """
         End a lease; see :meth:`Lease.release`.  It can be repeated if it was interrupted.
 
-        A lease may expire while its release is on its way: a greenlet that sends it waits for a hub
-        that computes, or a connection is made anew.  It was held until its owner was done.
+        A lease that expires while its release is on its way is not lost, as it was held until its
+        owner was done.  The release may be slow because another greenlet computes and keeps the hub
+        from sending, or because a connection is made anew.
         """
         self.watchdog.unwatch(lease)
         # An earlier call may have been interrupted by an exception after it had sent the release.
@@ -324,7 +329,7 @@ class Lock:
             if not trusted:
                 self._gone(lease, ending)
             done = True
-        except BaseException:  # an interruption: perhaps nobody repeats this call
+        except BaseException:  # an interruption; the caller may not come to repeat this call
             self.release_late(lease.owner, ending)
             raise
         finally:
@@ -337,14 +342,14 @@ class Lock:
         """Return the ending of a lease that lasts for some time, with that time."""
         at_least = max(ending.at_least, self.options.lock_at_least_for)
         if ending.expires:
-            # The main process of the worker may have renewed it until now.
+            # The main process of the worker may have renewed the lease until now.
             renewed_at = self.clock() if self.asks and not trusted else lease.renewed_at
-            # Subtracted first, or rounding errors would make a millisecond more of the sum.
+            # The brackets keep rounding errors from adding a millisecond.
             at_least = max(at_least, self.timeout + (renewed_at - lease.since))
         return ending._replace(at_least=at_least)
 
     def _gone(self, lease: Lease, ending: Ending) -> None:
-        """Take note that a lease was gone when it should have been held."""
+        """Mark a lease as lost that was gone when it should have been held, and report the loss."""
         if ending.expires or lease.lost:
             return
         if lease.capped:  # the cap was reported before
@@ -370,9 +375,9 @@ class Lock:
                 self.watchdog.cleared(attempt.owner)
 
     def release_late(self, owner: str, ending: Ending = RELEASED) -> None:
-        """Have the watchdog release what an owner has, or may have, that is done; does not block.
+        """Have the watchdog release what an owner that is done has or may have; does not block.
 
-        An attempt that is given up so must not ask again.
+        The owner must not ask for a lock again.
         """
         self.watchdog.clear(LateRelease(self.names, owner, ending), timeout=self.timeout)
 
@@ -382,7 +387,8 @@ class Lock:
 
         Args:
             attempt: The attempt.
-            refused: The server answered its first request with an error: it has granted nothing.
+            refused: The server answered the attempt's first request with an error, so it has
+                granted nothing.
 
         Returns:
             Whether the server answered.

@@ -3,15 +3,15 @@
 A step takes one round trip at most.  The thread never dies: it logs and counts an unexpected
 exception, and goes on.
 
-It *beats* before each step, round trip and sleep, with the time that it may take.  So it notices
-that it did not run when it should have: the process was stopped, or a body held the GIL.
+The thread *beats* before each step, round trip and sleep, and notes how long each may take.  So it
+notices that it did not run when it should have: the process was stopped, or a body held the GIL.
 
 Under gevent and eventlet, ``threading`` makes greenlets, and all of them stop while one computes
 without yielding.  The watchdog must go on then, so it is a thread of the operating system, made
-with the originals of what they have patched.  Its sockets are patched, and wait in a hub of this
-thread's own, which both libraries give to every thread.  Therefore the thread must not share
+with the original functions that these libraries have patched.  Its sockets are patched, and wait in
+a hub of its own, as both libraries give one to every thread.  Therefore the thread must not share
 connections with greenlets.  Nothing of the application runs in it: signal receivers, log handlers
-and interruptions belong in the thread of the hub, and reports are made there.
+and interruptions belong in the thread of the application's hub, and reports are made there.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     Call = Callable[[], object]
     Step = tuple[Callable[[], float], Callable[[float], None]]
 
-WAITS = 4  # for a server that is away: to connect, for two replies, and for the Sentinels
-STALL_LEAST = 0.25  # seconds by which a beat is late if the process was stalled
+WAITS = 4  # waits of one round trip to a server that is away: to connect, two replies, Sentinels
+STALL_LEAST = 0.25  # seconds by which a beat must be late to show that the process was stalled
 SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
 PAUSE = 0.1  # seconds after an unexpected exception
 STOP_WITHIN = 2.0  # seconds to wait for the end of the thread
@@ -59,7 +59,7 @@ class Loop:
             a step is due, FOREVER if none is.  The second does the step, and is given the time.
         clock: The argument of that name.
         errors: Unexpected exceptions that the thread has survived.
-        wakes_at: Time at which the thread looks again by itself; FOREVER: it does not look.
+        wakes_at: Time at which the thread wakes by itself; FOREVER: it sleeps until the bell rings.
     """
 
     steps: Sequence[Step] = ()
@@ -78,16 +78,17 @@ class Loop:
         self._report_to: Callable[[Call], None] = at_once
         self._beats_at = clock()
         self._may_be_late = 0.0
-        self._silent = _taken()  # released: the bell rings
+        self._bell = _taken()  # to release this lock is to ring the bell
         self.begin()
         _living.add(self)
 
     def begin(self) -> None:
         """Begin, here or in a forked child: the parent's thread may have had the mutex."""
         self.wakes_at = FOREVER
-        self._runs = not self._threaded  # a driven clock stands for a thread
-        self._current: Any = None  # taken by the thread that runs until its end; any other ends
-        self._ident = 0  # of that thread
+        self._runs = not self._threaded  # without a thread, the caller of tick() stands for it
+        # A lock that the running thread releases at its end.  A thread with another lock ends.
+        self._current: Any = None
+        self._ident = 0  # id of that thread
         # Reentrant: while this thread has the mutex, a signal handler may take or release a lock,
         # and so may a generator that the interpreter closes.
         self._mutex = reentrant_lock()
@@ -118,7 +119,7 @@ class Loop:
         """Stop the thread; blocks until it has ended, 2 s at most.  :meth:`wake` starts another."""
         if not self._threaded:
             return
-        with self._mutex:  # in this order: if it is interrupted, the next start replaces the thread
+        with self._mutex:  # in this order: if interrupted, the next start replaces the thread
             self.wakes_at = FOREVER
             ran, self._runs = self._runs, False
             current, self._current = self._current, None
@@ -134,13 +135,13 @@ class Loop:
             Seconds until the next step, 0 if one is due now, None if there is nothing to do.
         """
         for due_at, step in self.steps:
-            now = self.beat()  # no step is given a time at which a stall is not known yet
+            now = self.beat()  # before each step, so that the step knows of a stall
             if due_at() <= now:
                 step(now)
-        # The time for which a lease has woken the thread is kept even if that lease has ended: a
-        # process that takes and releases locks in turn would wake the thread for each of them.
+        # Keep the time at which the thread was to wake for a lease, even if that lease has ended.
+        # Otherwise a process that takes and releases locks in turn would ring for each of them.
         woken_for = self.wakes_at if self.wakes_at > self.clock() else FOREVER
-        self.wakes_at = FOREVER  # a lease that is watched after the next line rings the bell
+        self.wakes_at = FOREVER  # so a lease that is watched from now on rings the bell
         next_at = min(woken_for, *(due_at() for due_at, _ in self.steps))
         self.wakes_at = next_at if self._runs or self._current else FOREVER
         now = self.beat(0.0 if next_at == FOREVER else next_at)
@@ -148,11 +149,11 @@ class Loop:
 
     def beat(self, again_at: float = 0.0, *, within: float = 0.0) -> float:
         """
-        Show that the thread runs, and notice that it did not; returns the time.
+        Note that the thread runs, and call :meth:`stalled` if it did not; returns the time.
 
         Args:
-            again_at: Monotonic time of the next beat, if that is not now.
-            within: Maximum seconds for each reply of a round trip that comes before it.
+            again_at: Monotonic time of the next beat; 0: soon.
+            within: Maximum seconds for each reply of a round trip before the next beat.
         """
         now, since = self.clock(), self._beats_at
         if now >= since + self._may_be_late + STALL_LEAST:
@@ -161,10 +162,10 @@ class Loop:
         return now
 
     def stalled(self, since: float, now: float) -> None:
-        """Take note of two times between which the thread did not run."""
+        """Called with two times between which the thread did not run."""
 
     def ended(self) -> None:
-        """Do what is left to do at the end of the thread, in it."""
+        """Called in the thread at its end."""
 
     def ask(self, doing: str, within: float, request: Callable[[], Any], count: int = 1) -> Any:
         """
@@ -177,7 +178,7 @@ class Loop:
             count: Number of answers that it returns.
 
         Returns:
-            What it returns.  An error, also an unexpected one, stands for each answer.
+            The answers.  If the request raises an error, a StoreError in place of each.
         """
         self.beat(within=within)
         try:
@@ -190,7 +191,7 @@ class Loop:
         return [error] * count
 
     def report(self, call: Callable[..., object], *args: object) -> None:
-        """Call this in a thread in which code of the application may run."""
+        """Make a call in a thread in which code of the application may run."""
         self._report_to(partial(self._call, call, *args))
 
     def _call(self, call: Callable[..., object], *args: object) -> None:
@@ -214,9 +215,9 @@ class Loop:
                     self._survive("watching leases", exc)
                     idle = PAUSE
                 if idle != 0.0 and self._current is current:
-                    # Returns at once if the bell has rung since.
+                    # Returns at once if the bell has rung since tick() began.
                     limit = -1 if idle is None else min(idle, threading.TIMEOUT_MAX)
-                    self._silent.acquire(timeout=limit)
+                    self._bell.acquire(timeout=limit)
             self.ended()
         finally:
             with self._mutex:
@@ -228,7 +229,7 @@ class Loop:
     def _ring(self) -> None:
         """Wake the thread, or keep it from its next sleep."""
         with suppress(RuntimeError):  # it rings already
-            self._silent.release()
+            self._bell.release()
 
 
 _living: WeakSet[Loop] = WeakSet()
@@ -244,7 +245,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def reentrant_lock() -> Any:
-    """Return an RLock that belongs to a thread; in a patched process greenlets share it.
+    """Return an RLock whose owner is a thread; in a patched process its greenlets share it.
 
     A greenlet must not yield while it has the lock.
     """
@@ -287,7 +288,7 @@ def _original(module: str, name: str) -> Any:
 
 
 def at_once(call: Call) -> None:
-    """Call it here; the way to the application where no greenlets are."""
+    """Make a call here: without greenlets, code of the application may run in this thread."""
     call()
 
 

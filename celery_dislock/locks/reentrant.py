@@ -2,7 +2,8 @@
 
 As with :class:`threading.RLock`, a lock can be taken again on the same terms, and must be released
 once per acquisition, inside the block that holds it: see ``callers.py``.  All lock objects of a key
-share one count, kept in this process.  A lock that the running task holds is the caller's.
+share one count, kept in this process.  A lock that the running task holds counts as held by the
+code of its body.
 
 Every step that releases something is repeated once if a signal handler's exception interrupts it.
 """
@@ -67,7 +68,7 @@ class ReentrantLock:
         runtime: What the app's locks share.
         key: See :meth:`celery_dislock.Dislock.lock`.
         options: The options of :meth:`celery_dislock.Dislock.lock`, by their names.
-        on_lost: What ``on_lost`` is if it is not given.
+        on_lost: The value of ``on_lost`` if it is not given.
 
     Raises:
         SettingsError: An option is unknown, or cannot be used.
@@ -94,7 +95,7 @@ class ReentrantLock:
             raise self._refusal("rate", options.get("rate"), ONE_BY_ONE)
         self._runtime = runtime
         self._made: Lock | None = None
-        # What this object has acquired, in order, and the block: see CallerLease.entries.
+        # The acquisitions of this object, in order, each with its block: see CallerLease.entries.
         self._own: dict[object, tuple[CallerLease, object]] = {}
 
     def acquire(
@@ -154,9 +155,9 @@ class ReentrantLock:
         """
         Undo one acquisition; after the last one, release the lock.
 
-        It is the latest acquisition of this object, in whatever thread or context that was made,
-        unless a ``with`` block will end it elsewhere.  If this object has acquired nothing, it is
-        the latest one by code around the call.
+        This undoes the latest acquisition of this object, made in any thread or context, unless a
+        ``with`` block will end that elsewhere.  If this object has acquired nothing, it undoes the
+        latest acquisition by code around the call.
 
         If the server does not answer, the lock ends with its expiry, and no error is raised.
 
@@ -234,8 +235,8 @@ class ReentrantLock:
         Begin a block, which waits for the lock.
 
         Args:
-            block: What identifies the block: a ``with`` statement begins and ends in one frame.
-                Another may have its address before or after, but not with the same code.
+            block: What identifies the block: address and code of the frame in which its ``with``
+                statement begins and ends.  Another frame may have the same address before or after.
             frame: That frame, which ``on_lost="raise"`` interrupts; None: the asyncio task.
         """
         entry = object()
@@ -256,8 +257,9 @@ class ReentrantLock:
         """
         End a block that was begun by :meth:`enter`; *exc*: what has ended its body.
 
-        One of an ExitStack ends in another frame, and one that the garbage collector closes in
-        another asyncio task.  It is the latest one here, else the only one of this object.
+        A block of an ExitStack ends in another frame, and a block that the garbage collector closes
+        ends in another asyncio task.  Such a block is taken to be the latest one that holds the
+        lock here, or else the only one of this object.
         """
         begun = [(one, held, its) for one, (held, its) in list(self._own.items()) if its]
         own = [one for one in begun if one[2] == block]

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from celery_dislock.servers.replies import Turn
 
 TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
-QUICK = 0.25  # seconds; a command is sent three times at most
-PLAIN_MOST = 1000  # sets of options that are kept: somebody may compute a timeout each time
+QUICK = 0.25  # seconds to wait for each reply; a command is sent three times at most
+PLAIN_MOST = 1000  # sets of options that are kept: an app may compute another timeout each time
 DAMAGED_MOST = 1000  # damaged locks that a process remembers as reported
 
 
@@ -64,8 +64,9 @@ class Runtime(Generic[P]):
             a plain :class:`Process`.
 
     Attributes:
-        orders: The keys of each task of several keys, in the order in which it takes their locks.
-        unawaited_by: Who does not await the bodies of tasks here: a worker's pool; None: it does.
+        orders: The keys of each task with several keys, in the order in which it takes their locks.
+        unawaited_by: What runs tasks here and does not await their bodies, such as a worker's pool;
+            None: bodies are awaited.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class Runtime(Generic[P]):
         self._conf = conf
         self._make_process = make_process or cast("Callable[..., P]", Process)
         self._by_pid: dict[int, P] = {}
-        # Options of locks in plain Python, by what was given, and the settings that they follow.
-        # Replaced as one, so that no thread finds the options of other settings.
+        # The settings for which options of locks in plain Python are kept, and these options by the
+        # arguments that were given.  One tuple, so that no thread finds options of other settings.
         self._plain: tuple[object, int, dict[str, Any], dict[Any, Plain]] = (None, 0, {}, {})
         self.unawaited_by: str | None = "no worker"
         self.orders: dict[str, Sequence[str]] = {}
@@ -110,7 +111,8 @@ class Runtime(Generic[P]):
         round trip to the lock server.
         """
         conf: Any = self._conf()
-        # Of Celery's: what was set since it was loaded, and the layers below, to which apps add.
+        # Celery's configuration: what was set since it was loaded, and the layers below, to which
+        # apps add.
         changes, layers = getattr(conf, "changes", conf), len(getattr(conf, "maps", ()))
         of, over, after, kept = self._plain
         if of is not conf or over != layers or after != changes:
@@ -149,7 +151,7 @@ class Runtime(Generic[P]):
             process.close()
 
     def close_here(self) -> None:
-        """Close what the event loop has, for which this runs; then see :meth:`close`."""
+        """Close the connections of the event loop for which this runs, then as :meth:`close`."""
         self.process.close_here()
         in_thread(self.close)
 
@@ -157,7 +159,7 @@ class Runtime(Generic[P]):
         """
         Call code that uses these locks on the event loop that runs here; see :func:`run_on_loop`.
 
-        What a cancellation leaves for others to tell the lock server is told at once.
+        If the code is cancelled, the watchdog sends the releases that it has left at once.
         """
         try:
             return await run_on_loop(function, *args, **kwargs)
@@ -194,7 +196,7 @@ class Process:
 
     Attributes:
         settings: The argument of that name.
-        loop_store: The store that the watchdog's loop alone uses beside greenlets, else *store*.
+        loop_store: The watchdog's store: one of its own beside greenlets, otherwise *store*.
         channel: Is told what happens to the locks of this process.
         watchers: Make the watchers of a process; the plugin sets them.
         watchdog_type: The class of the watchdog; the test kit sets it.

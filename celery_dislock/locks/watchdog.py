@@ -1,16 +1,16 @@
 """The watchdog of one process keeps its leases alive, and says so when one is lost.
 
 **Renewals.**  A lease that is due is renewed together with others that are due soon after, in one
-pipelined round trip.  If more are due than one batch has room for, as after an outage, those in
-which the trust ends first come first.  A failed batch is retried soon, with backoff, as long as its
+pipelined round trip.  If more are due than one batch has room for, as after an outage, those whose
+trust ends first come first.  A failed batch is retried soon, with backoff, as long as its
 leases are trusted.  The batches after it do not wait for the retry.  If a thread, greenlet or
-asyncio task that took a lease has ended, its lease is no longer renewed, because nothing else would
-release it.
+asyncio task that took a lease has ended, the lease is no longer renewed: nothing would release it.
 
 **Stalls.**  At its deadline a lease is lost.  The exception is a pool process that did not run: it
-was stopped, or a body held the GIL.  The worker's main process then renews its leases, so the
-server is asked before a lease is called lost in which the trust has ended meanwhile.  A renewal
-succeeds only if the lease has never expired, and then nobody else was let in.
+was stopped, or a body held the GIL.  The worker's main process then renews the leases of that
+process.  So if the trust in a lease has ended meanwhile, the server is asked before the lease is
+called lost.  A renewal succeeds only if the lease has never expired, and then nobody else was let
+in.
 
 **Late releases.**  If the server did not answer a release, or an exception interrupted an attempt
 to take a lock, the watchdog ends the leases and places in line of that owner.  Otherwise a process
@@ -49,11 +49,11 @@ RETRY_FIRST = 0.1  # seconds from the second try to the third; doubled each time
 RETRY_MOST = 1.0  # maximum seconds until a retry
 WITHIN_LEAST = 0.05  # minimum seconds to wait for the server's reply
 WITHIN_MOST = 1.0  # maximum seconds to wait for the server's reply
-WITHIN_OTHERS = 0.5  # seconds to wait for the reply to anything but renewals
+WITHIN_OTHERS = 0.5  # maximum seconds to wait for the reply to anything but renewals
 CLEAR_EVERY = 1.0  # seconds between two tries to release late
 CLEAR_FOR = 90.0  # seconds of retries to release an interrupted attempt; its place expires by then
-FLUSH_WITHIN = 1.0  # most seconds for which the end of a process or an event loop is held up
-FLUSH_POLL = 0.005  # seconds
+FLUSH_WITHIN = 1.0  # maximum seconds for which the end of a process or an event loop is held up
+FLUSH_POLL = 0.005  # seconds between two looks whether all was sent
 
 logger = logging.getLogger("celery_dislock")
 
@@ -69,8 +69,8 @@ class Watchdog(Loop):
         clock: Returns monotonic seconds.
         threaded: See :class:`Loop`.
         beside_greenlets: The store belongs to the thread alone, and reports are made in a greenlet.
-        asks: Ask the server about a lease in which the trust has ended while this process did not
-            run, because another process may have renewed it.
+        asks: Ask the server about a lease whose trust has ended while this process did not run,
+            because the worker's main process may have renewed it.
         channel: Is told of the leases; its watchers do their work in the thread.  None: a new one.
 
     Attributes:
@@ -100,7 +100,7 @@ class Watchdog(Loop):
         super().__init__(clock=clock, threaded=threaded, beside_greenlets=beside_greenlets)
         self.channel = channel or Channel()
         self.channel.wake = self._wake_for_work
-        # The time of an outage is needed for leases, so the watchers wait while renewals fail.
+        # While renewals fail, the thread has no time to spare, and the watchers wait.
         self.steps = (
             (self._renewal_due, self._renew_due),
             (self._clearing_due, self._clear),
@@ -108,9 +108,9 @@ class Watchdog(Loop):
         )
 
     def begin(self) -> None:
-        """Begin, here or in a forked child: what its parent has is the parent's."""
+        """Begin, here or in a forked child, which renews no lease of its parent."""
         super().begin()
-        # Each with the time until which the server is asked about it after a stall; 0.0: no stall.
+        # Lease -> until when the server is asked about it after a stall; 0.0: there was no stall.
         self._leases: dict[Lease, float] = {}
         self.uncleared: dict[str, tuple[LateRelease, float]] = {}
 
@@ -124,7 +124,7 @@ class Watchdog(Loop):
         """Renew this lease from now on; does not block."""
         self._leases[lease] = 0.0
         due = lease.due or lease.trusted_until
-        if due < self.wakes_at:  # else the thread runs, and looks in time
+        if due < self.wakes_at:  # otherwise the thread runs, and wakes in time
             self.wake(due)
 
     def look_at(self, task_id: object) -> None:
@@ -149,12 +149,13 @@ class Watchdog(Loop):
         Release soon the leases and places in line of an owner that is done; does not block.
 
         The release is retried until the server answers or :meth:`cleared` is called.  Leases and
-        places end by themselves, so it is retried for *timeout* or ``CLEAR_FOR`` seconds at most; a
-        ticket does not.  An owner that is done must not ask for a lock again.
+        places end by themselves, so their release is retried for *timeout* or ``CLEAR_FOR``
+        seconds at most; that of a ticket without a limit.  An owner that is done must not ask for
+        a lock again.
 
         Args:
             late: The release.
-            timeout: Seconds after which its leases have ended by themselves.
+            timeout: Seconds after which the owner's leases have ended by themselves.
         """
         now = self.clock()
         if not self.uncleared:
@@ -182,18 +183,18 @@ class Watchdog(Loop):
             time.sleep(FLUSH_POLL)
 
     def ended(self) -> None:
-        """Send what nobody would send later, and close the connections of this thread's hub."""
+        """Send the releases that wait, and close the connections of this thread's hub."""
         if self.uncleared:
             self._clear(self.clock())
         if self._beside_greenlets:
             self._store.close()
 
     def stalled(self, since: float, now: float) -> None:
-        """Ask the server about the leases in which the trust has ended meanwhile."""
+        """Have the server asked about the leases whose trust has ended during the stall."""
         with self._mutex:
             for lease in self if self.asks else ():
                 if lease.due is not None and since < self._lost_at(lease) <= now:
-                    # It may have been renewed a moment ago, and lasts for a timeout then.
+                    # The main process may have renewed the lease just now, for a whole timeout.
                     self._leases[lease] = now + lease.driver.timeout
 
     def _lost_at(self, lease: Lease) -> float:
@@ -228,7 +229,7 @@ class Watchdog(Loop):
             self._renew(batch)
 
     def _over(self, lease: Lease, now: float) -> Report | None:
-        """Mark a lease that is no longer renewed, and return the report to make; None: it is."""
+        """Mark a lease whose renewals end, and return the report of that; None: it is renewed."""
         options = lease.driver.options
         if self._lost_at(lease) <= now:
             lease.lose(
@@ -265,7 +266,7 @@ class Watchdog(Loop):
             and lease.reservation is not None
             and lease.reservation.until == "end"
         ]
-        if kept:  # a renewal that is missed costs no more than itself
+        if kept:  # if this fails it is not retried: the next renewals keep the reservations, too
             keep = partial(self._store.reservations.keep, kept, runs=True, within=within)
             self.ask("keeping reservations", within, keep)
         self._make(reports)
@@ -300,9 +301,9 @@ class Watchdog(Loop):
             return self.channel.renewed
 
     def _due_action(self, lease: Lease, by: str) -> str | None:
-        """Return what is to be done now to a body for whose end a newer task waits; None: nothing.
+        """Return the action to apply now to a body that a newer task waits for; None: nothing.
 
-        If it is done later, the lease is renewed then, which calls this again.
+        If an action is due later, the lease is renewed at that time, which calls this again.
         """
         options, now = lease.driver.options, self.clock()
         if options.on_cancel is None:
@@ -327,12 +328,12 @@ class Watchdog(Loop):
         return action
 
     def _retry_at(self, lease: Lease, sent_at: float) -> float:
-        """Return when to try again; the time that the try has waited for a reply is pause, too."""
+        """Return when to try again; the time that the last try took counts as part of the pause."""
         now, lost_at = self.clock(), self._lost_at(lease)
         if lost_at - now <= WITHIN_LEAST:
             return lost_at
         pause = 0.0
-        if self.failures > 1:  # at first the connection may have been cut while nobody used it
+        if self.failures > 1:  # the first time, an idle connection may have been cut
             pause = min(RETRY_FIRST * 2 ** min(self.failures - 2, 10), RETRY_MOST)
         return max(now, min(sent_at + pause, now + (lost_at - now) / 4))
 

@@ -1,8 +1,8 @@
 """One delivery of a task to this process, with its lock and its state until the delivery ends.
 
-The guard creates one object per delivery and passes it along.  Celery's request carries nothing
-else of this package.  The attribute is called ``dislock_delivery``; ``dislock`` is what the
-message's header of that name says, and so are all other attributes that are not Celery's.
+The guard creates one object per delivery and passes it along.  Celery's request carries it as
+``dislock_delivery``, and nothing else of this package.  All other attributes of a request that are
+not Celery's are headers of the message, so ``request.dislock`` is the header of that name.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def running_request(task: Task) -> Context | None:
     request: Context | None = stack.top if stack is not None else None
     if request is None:
         here = traced.get()
-        if here is not None and here.task == task:  # it may be a proxy of it
+        if here is not None and here.task == task:  # not `is`: the task may be a proxy
             return here.request
     return request
 
@@ -85,8 +85,8 @@ class Delivery:
     """
     One delivery of a task, from the guard's first instruction until the result is stored.
 
-    It owns what belongs to the message: its notes, its reservation, and what is sent under its id.
-    The lease belongs to the attempt.  The guard decides how it ends.
+    The delivery owns what belongs to the message: its notes, its reservation, and the messages that
+    are sent under its id.  The lease belongs to the attempt.  The guard decides how the lease ends.
 
     Args:
         task: The task.
@@ -97,7 +97,7 @@ class Delivery:
 
     Attributes:
         id: The task's id.
-        sent_to: The task's name as its message has it; an app may know a task by two names.
+        sent_to: The task's name in its message; an app may know a task by two names.
         is_eager: Whether the task runs eagerly: in the calling process, without a message.
         options: The task's options that apply to this delivery.
         reservation: The reservation in the message's header that is still to be ended; None if
@@ -105,8 +105,9 @@ class Delivery:
         began: Whether the body was entered.
         runs: Whether the body runs now.
         held_back: Messages that the body has sent under its own task id; None: it has sent none.
-        ending: How the lease ends.  Until the body has ended: released.
-        if_done: What ends with the lease if the work is done, so that no copy of it is to run.
+        ending: How the lease ends; RELEASED until the body has ended.
+        if_done: The ending that is used if the work is done.  For a task that may have been parked,
+            it ends the ticket as well, so that no copy runs.
         after_result: Functions called with the task's state, after the result is stored and the
             callbacks are sent.
     """
@@ -115,8 +116,8 @@ class Delivery:
         self, task: Task, request: Context, lock: Lock, attempt: Attempt, notes: Notes
     ) -> None:
         self.task = task
-        # The request has this object, too.  If each kept the other alive, both would be left to
-        # the garbage collector, which costs more than a third of all that the guard does.
+        # Weak, as the request refers to this object.  If each kept the other alive, both would be
+        # left to the garbage collector, which takes more than a third of the guard's time.
         self._request = ref(request)
         self.id = request.id
         self.sent_to = str(getattr(request, "task", None) or task.name)
@@ -141,12 +142,12 @@ class Delivery:
 
     @property
     def request(self) -> Context:
-        """Celery's request, which Celery has until the result is stored."""
+        """Celery's request, which Celery keeps until the result is stored."""
         return self._request()
 
     @property
     def outbox(self) -> Outbox | None:
-        """What holds back the messages that the body sends under its own id; None: none runs."""
+        """The messages that the body sends under its own id, held back; None if no body runs."""
         if self.runs and self.held_back is None:
             self.held_back = Outbox()
         return self.held_back if self.runs else None
@@ -253,10 +254,10 @@ def seconds_until(when: Any) -> float:
     """
     Return the seconds until a time, which is given as Celery takes it.
 
-    0 if it is over, or cannot be read: then Celery, or the worker, refuses the message.
+    0 if the time is over, or cannot be read: Celery, or the worker, then refuses the message.
     """
     try:
-        if hasattr(when, "isoformat"):  # Celery asks for no more
+        if hasattr(when, "isoformat"):  # Celery takes any object with this method as an ETA
             when = when.isoformat()
         if isinstance(when, str):
             when = maybe_iso8601(when)

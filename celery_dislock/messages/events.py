@@ -1,9 +1,9 @@
 """Celery's events about what happens to a task's lock, for those who watch the workers.
 
-A worker's main process has a dispatcher, which knows whether anybody wants events.  It tells how a
-delivery ends, since it hears of it anyway; see :mod:`celery_dislock.tasks.request`.  Other
-processes have none: a pool process, a command, or a web server.  They use a connection of their
-own for each event, as :meth:`celery.app.task.Task.send_event` does, and send it always.
+A worker's main process has a dispatcher, which knows whether anybody wants events.  That process
+sends the events about the end of a delivery; see :mod:`celery_dislock.tasks.request`.  Other
+processes have no dispatcher: a pool process, a command, or a web server.  They open a connection
+for each event, as :meth:`celery.app.task.Task.send_event` does, and always send it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from celery.events.dispatcher import EventDispatcher
 
 BROKER_WITHIN = 2.0  # seconds for the broker to connect, and for each reply
-# As transports call it: redis-py's, and then amqp's.
+# Names of that time in transport options: redis-py's, then amqp's.
 TIMEOUTS = ("socket_connect_timeout", "socket_timeout", "read_timeout", "write_timeout")
 
 logger = logging.getLogger("celery_dislock")
@@ -74,7 +74,7 @@ def revoked(reason: str) -> dict[str, Any]:
     Return the fields of ``task-revoked`` for a task that ends without having run.
 
     Celery's State, and so Flower, ranks states that it does not know, such as PARKED, above
-    REVOKED, and keeps them; the field ``state`` is taken as it is.
+    REVOKED, and would keep them.  The field ``state`` overrides that.
     """
     return {
         "terminated": False,

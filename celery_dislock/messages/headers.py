@@ -1,16 +1,16 @@
 """The notes in a message's header, which record how its task has waited for its lock.
 
-All notes are in one header of the message, ``dislock``, whose value is a dict with a version.  It
-is read from the message's own headers, in this module only.  ``request.headers`` will not do:
-Celery replaces it by a header of the name "headers", which other libraries add.
+All notes are in one header of the message, ``dislock``, whose value is a dict with a version.  The
+header is read from the message's own headers, in this module only.  ``request.headers`` will not
+do: Celery replaces that by a header of the name "headers", which other libraries add.
 
 Anybody who can publish a message can forge a note.  A note that this package would not have written
 is ignored.  A valid note is about the message's own task, so a forged note can do no more harm than
 a forged message.
 
-A header of a later version is kept and sent on.  Its members FROZEN mean what they mean here, since
-every version must know of a task that it has its turn, or a lease that waits for it; such a task is
-put off until a worker of that version gets it.  All others are ignored.
+A header of a later version is kept and sent on.  Its members FROZEN have the same meaning in all
+versions, since every version must know whether a task has its turn, or takes over a lease.  Such a
+task is put off until a worker of that version gets it.  All other members are ignored.
 
 Most notes are dropped as soon as the lock is taken.  Celery copies a task's headers into its
 retries and replacements, and those start a wait of their own.
@@ -38,8 +38,8 @@ HEADER = "dislock"
 VERSION = 1  # of the header, in its member "v", which comes first
 
 # Members of the header.  These two belong to the message, and retries keep them.
-SENT = "sent"  # when a task was sent that a newer one may replace: UNIX time in us
-UNIQUE = "unique"  # the parts of its Reservation but id and ttl
+SENT = "sent"  # UNIX time in microseconds at which a task was sent that a newer one may replace
+UNIQUE = "unique"  # lock, until, mark and number of the message's Reservation
 # The others are notes of one delivery.
 PUT_OFF = "put_off"  # times this task was put off in a row
 RETRY_UNTIL = "retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
@@ -47,10 +47,10 @@ HELD = "held"  # owner whose lease this delivery takes over
 GIVEN_UP = "given_up"  # owners that got no reply, and may hold the lock
 TICKET = "ticket"  # lock and ticket of a parked task that has its turn
 REPLACED = "replaced"  # why a parked task lost its place in line
-SINCE = "since"  # when it first asked for its lock in vain: UNIX time, for metrics
-LATER = "later"  # since when it waits for a worker of a later release: UNIX time
+SINCE = "since"  # UNIX time at which the task first asked for its lock in vain, for metrics
+LATER = "later"  # UNIX time since which the task waits for a worker of a later release
 
-FROZEN = (PUT_OFF, HELD, TICKET, REPLACED, SINCE, LATER)  # in each version, with "v"
+FROZEN = (PUT_OFF, HELD, TICKET, REPLACED, SINCE, LATER)  # with "v" the same in each version
 
 # Headers that RabbitMQ adds to a message which it dead-letters, or delivers again.
 OF_THE_BROKER = (
@@ -64,12 +64,12 @@ OF_THE_BROKER = (
 SKEW = 60.0  # seconds by which a worker's clock may be behind that of a sender
 PUT_OFF_MOST_TIMES = 10**6  # the count stops here
 UNTIL_MOST = 10.0**11  # UNIX time, about the year 5138
-OWNER_MOST = 400  # characters after the task's id: worker, process and count
-OWNERS_MOST = 8  # in a note; older ones were released before
+OWNER_MOST = 400  # characters of an owner after the task's id: worker, process and count
+OWNERS_MOST = 8  # owners in a note; older ones were released before
 REASON_MOST = 1000  # characters
 LOCK_MOST = 1000  # characters of a lock's name, with its prefix
 ID_MOST = 1000  # characters of a task's id in a reservation
-MESSAGES_MOST = 10**12  # of one key, that replace each other
+MESSAGES_MOST = 10**12  # maximum number of a message, of those of one key that replace each other
 MARK = re.compile("[0-9a-f]{1,32}|-")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -92,10 +92,12 @@ class Notes:
             measures it.
         later: UNIX time since which the task waits for a worker of a later release; None: it does
             not.
-        is_later: Whether a later version has written the header; it has FROZEN members only then.
+        is_later: Whether a later version has written the header, of which only FROZEN are read.
         came: Whether the message has our header; most have none.
-        unique: Its reservation, unchecked; see :func:`reservation_of`.  None: it has none.
-        sent: When the task was sent, for "cancel": UNIX time in microseconds.  0: nobody asks.
+        unique: The message's reservation, unchecked; see :func:`reservation_of`.  None: it has
+            none.
+        sent: UNIX time in microseconds at which the task was sent, for "cancel".  0: the task
+            cancels nobody.
     """
 
     put_off: int = 0
@@ -152,7 +154,7 @@ NO_NOTES = Notes()
 
 
 def _header_of(request: Context) -> Any:
-    """Return the header of the message that a request is about, whatever it is; None if none.
+    """Return our header of a request's message, which may be any value; None if there is none.
 
     A worker makes a request of all headers of its message.  An eager task has no message: its
     headers are what its caller has given.
@@ -198,9 +200,9 @@ def notes_in(headers: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 def with_notes(headers: Mapping[str, Any] | None, notes: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return a message's headers with more notes; of a later version, those that it must know.
+    Return a message's headers with more notes; to a later version's header only FROZEN are added.
 
-    Ours come first, as scripts read them: the version, then SENT.
+    Our header comes first, and in it the version, then SENT, as scripts read them there.
     """
     own = dict(headers or {})
     if not notes:
@@ -251,7 +253,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
     """
     Return the reservation of a delivery's message; None if it has none, or one that is not ours.
 
-    It is compared by the task's id on the server, so a forged one can do no more than end the
+    The server compares reservations by the task's id, so a forged one can do no more than end the
     reservation of its own task.
 
     Args:
@@ -262,7 +264,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
     given = notes_of(request).get(UNIQUE)
     if not isinstance(given, (list, tuple)) or len(given) not in {2, 4}:
         return None
-    lock, until, mark, number = (*given, "-", 0)[:4]  # without a number: nothing replaces it
+    lock, until, mark, number = (*given, "-", 0)[:4]  # a message without a number is not replaced
     if not (_is_text(lock, LOCK_MOST) and is_under(prefix, lock)):
         return None
     if until not in UNIQUE_UNTIL or not (isinstance(mark, str) and MARK.fullmatch(mark)):
@@ -276,7 +278,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
 
 
 def forget_notes(request: Context) -> None:
-    """Remove the notes of one delivery from a request, once it has its lock: Celery copies them."""
+    """Remove the notes of a delivery that has its lock: Celery would copy them into a retry."""
     about = vars(request)
     for headers in (about, about.get("headers")):
         if isinstance(headers, dict) and HEADER in headers:
@@ -285,7 +287,7 @@ def forget_notes(request: Context) -> None:
 
 
 def _is_text(given: object, most: int) -> bool:
-    """Tell whether a note is text that the lock server can be told; JSON has surrogates, too."""
+    """Tell whether a note is text that can be sent to Redis; JSON may contain surrogates."""
     return isinstance(given, str) and len(given) <= most and not SURROGATE.search(given)
 
 
@@ -334,8 +336,8 @@ def readable_reason(given: object, _task_id: str = "") -> str | None:
     return str(given) if is_text else None
 
 
-# For each note of one delivery, the attribute of Notes and the function that reads the note.  That
-# gets the note and the task's id.  It returns the value, or None if the note is not valid.
+# For each note of one delivery, the attribute of Notes and the function that reads the note.  The
+# function gets the note and the task's id.  It returns the value, or None if the note is not valid.
 READERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     PUT_OFF: ("put_off", _times),
     RETRY_UNTIL: ("retry_until", _time),

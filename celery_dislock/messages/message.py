@@ -1,8 +1,9 @@
 """A task's message as received: stored as bytes, and published again as its sender made it.
 
-Brokers add to a message that they deliver.  RabbitMQ notes where it was dead-lettered and how often
-it was delivered, and drops a message that seems to go round in circles by these notes.  Its delayed
-delivery puts the delay before the routing key.  All of that is taken off.
+Brokers add to a message that they deliver.  RabbitMQ adds headers that say where the message was
+dead-lettered and how often it was delivered, and drops a message that by these headers seems to go
+round in circles.  Its delayed delivery puts the delay before the routing key.  All of that is taken
+off.
 
 The stored format is one line of JSON about the message, followed by the message's body, byte for
 byte.  The body is never deserialized here.
@@ -33,11 +34,11 @@ FORMAT = b"1 "
 AS_IT_CAME = "dislock_message"  # key in delivery_info, from the worker to its pool process
 # Message properties that are still valid when the message is published a second time.
 PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id")
-# The exchanges of delayed delivery: a message comes from the one that it was delayed by last.
+# The exchanges of delayed delivery: a message comes from the last one that has delayed it.
 DELAYED_BY = re.compile(r"celery_delayed_[0-9]+$")
-DELAYED_DELIVERY = "celery_delayed_delivery"  # ends the name of the one that leads to all queues
+DELAYED_DELIVERY = "celery_delayed_delivery"  # end of the name of the exchange to all queues
 DELAY = re.compile(r"(?:[01]\.){28}")  # before a routing key; longer with each resend by kombu 5.5
-OCTET_MOST = 255  # as AMQP writes a priority
+OCTET_MOST = 255  # maximum of a priority, which is one byte in AMQP
 RETRY = {"max_retries": 1, "interval_start": 0}  # an idle connection may have been closed
 
 
@@ -45,7 +46,7 @@ class TaskSkipped(Ignore):  # type: ignore[misc]
     """Ends a delivery whose task does not run, and whose result is REVOKED.
 
     Attributes:
-        why: Why it does not run.
+        why: Why the task does not run.
     """
 
     def __init__(self, why: str) -> None:
@@ -57,10 +58,10 @@ class TaskParked(Ignore):  # type: ignore[misc]
     """Ends a delivery whose task was parked.
 
     Attributes:
-        about: The fields of its event: the key of the lock, the place in line, counted from 1, a
-            description of the lock's holder, and since when that has it, if it is known.
-        replaced: Why tasks end whose place in line it took, by their ids.
-        told: Holders that must end for it, whose workers are still to be told.
+        about: The fields of the task's event: the key of the lock, the place in line, counted from
+            1, a description of the lock's holder, and for how long that has held it, if known.
+        replaced: Why the tasks end that this one has replaced in line, by their ids.
+        told: Holders that must end for this task, whose workers are still to be told.
     """
 
     about: Mapping[str, Any] = {}
@@ -78,7 +79,7 @@ class Message:
         headers: The headers, without the notes of one delivery and without the broker's.
         content_type, content_encoding: Content type and encoding of the body.
         properties: The properties that are published again.
-        alone: Whether the task has no chord and no rest of a chain.
+        alone: Whether the task has no chord, and no next step of a chain.
         body: The body, uncompressed.
     """
 
@@ -122,7 +123,7 @@ class Message:
         """
         Serialize the message, with these notes.
 
-        Scripts read our header, and add to it.  So the message is given one if it has none.
+        The message is given our header if it has none, as scripts read that header and add to it.
         """
         about = dict(vars(self))
         body = about.pop("body")
@@ -172,7 +173,7 @@ class Message:
             producer: A producer for the broker that the message came from.
             notes: Notes to add for the next delivery.
             declare: Queues to declare first.
-            delayed: Options in place of the message's own: those that delay it.
+            delayed: Options that delay the message, in place of its own.
 
         Raises:
             Exception: Any error of the broker's client: the broker is away, or refused the message.
@@ -207,7 +208,7 @@ FIELDS = {one.name for one in fields(Message)} - {"body"}  # of the stored messa
 
 
 def undelayed(exchange: str | None, routing_key: str | None) -> tuple[str, str]:
-    """Return where a message is sent to without a delay, from where it was delivered from."""
+    """Return the exchange and routing key without a delay, given those that a message came from."""
     exchange, routing_key = exchange or "", routing_key or ""
     while found := DELAY.match(routing_key):
         routing_key = routing_key[found.end() :]
@@ -231,7 +232,8 @@ def keep_message(request: Request) -> None:
     """
     Pass the message as received to the pool process, in the request's ``delivery_info``.
 
-    It costs next to nothing: pickle writes what the request has already, such as the body, once.
+    This adds little to what is sent to the pool process: pickle writes an object once that the
+    request has already, such as the body.
     """
     message = request.message
     as_it_came = (
@@ -256,7 +258,9 @@ def result_is_ignored(task: Task, request: Context) -> bool:
 def store_end(
     task: Task, request: Context, error: Exception, state: str, *, call_errbacks: bool = False
 ) -> None:
-    """Store how a task ends, and notify its chord and the rest of its chain; Ignore does neither.
+    """Store how a task ends, and notify its chord and the rest of its chain.
+
+    Celery does neither for a task that ends with Ignore.
 
     Raises:
         Exception: Any error of the result backend's client.

@@ -1,4 +1,4 @@
-"""Send a task's message again: at once or after a delay, to where its sender has sent it.
+"""Send a task's message again: at once or after a delay, to the exchange that its sender used.
 
 RabbitMQ keeps delayed messages itself if one of the app's queues is a quorum queue: Celery calls
 that native delayed delivery.  It knows whole seconds only, and takes no delay of less than one.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.messages.message import Message
 
-DELAY_LEAST = 1  # seconds that native delayed delivery takes
+DELAY_LEAST = 1  # seconds: the shortest delay that native delayed delivery takes
 # Bytes of a routing key; AMQP writes 255, and the delay stands before it.
 ROUTING_KEY_MOST = 255 - 2 * (MAX_LEVEL + 1)
 
@@ -42,10 +42,10 @@ def publish(
         app: An app of the broker that the message came from.
         message: The message.
         notes: Notes to add for the next delivery.
-        delay: Seconds until it is delivered, >= 0.
+        delay: Seconds until the message is delivered, >= 0.
 
     Returns:
-        The seconds until it is delivered, as the broker takes them.
+        The seconds until the message is delivered, rounded if the broker delays it.
 
     Raises:
         Exception: Any error of the broker's client: the broker is away, or refused the message.
@@ -61,7 +61,7 @@ def publish(
             delayed = {
                 "exchange": level_name(MAX_LEVEL),
                 "routing_key": calculate_routing_key(delay, message.routing_key),
-                "expiration": None,  # it would cut the delay short
+                "expiration": None,  # an expiration would cut the delay short
             }
         elif delay:
             eta = app.now() + timedelta(seconds=delay)
@@ -77,7 +77,7 @@ def _queues(app: Celery, exchange: str) -> list[Queue]:
 
 
 def _is_delayed_by_broker(app: Celery, kind: str, message: Message) -> bool:
-    """Tell whether the broker can delay a message; Celery has bound its queue to that then."""
+    """Tell whether the broker can delay a message: Celery has bound the queue for delays."""
     fits = 0 < len(message.routing_key.encode()) <= ROUTING_KEY_MOST
     if not (fits and detect_quorum_queues(app, kind)[0]):
         return False
@@ -97,7 +97,7 @@ def in_time(app: Celery, options: dict[str, Any]) -> dict[str, Any]:
         options: Options of Celery's ``send_task``.
     """
     delay = delay_of(options)
-    if 0 < delay < DELAY_LEAST + 1:  # of an ETA, some passes until Celery looks
+    if 0 < delay < DELAY_LEAST + 1:  # + 1: of an ETA, some time passes before Celery reads it
         kind = app.producer_pool.connections.connection.transport.driver_type
         if detect_quorum_queues(app, kind)[0]:
             return {**options, "eta": None, "countdown": math.ceil(delay)}
@@ -108,7 +108,7 @@ def retried(app: Celery, options: dict[str, Any], request: Context) -> dict[str,
     """
     Return the options of a retry, without what belongs to the delivery that is retried.
 
-    Celery copies the headers that it knows of, and where the message was delivered from.
+    Celery copies the delivery's headers into a retry, and the exchange that it was delivered from.
 
     Args:
         app: The app that sends the retry.

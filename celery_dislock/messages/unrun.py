@@ -1,6 +1,6 @@
 """End a delivery whose body does not run: put it off, skip it, or only acknowledge it.
 
-Each of these logs what happens and why, and raises the exception that ends the delivery.  The
+Each function logs what happens and why, and raises the exception that ends the delivery.  The
 message of a task that is put off is sent again for a later time, as it came, with notes in its
 header; see :mod:`celery_dislock.messages.headers`.
 """
@@ -54,14 +54,14 @@ def put_off(
         delivery: The delivery.
         reason: Why the task is put off.
         at_most: Maximum delay in seconds, before jitter; at least 1 s is used.
-        at: Seconds until the task may start, if only the time is in its way: it comes then, and a
-            little later each time.
-        error: What the result says until then; None: the result is left as it is.
+        at: Seconds until the task may start, if it is only too early.  The message comes at that
+            time, and a little later each time that this is repeated.
+        error: The error in the result until then; None: the result is left as it is.
         level: Level of the log line.
 
     Raises:
         Retry, Ignore: The task was put off: with an *error*, and without one.
-        Reject: The broker is away.  It has the message still and will deliver it again.
+        Reject: The broker is away.  It still has the message, and will deliver it again.
         LookupError: There is no message that could be sent again.
     """
     notes = delivery.notes
@@ -69,7 +69,7 @@ def put_off(
     jitter = random.uniform(0.75, 1.25)  # noqa: S311 -- not a secret
     if at is None:
         delay = max(min(PUT_OFF_FIRST * times, at_most, PUT_OFF_MOST), PUT_OFF_FIRST) * jitter
-    else:  # others come then, too
+    else:  # with jitter, as other tasks come at this time, too
         delay = max(EARLY_LEAST, at + random.uniform(0, min(EARLY_LEAST * times, PUT_OFF_FIRST)))  # noqa: S311
     notes.put_off = min(notes.put_off + 1, PUT_OFF_MOST_TIMES)
     delay = _send_again(delivery, delay, reason)
@@ -80,7 +80,7 @@ def put_off(
 
 
 def _send_again(delivery: Delivery, delay: float, reason: str) -> float:
-    """Send the message again; return the seconds until it comes, as the broker takes them."""
+    """Send the message again; return the seconds until it is delivered."""
     task, message = delivery.task, delivery.message
     pause = PUT_OFF_FIRST
     while True:
@@ -103,7 +103,7 @@ def _send_again(delivery: Delivery, delay: float, reason: str) -> float:
 def _keep_reservation(delivery: Delivery, reservation: Reservation, delay: float) -> None:
     """Keep the reservation of a message that is put off for as long as the message may wait."""
     kept = min(delivery.options.lock_unique_for + delay, LONGEST)
-    with suppress(StoreError):  # else it ends as if the message had not been put off
+    with suppress(StoreError):  # the reservation then ends as if the task had not been put off
         delivery.lock.store.reservations.confirm(reservation._replace(ttl=kept))
 
 

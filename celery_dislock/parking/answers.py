@@ -17,8 +17,8 @@ class Parked(Conflict):
     The task is in line: its *place* is 0 if it already has its turn.
 
     Attributes:
-        replaced: Tasks that lost their places, whom the caller ends: their messages, by ticket.
-        told: Holders that must end for this task, whose workers the caller tells.
+        replaced: Messages of the tasks that this one has replaced, by ticket; the caller ends them.
+        told: Holders that must end for this task; the caller tells their workers.
     """
 
     replaced: Mapping[str, bytes] = field(default_factory=dict)
@@ -42,14 +42,14 @@ class Done(NamedTuple):
 
 
 class Later(NamedTuple):
-    """The task's ticket was written by a later release, which alone can claim its turn."""
+    """The task's ticket was written by a later release; only its workers can claim the turn."""
 
 
 class Circle(NamedTuple):
-    """Tasks that waited for each other's locks, as they take them in different orders."""
+    """Tasks that waited for each other's locks, as they take their locks in different orders."""
 
-    began_anew: str  # the task that gave back what it kept, and is last in its lines
-    tasks: tuple[str, ...]  # each with the keys of its locks, in its order
+    began_anew: str  # the task that gave back what it kept, and is now last in its first line
+    tasks: tuple[str, ...]  # each with the keys of its locks, in the order in which it takes them
 
 
 class Swept(NamedTuple):
@@ -57,12 +57,12 @@ class Swept(NamedTuple):
 
     parked: int  # tasks in line, or with their turn
     replaced: Mapping[str, bytes]  # as in Parked
-    unclaimed: tuple[str, ...] = ()  # tickets that did not claim several turns in a row
-    circles: tuple[Circle, ...] = ()  # that were found and opened
+    unclaimed: tuple[str, ...] = ()  # tickets of which nobody has claimed several turns in a row
+    circles: tuple[Circle, ...] = ()  # found and opened by this sweep
 
 
 class Dropped(NamedTuple):
-    """A parked task that was taken out of line, and is not to run."""
+    """A parked task that was taken out of line, and does not run."""
 
-    message: bytes  # empty: its record could not be read, and is set aside
-    ours: bool  # the caller tells its end; else a worker of the message's broker does, at a sweep
+    message: bytes  # empty: the task's record could not be read, and is set aside
+    ours: bool  # True: the caller reports the task's end; False: a sweep of the message's broker

@@ -97,7 +97,7 @@ class Parking:
             parked.told = answer.told
             raise parked
         if isinstance(answer, Done):
-            delivery.end_reservation()  # which it took when it was put off
+            delivery.end_reservation()  # kept since the task was put off
             acknowledge(delivery, f"it has run under lock {lock.key!r} before")
         if isinstance(answer, Granted):
             attempt.has_begun = True
@@ -154,7 +154,7 @@ class Parking:
         """
         Set a parked task's done-mark, after its result is stored and its callbacks are sent.
 
-        For a task that is acknowledged early, the release has set the mark already.
+        The mark of a task that is acknowledged early was set by the release.
         """
         delivery, ending = self._delivery, self._delivery.ending
         if not (ending.ticket and ending.settles):
@@ -169,11 +169,12 @@ class Parking:
 
 def put_off_later(delivery: Delivery, lines: Lines) -> NoReturn:
     """
-    Put off a task whose turn, or whose lease, a later release has written.
+    Put off a task whose turn, or whose lease, was written by a later release of this package.
 
     Raises:
         Ignore: The task was put off, for a worker of that release.
-        LaterReleaseError: It was put off for a day in vain, and leaves its line when it has failed.
+        LaterReleaseError: The task was put off for a day in vain, and fails.  It leaves its line
+            when the result is stored.
     """
     notes, now = delivery.notes, time.time()
     notes.later = notes.later or now

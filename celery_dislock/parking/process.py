@@ -65,7 +65,7 @@ class ParkingProcess(Process):
             by: Id of the task that took their places; empty: it is not known here.
 
         Returns:
-            Why they end, by task id.  The caller tells it in an event.
+            Why they end, by task id.  The caller sends an event for each.
         """
         if self._publisher is None:
             return {}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.replies import Turn
 
 # Transport options that select a broker: apps that differ in one of them have different brokers.
-PLACES = (
+BROKER_OPTIONS = (
     "global_keyprefix",
     "queue_name_prefix",
     "data_folder_out",
@@ -70,7 +70,7 @@ class Publisher:
         given = urls.split(";") if isinstance(urls, str) else urls
         options = conf.broker_transport_options or {}
         where = [_without_login(url) for url in given]
-        where += [f"{name}={options[name]}" for name in PLACES if name in options]
+        where += [f"{name}={options[name]}" for name in BROKER_OPTIONS if name in options]
         return hashlib.sha1("\n".join(where).encode(), usedforsecurity=False).hexdigest()[:12]
 
     def hand_over(self, lines: Lines, turns: Sequence[Turn]) -> None:
@@ -92,7 +92,7 @@ class Publisher:
             except ValueError as exc:
                 if written:
                     lines.set_aside((lock, ticket), ticket, exc, hand_over=pending.extend)
-                else:  # the script has done that
+                else:  # the script has set it aside
                     log_unrunnable(ticket, lock, exc)
         for nth, (turn, message) in enumerate(readable):
             try:
@@ -119,11 +119,11 @@ class Publisher:
 
         Their result is REVOKED.
 
-        A message may say why itself: an operator has dropped it.  Several processes may end the
-        same task at the same moment.  The process that removes its ticket logs it.
+        A message that an operator has dropped brings another reason with it.  Several processes may
+        end the same task at the same moment.  The process that removes its ticket logs the end.
 
         Returns:
-            Why they end, by task id: those that were logged here.
+            Why they end, by task id, for the tasks that were logged here.
         """
         key = key_of(lock)
         newer = f"a newer task took its place in line for lock {key!r}"
@@ -143,7 +143,7 @@ class Publisher:
                     request = Context(message.headers)
                     end_reservation(request)
                     store_end(task, request, TaskRevokedError(reason), states.REVOKED)
-                else:  # its own worker tells its chord and chain
+                else:  # a worker that knows the task notifies its chord and chain
                     publish(self._app, message, {REPLACED: reason})
                 if lines.leave(lock, ticket) == HAS_LEFT and known:  # otherwise that worker logs it
                     logger.info("Task %s skipped: %s. It does not run.", message, reason)

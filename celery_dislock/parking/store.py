@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 DIGITS_MOST = 15  # of a limit
-# How a task leaves; see leave.lua.
+# How a task leaves its line; see leave.lua.
 OVER, ENDED, RUNS, ASIDE, UNREAD = "over", "ended", "runs", "aside", "unread"
-ASIDE_PAGE = 20  # tickets that were set aside and are read in one round trip, with their messages
+ASIDE_PAGE = 20  # tickets that were set aside: how many are read in one round trip, with messages
 NAMES_TOGETHER = 500  # locks of the index that are read in one round trip
 TASKS_MOST = 1000  # names of tasks whose text is remembered
 APART = "{a}", "{b}"  # keys of different slots
@@ -68,7 +68,7 @@ class Ticket(NamedTuple):
     marked: bool  # the message says that it was parked
     message: bytes = b""  # stored if the task is parked; empty: do not park
     task: str = ""  # the task's name; empty: not known
-    terms: tuple[Terms, ...] = (ALONE,)  # of the locks, or of all, if nothing is known of the task
+    terms: tuple[Terms, ...] = (ALONE,)  # of each lock, or of all; a ticket in line keeps its own
     bounds: Bounds = UNBOUNDED  # of the line
     reservation: Reservation | None = None  # see Store.acquire()
     sent: int = 0  # when it was sent, for "cancel": UNIX time in microseconds; 0: it cancels nobody
@@ -78,11 +78,11 @@ class Lines:
     """
     The parked tasks of one broker on one lock server.
 
-    Every method blocks for a round trip, and raises StoreError if the server did not answer; what
-    was asked for may have been done then.  All methods but :meth:`sweep` are thread-safe.
+    Every method blocks for a round trip, and raises StoreError if the server did not answer: the
+    request may have been done or not.  All methods but :meth:`sweep` are thread-safe.
 
-    In their arguments, *lock* is the name of a lock in Redis, *ticket* a task's ticket, and *task*
-    a task's name: another task of the same id is left in line.  An empty *task* is not known.
+    In the arguments, *lock* is the name of a lock in Redis, *ticket* a task's ticket, and *task*
+    a task's name: another task with the same id is left in line.  Empty: the name is not known.
 
     Args:
         server: The lock server.
@@ -123,10 +123,10 @@ class Lines:
             ticket: The task's ticket, the message to park, and the terms of locks and line.
 
         Returns:
-            Granted if the task may run, under the locks of its ticket; a Conflict if one is held:
-            Parked if the task is in line, Full if the line has no room, else nothing was parked;
-            Done if the task is a copy of work that is done; Later if its ticket was written by a
-            later release.
+            Granted if the task may run, under the locks of its ticket.  A Conflict if a lock is
+            held: Parked if the task is in line, Full if the line has no room, a plain Conflict if
+            the task was not to be parked.  Done if the task is a copy of work that is done.  Later
+            if its ticket was written by a later release.
 
         Raises:
             Replaced: The task must not run, because of the reservation or a newer task.
@@ -159,7 +159,7 @@ class Lines:
             if reply[1]:
                 self._hand_over(turns(reply[1]))
             if self._is_apart and reply[0] in {scripts.UNLISTED, scripts.PARKED}:
-                self.enlist(locks[0])  # also afterwards: a failover of the index may have lost it
+                self.enlist(locks[0])  # also when parked: a failover may have lost the entry
             if reply[0] != scripts.UNLISTED:
                 return _answer(reply)
             asked["listed"] = reply[2]
@@ -178,26 +178,27 @@ class Lines:
         Args:
             lock: Name of the lock in Redis.
             ticket: The task's ticket.
-            how: OVER: it has ended.  The others change nothing if it has claimed its turn.  ENDED:
-                it has ended, and may have sent itself again.  RUNS: it runs without a lock.  ASIDE:
-                nobody can run it, and people can look at it.  UNREAD: the same, also of one that
-                has lost its place.
+            how: OVER: the task has ended.  The other ways change nothing if it has claimed its
+                turn.  ENDED: it has ended, and may have sent itself again.  RUNS: it runs without a
+                lock.  ASIDE: nobody can run it, and people can look at it.  UNREAD: as ASIDE, also
+                for a task that was replaced.
             task: The task's name.
-            hand_over: Takes the turns that are given; None: the one of these lines.
+            hand_over: Takes the turns that are given; None: the function given to this object.
 
         Returns:
-            HAS_LEFT: it was in line, had its turn or had lost its place, or it runs and nothing is
-            known of it; LEFT_BEFORE: it has claimed its turn, was set aside or is done; NOT_THERE.
+            HAS_LEFT: the task was in line, had its turn or was replaced; or with RUNS, nothing is
+            known of it.  LEFT_BEFORE: it has claimed its turn, was set aside or is done.
+            NOT_THERE: none of these.
         """
         call = (self._home, ticket, how, _written(task))
         reply, resent = self._server.exchange(scripts.LEAVE, [lock], *call)
         (state,) = self._published(reply, hand_over)
         if resent and how == RUNS and state == scripts.LEFT_BEFORE:
-            return scripts.HAS_LEFT  # by the first of the two, most likely: no task is lost
+            return scripts.HAS_LEFT  # most likely by the first request; otherwise it may be lost
         return int(state)
 
     def knows(self, lock: str, ticket: str) -> bool:
-        """Tell whether anything is known of a parked task: it waits, runs or is done, perhaps."""
+        """Tell whether the server knows a parked task, which may wait, run or be done."""
         return bool(self._server.run(scripts.KNOWS, [lock], ticket))
 
     def drop(self, lock: str, ticket: str, note: str) -> Dropped | None:
@@ -225,11 +226,11 @@ class Lines:
 
     def aside(self, lock: str, ticket: str = "") -> Iterator[tuple[str, bytes]]:
         """
-        Read what was set aside beside a lock, in pages.
+        Read the tickets that were set aside beside a lock, in pages.
 
         Args:
             lock: Name of the lock in Redis.
-            ticket: The only one that is wanted; empty: all.
+            ticket: The only ticket that is wanted; empty: all.
 
         Returns:
             Each ticket, with the record or message that was kept.
@@ -255,7 +256,7 @@ class Lines:
         hand_over: Callable[[Sequence[Turn]], None] | None = None,
     ) -> None:
         """
-        Set a parked task aside that cannot claim its turn, and give the turn to the next.
+        Set aside a parked task that cannot claim its turn, and give the turn to the next.
 
         Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or
         left the line.
@@ -326,7 +327,7 @@ class Lines:
             lock: Name of the lock in Redis.
             limit: Number of exclusive leases, >= 0; 0 admits no shared lease either.  None: what
                 the code says holds again.
-            ttl: Seconds for which that lasts; 0: until it is taken back.
+            ttl: Seconds for which the limit lasts; 0: until it is taken back.
             note: Text for people.
 
         Returns:

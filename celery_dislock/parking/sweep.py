@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.parking.store import Lines
 
-MOST = 10.0  # seconds between two visits; turns are given 15 s before a rate admits them
+MOST = 10.0  # maximum seconds between two visits; turns are given 15 s before a rate admits them
 PAGE = 100  # lines per step at most; a step blocks the worker's event loop
 
 logger = logging.getLogger("celery_dislock")
@@ -50,7 +50,7 @@ class Round:
     """
     The lines that one round of the sweep visits: each once.
 
-    A page of the index has any number of names: a small hash comes whole, whatever is asked for.
+    A page of the index may have more names than were asked for: Redis returns a small hash whole.
 
     Args:
         lines: The parked tasks of one broker.
@@ -107,7 +107,8 @@ class Sweep:
         clock: Monotonic clock, in seconds.
 
     Attributes:
-        tell: Called with the tasks that were ended because others took their place: why, by id.
+        tell: Called with the tasks that were ended because others replaced them: the reasons, by
+            task id.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class Sweep:
         self._every = every
         self._looks_first = looks_first
         self.tell: Callable[[Mapping[str, str]], None] = lambda _replaced: None
-        self._round: Round | None = None  # None: it begins with the next step
-        self._sweeps = False  # it has the lease
+        self._round: Round | None = None  # None: a round begins with the next step
+        self._sweeps = False  # whether this worker has the lease
 
     def step(self) -> float:
         """

@@ -1,9 +1,9 @@
--- _beat.lua: when the entries of beat's schedule were last sent, beside the lock that one beat leads by.
+-- _beat.lua: when the entries of beat's schedule were last sent; kept beside the lock that the leading beat holds.
 --   entry -> "1 last_us token before_us"
 --     1           version of this format.  Later ones begin with the same field
 --     last_us     when it was last sent, by the clock of the beat that sent it
 --     token       of the lease under which this was written
---     before_us   when it was sent before that; "-" once the message of last_us has gone out
+--     before_us   when the entry was sent before last_us; "-" once the message of last_us has gone out
 
 -- include: _grant
 
@@ -19,7 +19,7 @@ local function clock_is_wrong(apart_us) return math.abs(beat_us - now_us) > tonu
 
 local RECORD_MOST = 100  -- bytes; an entry's own record has some 50
 
--- Token, last_us, and before_us or "-"; nothing if there is no record, it cannot be read, or a time is to come.
+-- Token, last_us, and before_us or "-"; nothing if there is no record, it cannot be read, or a time is in the future.
 local function read_run(record)
   if not record or #record > RECORD_MOST then return end
   local version, last, rest = string.match(record, '^(%d+) (%d+) (.*)$')

@@ -4,8 +4,9 @@
 --   id, mark, number   of the message
 --   ends, ttl_ms       see begin_unique() in _unique.lua
 --
--- Returns   as that script; or {5, {}, id}: it was replaced by the message of that task: nothing is taken
--- Touches what that script does, and the reservation.  Sent twice, an owner that was granted the lock the first time is granted it again.
+-- Returns   as that script; or {5, {}, id}: the message of the task with this id has replaced it: nothing is taken
+-- Touches what that script does, and the reservation.  Sent twice, an owner that was granted the lock the first time
+-- is granted it again.
 
 -- include: _unique
 -- include: _states
@@ -15,7 +16,7 @@ number = tonumber(number)
 local key = KEYS[1] .. UNIQUE
 
 local it = unique_of(key)
--- If its slot moves, it may be on the other node, and must not be made here: this is an error then.
+-- If the slot moves, the record may be on the other node, and must not be made here: this command is an error then.
 if not it then redis.call('EXISTS', key, KEYS[1] .. NEVER) end
 if is_replaced(it, mark, number) and redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then
   return {REPLACED_BY, {}, replaced_by(key, it)}

@@ -1,17 +1,18 @@
 -- _circles.lua: find tickets that wait for each other, and open their circle.
 --
--- Tasks that pass the same locks in different orders can wait for each other for ever: of two versions of the
--- code, two tasks, or a task and a waiter in a slot.  A ticket can go on if anybody can for whom it waits: who
--- runs or has its turn, or is first where only the time or an operator is in the way.  It is stuck if nobody
--- like that can be reached from it.  The way from each who is stuck to the youngest of those it waits for comes
--- to a circle, and the youngest ticket in that circle gives all back, and arrives anew.  The youngest of all who
--- are stuck may stand behind the circle: it would give back and come again for ever.
+-- Tasks that pass the same locks in different orders can wait for each other for ever: tasks of two versions of
+-- the code, two different tasks, or a task and a waiter in a slot.  A ticket can go on if one of the owners that it
+-- waits for can: one that runs or has its turn, or is first in a line where only a rate or an operator is in the
+-- way.  A ticket is stuck if there is no such owner among those it waits for, those that they wait for, and so on.
+-- The way from a stuck ticket to the youngest owner that it waits for, and on from there, always comes to a circle.
+-- The youngest ticket in that circle gives back all that it keeps, and arrives anew.  The youngest of all that are
+-- stuck would be wrong: it may stand behind the circle, and would give back and come again for ever.
 
 -- include: _parked
 
-local LOOKED_AT_MOST = 100  -- who wait for each other; of more, somebody is taken to go on
+local LOOKED_AT_MOST = 100  -- tickets and waiters of one search; if there are more, one is assumed to go on
 
--- A ticket that waits, given its member of a lock; nothing if it has its turn, or can go on now.
+-- The ticket of a member of a lock, and where that ticket waits; nothing if it has its turn, or can go on now.
 local function waiting_ticket(at, member)
   local ticket, beside = ticket_of(member)
   local seen, its = pcall(open_whole, beside or at.name)
@@ -25,7 +26,7 @@ local function waiting_ticket(at, member)
   }
 end
 
--- The owners for whom one waits; nothing if it can go on by itself.
+-- The owners that a ticket, or a waiter in a slot, waits for; nothing if it can go on without them.
 local function waits_for(one)
   local head = redis.call('ZRANGE', one.at.line, 0, 0)[1]
   one.is_behind = head and head ~= one.member
@@ -34,12 +35,12 @@ local function waits_for(one)
   if limit_set(one.at) == 0 or not is_full and (admits(one.at, terms) or starts_in(one.at, terms, 0) > 0) then return nil end
   local owners = {}
   for owner, lease in pairs(count_leases(one.at).leases) do
-    if is_full or has_gate(lease) then owners[#owners + 1] = owner end  -- else its gates are in the way
+    if is_full or has_gate(lease) then owners[#owners + 1] = owner end  -- if it is not full, gates are in the way
   end
   return owners
 end
 
--- All for whom a ticket waits, those they wait for, and so on, by name; nothing if one of them can go on.
+-- A ticket, the owners that it waits for, those that they wait for, and so on, by name; nothing if one can go on.
 local function stuck_with(start)
   local found, lines, in_slots, nth = {}, {}, {}, 1
   local function add(one)
@@ -52,7 +53,7 @@ local function stuck_with(start)
     end
   end
 
-  -- Where a waiter in a slot stands in line, who holds a lock.
+  -- The lock in whose line the owner of a lease stands; nothing if the owner runs.
   local function place_of(owner)
     for _, lock in pairs(lines) do
       if lock.has_places == nil then lock.has_places = redis.call('EXISTS', lock.places) == 1 end
@@ -73,7 +74,7 @@ local function stuck_with(start)
       table.insert(one.waits_for, other and other.name or owner)
     end
     nth = nth + 1
-    if not found[nth] then  -- the lines are known where waiters in slots may stand
+    if not found[nth] then  -- now all lines are known in which waiters in slots may stand
       for _, owner in ipairs(in_slots) do
         local at = place_of(owner)
         if at then add({name = owner, at = at, member = owner, joined = 0}) end
@@ -86,7 +87,7 @@ local function stuck_with(start)
   return found
 end
 
--- The circle to which the way of a ticket that keeps something leads; nothing if it is not stuck.
+-- The circle to which the way of a ticket leads; nothing if the ticket is not stuck.
 local function circle_of(lock, ticket)
   local one = waiting_ticket(lock, member_of(ticket))
   local stuck = one and stuck_with(one)
@@ -104,7 +105,8 @@ local function circle_of(lock, ticket)
   return one and {unpack(way, seen[one.name])}
 end
 
--- Have the youngest ticket of a circle begin anew.  Returns, for people, {ticket that does, ticket, task, stations, ...}
+-- Have the youngest ticket of a circle begin anew.  Returns, for people, that ticket, and ticket, task and stations of
+-- each in the circle: {ticket, ticket, task, stations, ...}
 local function open_circle(circle)
   local youngest, told = nil, {}
   for _, one in ipairs(circle) do

@@ -1,10 +1,11 @@
--- _free.lua: the usual case of an acquisition.  Nobody has the lock, and nobody waits for it: the scripts
--- that grant leases answer it before they define the rest, which takes longer than these commands.
+-- _free.lua: the usual case of an acquisition: nobody holds the lock, and nobody waits for it.  Scripts that grant
+-- leases answer this case before they define the rest, which takes longer than these commands.
 
 -- include: _starts
 
--- Returns the token, as text.  Nothing if the lock has a lease or one of these other keys, people have set
--- something, it is too early, the clock was set back, or its slot moves: then a key may be on the other node.
+-- Returns the token, as text.  Nothing if the lock has a lease or one of the other keys that are given, if an operator
+-- has set a limit or a rate, if it is too early, if the clock was set back, or if the slot moves: a key may be on the
+-- other node then.
 local function grant_free(lock, owner, ttl_ms, terms, holder, ...)
   local keys = {lock, lock .. LIMIT, lock .. RATE}
   for _, ending in ipairs({...}) do keys[#keys + 1] = lock .. ending end

@@ -3,7 +3,7 @@
 -- include: _lease
 -- include: _rate
 
--- Read the live leases, and sweep out the others; once in a script.  Returns the lock.
+-- Read the live leases, and delete those that have ended; once in a script.  Returns the lock.
 local function count_leases(lock)
   if lock.leases then return lock end
   local found, leases, ended = redis.call('HGETALL', lock.name), {}, {}
@@ -18,7 +18,7 @@ local function count_leases(lock)
     end
   end
   lock.leases = leases
-  for _, owner in ipairs(ended) do redis.call('HDEL', lock.name, owner) end  -- when all could be read
+  for _, owner in ipairs(ended) do redis.call('HDEL', lock.name, owner) end  -- not before all could be read
   return lock
 end
 
@@ -31,7 +31,7 @@ local function leases_of(lock, start)
   return found
 end
 
--- What an operator has set: the limit, and a note; nothing if the code's limit holds.  See limit.lua.
+-- The limit that an operator has set, and its note; nothing if the code's limit holds.  See limit.lua.
 local function limit_set(lock)
   if lock.set == nil then lock.set = unless_hidden(pcall(redis.call, 'GET', lock.name .. LIMIT)) end
   if not lock.set then return nil end
@@ -40,14 +40,15 @@ local function limit_set(lock)
   return tonumber(limit), note
 end
 
--- Whether a limit or a start may be on the other node, as the slot of the lock moves.  Asks as line_exists() does.
+-- Whether a limit may be on the other node, because the slot of the lock moves.  Asks for two keys, as line_exists().
 local function is_hidden(lock)
   if lock.hidden == nil then lock.hidden = not pcall(redis.call, 'EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
   return lock.hidden
 end
 
--- Nobody is admitted while a limit may be hidden: the lock may be paused.  If only the time is in the way,
--- lock.early has the microseconds until the next start.
+-- Whether the lock admits one more lease with these terms.  While a limit may be hidden it admits none, as it may be
+-- paused.  If the lock has room and it is only too early for its rate, lock.early is the microseconds until the next
+-- start, and lock.asked the terms.
 local function admits(lock, terms)
   lock.early = nil
   if not has_room(count_leases(lock), terms, limit_set(lock)) or is_hidden(lock) then return false end
@@ -56,8 +57,8 @@ local function admits(lock, terms)
   return early == 0
 end
 
--- Raise an error if the leases, or one of these other keys, cannot be read, before anything is changed:
--- what a script has done before an error stays.  *hashes* have the endings of keys.
+-- Raise an error if one of the lock's keys cannot be read.  Called before anything is changed, as what a script has
+-- done before an error stays.  *hashes*: endings of the keys that are hashes.
 local function look(lock, hashes)
   count_leases(lock)
   for _, key in ipairs({lock.line, lock.handed}) do unless_hidden(pcall(redis.call, 'ZCARD', key)) end
@@ -84,14 +85,14 @@ local function grant(lock, owner, ttl_ms, terms, holder, version)
   return token
 end
 
-local NOT_KNOWN = -1  -- for how long a lock has been held
+local NOT_KNOWN = -1  -- as held_ms
 
--- A lease as a refusal has it: remaining_ms, owner, holder, held_ms.
+-- The four values of a lease in a refusal: remaining_ms, owner, holder, held_ms.
 local function about(lease) return lease.expires - now, lease.owner, lease.holder, now - lease.acquired end
 
--- Of the leases in the way, the one that ends first, as about() has it.  Of two that end at once, the older one.
--- A lock that nobody holds waits for a parked task, whose turn comes again soon.  If only the time is in the
--- way: until it may be taken.
+-- The lease in the way that ends first, as about() returns it.  Of two that end at once, the older one.
+-- If it is only too early, the time until the lock may be taken.  If nobody holds the lock, it is paused, or waits
+-- for a parked task whose turn comes again soon.
 local function in_the_way(lock)
   if lock.early then
     return math.ceil(lock.early / 1000), '', cjson.encode(as_early(lock, lock.asked)), NOT_KNOWN

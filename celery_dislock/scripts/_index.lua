@@ -1,11 +1,11 @@
 -- _index.lua: how the sweep knows which lines there are.
---   <prefix>:lines:<home>   hash: lock -> a number that each who parks raises: Redis TIME in microseconds, or
---                           more if the clock was set back, so that none comes again
+--   <prefix>:lines:<home>   hash: lock -> a number that grows each time the line is listed: Redis TIME in
+--                           microseconds, or more if the clock was set back, so that no number comes again
 --
 -- A line that is not listed is never swept: behind a holder that died it would stand still.  park.lua lists the line
--- itself.  In a cluster it may not, as the index is on another node than most locks.  There the client lists it
--- first, and park.lua refuses to put anything in line LISTED_US after that.  A line is struck off if
--- it was found empty YOUNG_US after it was listed, which is after all that could be put in it.
+-- itself.  In a cluster it cannot, as the index is on another node than most locks.  There the client lists the line
+-- first, and park.lua refuses to put anything in it later than LISTED_US after that.  A line that is found empty is
+-- struck off, but not within YOUNG_US (see lines.lua) after it was listed: something could still be put in it.
 
 -- include: _record
 

@@ -1,10 +1,10 @@
 -- _lease.lua: how a lock and its leases are read and changed.
 --
--- A field whose name begins with "~" is a lease whose owner is done and which only runs out
+-- A field whose name begins with "~" is a lease whose owner is done with it, and which only runs out
 -- (lock_at_least_for): it still holds the lock, and nobody can renew or release it.
 --
--- Every key lives as long as the longest of what it holds.  An ended lease that shares its hash with a
--- live one is swept out when the leases are counted.
+-- Every key lives as long as the longest-lived thing in it.  An ended lease that shares its hash with a
+-- live one is deleted when the leases are counted.
 --
 -- While a cluster moves a slot, a key that is missing may be on the other node.  A lease is safe: the lock is
 -- KEYS[1], and the client is sent to the node that has it.  Nothing else is read or written before
@@ -16,8 +16,8 @@
 --   name, line, places, tickets, handed, running   its keys
 --   newest               highest token that this script has seen, also of leases that have ended
 --   leases               owner -> live lease; false: not counted yet, see _grant.lua
---   x, s                 how many of them there are of each mode
---   gates                how many of them keep a gate; see _rate.lua
+--   x, s                 how many live leases there are of each mode
+--   gates                how many live leases keep a gate; see _rate.lua
 --
 -- put() and drop() alone change leases, and they keep this true.
 local function open(name)
@@ -31,11 +31,11 @@ end
 -- server that misses one of two keys answers with an error, and the client asks again.
 local function line_exists(lock) return redis.call('EXISTS', lock.line, lock.name .. NEVER) == 1 end
 
--- A ticket's member of a line is also the owner of the lease that keeps a unit for it.
+-- A ticket's member of a line is also the owner of the lease that keeps a unit for the ticket.
 local function is_parked(member) return string.byte(member, -1) == TICKET_ENDS end
 local function member_of(ticket) return ticket .. '#' end  -- beside its record
 local function member_elsewhere(lock, ticket) return string.format('%d/', #lock) .. lock .. ticket .. '##' end
--- Ticket, and the name of the lock that has its record if it is another one.
+-- The ticket of a member, and the name of the lock that has its record, if that is another lock.
 local function ticket_of(member)
   if string.byte(member, -2) ~= TICKET_ENDS then return string.sub(member, 1, -2) end
   local length, rest = string.match(member, '^(%d+)/(.*)##$')
@@ -57,7 +57,7 @@ local function unless_hidden(seen, found)
 end
 
 -- A server without memory refuses a script whose first write may take some, and no write after another.
--- So what only goes on with a lease, or ends one, begins with a write that changes nothing.
+-- So a script that only renews or ends a lease begins with a write that changes nothing, and takes no memory.
 local function write_first(name) redis.call('HDEL', name, NEVER) end
 
 local function live_at_least(key, ttl_ms)
@@ -106,7 +106,7 @@ local function finish(lock, lease, at_least_ms)
       mode = lease.mode, holder = lease.holder, version = lease.version,
     })
   end
-  drop(lock, lease)  -- last: a hash that is empty may move away, or loses its expiry
+  drop(lock, lease)  -- after put(): a hash that becomes empty may move to another node, and loses its expiry
   if not runs_out then return end
   if redis.call('HLEN', lock.name) == 1 then
     redis.call('PEXPIRE', lock.name, ends - now)

@@ -1,14 +1,14 @@
 -- _line.lua: how waiters stand in line.
 --
--- News on a waiter's wake list: "token ttl_ms place_left_ms" when it was granted the lock, with the time that
--- was left until its place's deadline; empty when it has become the first: another was handed the lock, and
--- has TAKE_UP_MS to take it up.  A place whose deadline is over belongs to a waiter that died: it is passed
--- over.  Parked tasks stand in the same line, as "<ticket>#", or "<length>/<lock><ticket>##" if their record is
--- beside another lock, whose name has this length.  Both are no owners' names; see _parked.lua.
+-- News on a waiter's wake list: "token ttl_ms place_left_ms" if the waiter was granted the lock, with the time
+-- that was left until its place's deadline; empty if the waiter has become the first in line: another was handed
+-- the lock, and has TAKE_UP_MS to take it up.  A place whose deadline is over belongs to a waiter that died, and is
+-- passed over.  Parked tasks stand in the same line, as "<ticket>#", or "<length>/<lock><ticket>##" if their record
+-- is beside another lock, whose name has this length.  No owner has a name like these; see _parked.lua.
 
 -- include: _grant
 
--- When the next in line joins: after all that are there, also if the clock was set back.
+-- The score with which a newcomer joins: higher than those of all in line, also if the clock was set back.
 local function joins_at(lock)
   local last = redis.call('ZRANGE', lock.line, -1, -1, 'WITHSCORES')[2]
   return math.max(now_us, tonumber(last or 0) + 1)
@@ -22,8 +22,8 @@ local function join_line(lock, owner, place_ms, ttl_ms, terms, holder)
   if joined then redis.call('ZADD', lock.line, string.format('%.0f', joined), owner) end
   live_at_least(lock.line, place_ms)
   live_at_least(lock.places, place_ms)
-  -- It may have been handed the lock, and have stood still until that lease was over: then it was sent news
-  -- of a lease that has ended, which it would take for new.
+  -- This waiter may have been handed the lock before, and have stood still until that lease ended.  It would take
+  -- the news of that lease for new.
   if joined then redis.call('DEL', lock.name .. WAKE .. owner) end
 end
 
@@ -39,8 +39,8 @@ local function wake_up(lock, owner, news)
   redis.call('PEXPIRE', wake, TAKE_UP_MS)
 end
 
--- Give the one waiter that is first in line the lock, or pass it over if it is dead.
--- Returns false if the lock does not admit it; else true, whether it was woken, and the asker's token.
+-- Give the lock to the waiter that is first in line, or pass the waiter over if it is dead.
+-- Returns false if the lock does not admit the waiter; else true, whether the waiter was woken, and the asker's token.
 local function serve(lock, waiter, asker)
   local place = read_place(redis.call('HGET', lock.places, waiter))
   if place and not (place.terms and admits(lock, place.terms)) then return false end
@@ -65,8 +65,8 @@ end
 
 local JOINED_DIGITS = 18  -- microseconds, or a little more
 
--- Parse the locks that a parked task passes, in their order: name, terms, and when it came to its line, 0: not
--- yet.  The only one has no name.  Nothing if they cannot be read.
+-- Parse the locks that a parked task passes, in their order: name, terms, and when its ticket came to that line; 0:
+-- not yet.  A lock that is the only one has no name.  Returns nothing if they cannot be read.
 local function parse_stations(text, joined)
   local terms = parse_terms(text)
   if terms then return {{terms = terms, arrived = joined}} end
@@ -90,7 +90,7 @@ local function write_stations(stations)
   return cjson.encode(written)
 end
 
--- Returns nothing if a parked task's record cannot be read, or there is none; see _parked.lua.
+-- Parse a parked task's record; see _parked.lua.  Returns nothing if it cannot be read, or there is none.
 local function parse_ticket(record)
   local version, joined, times, ttl, home, length, rest =
     string.match(record or '', '^(%d+) (%d+) (%d+) (%d+) (%S+) (%d+) (.*)$')
@@ -106,7 +106,7 @@ local function parse_ticket(record)
   }
 end
 
--- Put parked tasks whose turn has run out back to where they were in line.  Returns whether there were any.
+-- Put parked tasks whose turn has run out back to their places in line.  Returns whether there were any.
 local function recall(lock)
   local run_out = redis.call('ZRANGEBYSCORE', lock.handed, '-inf', now)
   for _, ticket in ipairs(run_out) do
@@ -117,13 +117,13 @@ local function recall(lock)
   return #run_out > 0
 end
 
--- Gives a parked task its turn; false if it must wait, and so must all behind it.  See _parked.lua.
+-- Give a parked task its turn.  Returns false if it must wait; then all behind it must, too.  See _parked.lua.
 local give_turn
 
--- Hand the lock to those first in line, as far as it admits them, and wake them; not the asker, who is
--- awake.  Who is first after that is woken, too, and looks again: one of those before it may be dead,
--- and its lease ends in TAKE_UP_MS.
--- Returns the asker's token if it got the lock.
+-- Hand the lock to those first in line, as far as it admits them, and wake them.  The asker is awake already.
+-- If any was handed the lock, the next waiter in line is woken, too, to ask again after TAKE_UP_MS: the one that was
+-- handed the lock may be dead, and its lease ends then.
+-- Returns the asker's token if the asker got the lock.
 local function hand_off(lock, asker)
   local token, handed = nil, false
   while true do

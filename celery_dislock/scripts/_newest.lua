@@ -1,20 +1,20 @@
 -- _newest.lua: which task came last to a lock; for lock_on_conflict="cancel".
 --   <lock>:newest   "waits", "began" -> "1 sent_us terms task"
 --     waits     the newest task that was parked, until it runs or leaves its line
---     began     the newest that was granted the lock
---     sent_us   when its message was sent, by the sender's clock; not later than when it came here
---     terms     of the lease that it waits for
---     task      its id, as owners begin with it
--- A task that was sent before one of them does not run any more: it is superseded.  The holders that the newest
--- waits for are told: their leases are marked, see renew.lua.
+--     began     the newest task that was granted the lock
+--     sent_us   when that task's message was sent, by the sender's clock; at most the time when it came to this server
+--     terms     of the lease that the task waits for, or has
+--     task      the task's id, with which the names of its owners begin
+-- A task that was sent before one of these two is superseded: it does not run any more.  The leases that the newest
+-- task waits for are marked, so that their next renewal tells their holders; see renew.lua.
 
 local newer_than, become_newest, supersede, withdraw
 
 do
-  local NEWEST_MS = 86400000  -- one day, in which an older one may come: it was delayed, or is tried again
-  local RUNS_OUT = string.byte('~')  -- begins the name of an owner that is done with its lease
+  local NEWEST_MS = 86400000  -- one day, in which an older task may come: it was delayed, or is tried again
+  local RUNS_OUT = string.byte('~')  -- first byte of an owner that is done with its lease; see _lease.lua
 
-  -- The id of a task as a mark has it: a JSON text without escapes.
+  -- The id of a task, encoded so that JSON text needs no escapes for it.
   local function as_mark(task)
     return (string.gsub(task, '[^%w%%:._-]', function(byte) return string.format('%%%02X', string.byte(byte)) end))
   end
@@ -32,13 +32,13 @@ do
     return sent and {sent = tonumber(sent), terms = terms, task = task}
   end
 
-  -- Of two that were sent at one time, one is always the newer.
+  -- Of two tasks that were sent at the same microsecond, the id decides.
   local function is_newer(one, other)
     if one.task == other.task then return false end
     return one.sent > other.sent or one.sent == other.sent and one.task > other.task
   end
 
-  -- A task that was sent after this one, if there is one.
+  -- The id of a task that was sent after this one, if there is one.
   newer_than = function(lock, this)
     for _, which in ipairs({'waits', 'began'}) do
       local one = newest(lock, which)
@@ -54,9 +54,10 @@ do
     redis.call('PEXPIRE', lock.name .. NEWEST, NEWEST_MS)
   end
 
-  -- Mark the leases that must end for this task: all that exclude its mode, else the oldest.  Not those of who has
-  -- not begun its body.  Returns the holders, for the caller to tell.  Without *this*: for the one that waits, which
-  -- came while the lock was paused, or before others were handed it.
+  -- Mark the leases that must end for this task: all of the other mode; if there are none, the oldest.  Leases of
+  -- tickets and of owners whose body has not begun are left alone.  Returns the holders, for the caller to tell.
+  -- Without *this*: for the newest task that waits.  It may have come while the lock was paused, or before others
+  -- were handed the lock.
   supersede = function(lock, this)
     this = this or newest(lock, 'waits')
     if not this then return {} end
@@ -76,7 +77,8 @@ do
     return told
   end
 
-  -- If this ticket is that of the newest, it will not run.  Who was told of it, and has not stopped, need not.
+  -- A ticket leaves the line without a run.  If it is that of the newest task, the marks of that task are removed:
+  -- holders that have not stopped for it need not stop.
   withdraw = function(lock, ticket)
     local one = newest(lock, 'waits')
     if not one or one.task ~= string.match(ticket, '^(.*):%d+:%d+$') then return end

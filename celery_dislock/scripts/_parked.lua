@@ -1,55 +1,56 @@
--- _parked.lua: how parked tasks are written.  Included by the scripts that can give them their turn: these return
--- {lock, ticket, message, delay_ms, ...} for the caller to publish, and know its broker as its home.
+-- _parked.lua: how parked tasks are written.  Included by the scripts that can give parked tasks their turn: these
+-- return {lock, ticket, message, delay_ms, ...} for the caller to publish, and know the caller's broker as home.
 --
--- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."  It passes its
--- locks one after the other, in the order of its record, each a station.  It stands in the line of one of them, and
--- keeps what it has passed.  All that is written here is beside the first of them:
---   <lock>:line        has its member while it waits to pass that lock; see _line.lua
---   <lock>             has a lease of its member, once it has passed: a unit that is kept for it
+-- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."  The ticket passes
+-- its locks one after the other, in the order of its record.  Each lock is a station.  The ticket stands in the line of
+-- one lock, and keeps a unit of each lock that it has passed.  In both it goes by its member, the name that member_of()
+-- or member_elsewhere() makes.  All other keys are those of its first lock:
+--   <lock>:line        the ticket's member, while the ticket waits to pass this lock; see _line.lua
+--   <lock>             a lease of that member, once the ticket has passed this lock: the unit that is kept for it
 --   <lock>:tickets     ticket -> "1 joined_us times ttl_ms home length stations message" until its turn is claimed
 --                      "bytes" -> length of all these records together
---   <lock>:handed      ticket -> until when its message is out, in ms: it has passed all, and has its turn
---   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms stations", from its claim until it is done
---   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
---   <lock>:done:<owner>    for COPY_MS: a delivery that was acknowledged as its ticket is in line, or that
---                          has ended as the line is full
---   <lock>:done:~<ticket>   for COPY_MS: id of the newer task by which it was superseded; see _newest.lua
---   <lock>:replaced    until the end of a task is reported whose place another has taken
---     joined_us  when it was parked, its score in the first line
---     times      how often it was given its turn
---     ttl_ms     of its leases, and of its first turn; each later turn is twice as long
---     settles_ms IN_BODY while its body runs; then until when its result and what follows are on their
---                way: a copy that comes meanwhile waits, one that comes later finds that its process died
---     home       the broker that its message came from: a worker of another one cannot publish it
+--   <lock>:handed      ticket -> Redis TIME in ms at which its turn ends: it has passed all, and its message is out
+--   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms stations", from its claim until the task is done
+--   <lock>:done:<ticket>   the mark of a task that is done, for COPY_MS: a copy that comes later must not run
+--   <lock>:done:<owner>    the mark of a delivery that is over, for COPY_MS: it was acknowledged because its ticket
+--                          is in line, or it has ended because the line is full
+--   <lock>:done:~<ticket>   id of the newer task by which this one was superseded, for COPY_MS; see _newest.lua
+--   <lock>:replaced    ticket -> message of a task that was replaced or dropped, until its end is reported
+--     joined_us  when the task was parked; the ticket's score in the first line
+--     times      how often the ticket was given its turn
+--     ttl_ms     of the task's leases, and of the first turn; each later turn is twice as long
+--     settles_ms IN_BODY while the body runs; then until when its result and what follows are on their
+--                way: a copy that comes meanwhile waits, one that comes later finds that the process died
+--     home       the broker that the message came from: only a worker of that broker can publish it
 --     1          version of this format.  Later ones begin with the same fields, up to the length or settles_ms
 --     length     of the message, which is last
---     stations   of the leases that it waits for, which are granted on these terms, whatever its code says by now: the
---                terms of its only lock; of several a JSON list of [lock, terms, when it came to that line]
+--     stations   the locks and their terms, on which the leases are granted even if the task's code has changed: of
+--                one lock the terms alone; of several a JSON list of [lock, terms, when the ticket came to that line]
 --     message    bytes
 --
--- When it has passed the last one, the message is given to the caller to publish; the task that gets it claims
--- the turn.  A turn that nobody has claimed in time is given again, and keeps no gate then: others need not wait
--- for its queue.  A line goes by arrival there, so whoever is many takes turns with others at what they share.
--- What is kept is always a beginning of its order.  What a ticket keeps while it waits is renewed by the sweep.
+-- When the ticket has passed its last lock, the message is given to the caller to publish.  Its delivery claims the
+-- turn.  A turn that nobody has claimed in time is given again, without a gate: others need not wait until a
+-- worker takes the message.  A line goes by arrival there, so tenants take turns at a lock that they share.
+-- The units that a ticket keeps are always of the first locks in its order.  The sweep renews them while it waits.
 --
--- Only the mark says that a task is done: one of which nothing is known may have been lost.  Each task
+-- Only the mark says that a task is done: a task of which nothing is known may have been lost.  Each task
 -- that was parked leaves a mark, as a copy of its message may always come.
 
 -- include: _line
 -- include: _newest
 
-local TURNS_MOST = 100           -- given by one script; the script that claims one of them gives more
-local KEPT_UNIT_MS = 300000      -- for which a unit is kept without a sweep
+local TURNS_MOST = 100           -- turns that one script gives; the script that claims one of them gives more
+local KEPT_UNIT_MS = 300000      -- how long a unit is kept if no sweep renews it
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
 local IN_BODY = 0                -- settles_ms of a claim
 local TOTAL = 'bytes'            -- the field beside the tickets
 
-local home                      -- the caller's; nothing or empty: it cannot publish
-local turns = {}                -- given here: lock, ticket, message, delay_ms, and so on; no message: its record
-                                -- was damaged and is set aside (empty), or is gone (nil)
+local home                      -- the caller's broker; nothing or empty: the caller cannot publish
+local turns = {}                -- given by this script: lock, ticket, message, delay_ms, ...  Without a message the
+                                -- record was damaged and is set aside (empty), or is gone (false)
 local claimer                   -- {lock, ticket} that claims its turn here: its message need not be published
-local opened, behind = {}, {}   -- the locks of this script by name, and those to be handed on
-local moves = 0
+local opened, behind = {}, {}   -- the locks of this script by name, and those that are still to be handed on
+local moves = 0                 -- calls of go_on() that this script has made
 
 -- As look(), at all keys of the lock but its limit.
 local function look_at_keys(lock)
@@ -58,7 +59,8 @@ local function look_at_keys(lock)
   if total and not string.find(total, '^%-?%d+$') then error('dislock: its count of bytes cannot be read', 0) end
 end
 
--- If a key of the lock is not here or cannot be read, this is an error, before anything is done.
+-- Open a lock, once in a script.  A key of it that is on another node or cannot be read is an error, before anything
+-- is changed.
 local function open_whole(name)
   if opened[name] then return opened[name] end
   local lock = open(name)
@@ -69,15 +71,16 @@ local function open_whole(name)
   return lock
 end
 
--- The lock of the nth station of a ticket beside another lock, and its member there; nothing if it cannot be read.
+-- The lock of a ticket's nth station, and the ticket's member of it; nothing if the lock cannot be read.
+-- *home_lock* is the ticket's first lock.
 local function station_of(home_lock, ticket, stations, nth)
   if nth == 1 then return home_lock, member_of(ticket) end
   local seen, lock = pcall(open_whole, stations[nth].name)
   if seen then return lock, member_elsewhere(home_lock.name, ticket) end
 end
 
--- Whether a record is that of a task of this name, as park.lua is given it; empty: of any.  Anybody who
--- knows the id of a task may send another task under it.
+-- Whether a record is that of a task of this name, as park.lua is given the name; empty: any task.  Whoever knows
+-- the id of a task may send another task under that id.
 local function is_of(record, task)
   local head = string.match(record, '^[^\n]*')
   local has_name = string.find(head, string.sub(task, 1, #'"task":"'), 1, true)
@@ -104,7 +107,7 @@ local function drop_ticket(lock, ticket)
   return true
 end
 
--- How many are in line or have their turn.
+-- How many tasks wait or have their turn.
 local function count_tickets(lock)
   return redis.call('HLEN', lock.tickets) - redis.call('HEXISTS', lock.tickets, TOTAL)
 end
@@ -126,7 +129,7 @@ end
 
 local function hand_on_later(lock) behind[#behind + 1] = lock end
 
--- Take a ticket out of its lines, and drop all that it keeps, from its nth station on.
+-- Take a ticket out of the lines of its nth and later stations, and drop the units that it keeps there.
 local function give_up(lock, ticket, stations, nth)
   for later = nth, #stations do
     local at, member = station_of(lock, ticket, stations, later)
@@ -153,7 +156,7 @@ end
 local function is_done(lock, name) return redis.call('EXISTS', lock.name .. DONE .. name) == 1 end
 local function mark_done(lock, name) redis.call('SET', lock.name .. DONE .. name, '1', 'PX', COPY_MS) end
 
--- Take a task out of line that must not run.  Its message is kept until its end is reported.
+-- Take a task out of line that is replaced or dropped.  Its message is kept until the task's end is reported.
 local function replace(lock, ticket, message)
   redis.call('HSET', lock.name .. REPLACED, ticket, message)
   keep(lock.name .. REPLACED)
@@ -161,7 +164,7 @@ local function replace(lock, ticket, message)
   mark_done(lock, ticket)
 end
 
--- Without a record nothing is kept.
+-- Take a ticket out of line, and keep *what* for people to see; empty: there was no record to keep.
 local function set_aside(lock, ticket, what)
   forget(lock, ticket)
   if what == '' then return end
@@ -170,7 +173,7 @@ local function set_aside(lock, ticket, what)
 end
 
 -- Some of the tasks that were replaced, and whose end is not reported yet: {ticket, message, ...}.
--- They are chosen at random, so that one whose end cannot be reported does not keep the others waiting.
+-- They are chosen at random, so that a task whose end cannot be reported does not keep the others waiting.
 local function unreported(lock)
   local UNREPORTED_MOST, UNREPORTED_BYTES = 100, 262144  -- in one reply
   local key, found, bytes = lock.name .. REPLACED, {}, 0
@@ -183,20 +186,20 @@ local function unreported(lock)
   return found
 end
 
--- The holder of a turn, for messages.
+-- The holder of a lease that a ticket keeps, for messages.
 local function as_holder(ticket, more)
   local holder = more or {}
   holder.id, holder.parked = string.match(ticket, '^(.*):%d+:%d+$'), true
   return cjson.encode(holder)
 end
 
--- If it is delayed, the message is published now, and comes then.
+-- Return a turn to the caller.  A delayed message is published now, and delivered after delay_ms.
 local function publish(lock, ticket, message, delay_ms)
   for _, part in ipairs({lock.name, ticket, message, delay_ms or 0}) do turns[#turns + 1] = part end
 end
 
--- Whether a parked task may pass a lock: now, or soon as far as only the time is in the way.  Turns are given
--- ahead, as claims take time: all that can start in a moment, else one.
+-- Whether a parked task may pass a lock: now, or soon if only a rate is in the way.  Turns are given ahead,
+-- as claims take time: to all tasks that can start within AHEAD_US, else to one that can start within SOON_US.
 local function may_pass(lock, terms)
   if admits(lock, terms) then return true end
   return lock.early and (lock.early < AHEAD_US or lock.early <= SOON_US and lock.gates == 0)
@@ -209,16 +212,17 @@ local function is_in_front(lock, member, arrived)
   return not head or head == member or arrived > 0 and tonumber(since) > arrived
 end
 
--- Which of its stations a ticket cannot pass yet, if there is one, and the microseconds until it may start.
+-- Number of the first station that a ticket cannot pass yet.  If it can pass all: nil, and the microseconds until it
+-- may start.
 local function next_station(lock, ticket, parked)
   local early = 0
   for nth, station in ipairs(parked.stations) do
     local at, member = station_of(lock, ticket, parked.stations, nth)
     if not at then return nth end
-    if nth > 1 and recall(at) then hand_on_later(at) end  -- these come first
+    if nth > 1 and recall(at) then hand_on_later(at) end  -- recalled tickets may stand before this one
     if lease_of(count_leases(at), member) then
       local wait = starts_in(at, station.terms, 0)
-      if limit_set(at) == 0 or wait > SOON_US then return nth end  -- paused since: it would be sent for nothing
+      if limit_set(at) == 0 or wait > SOON_US then return nth end  -- paused since: its message would be put off
       early = math.max(early, wait)
     else
       local can_publish = nth < #parked.stations or is_claimer(lock, ticket) or parked.home == home and #turns < 4 * TURNS_MOST
@@ -229,7 +233,7 @@ local function next_station(lock, ticket, parked)
   return nil, early
 end
 
--- The tickets that keep a unit of this lock, which is their first, and wait at a later one: the oldest first.
+-- The tickets whose first lock is this one, that keep a unit of it and wait at a later lock: the oldest first.
 local function keeping(lock)
   local found, since = {}, {}
   for member, lease in pairs(count_leases(lock).leases) do
@@ -242,7 +246,8 @@ local function keeping(lock)
   return found
 end
 
--- Keep what it may pass before its nth station for this time.  *has_gates*: and room for a start, where there is a rate.
+-- Keep a unit of each station before the nth for this time; with *has_gates* also a gate of each rate.  *waits* is the
+-- lock in whose line the ticket waits.
 local function keep_units(lock, ticket, stations, nth, ttl_ms, has_gates, waits)
   for before = 1, nth - 1 do
     local terms, at, member = stations[before].terms, station_of(lock, ticket, stations, before)
@@ -262,9 +267,9 @@ local function keep_units(lock, ticket, stations, nth, ttl_ms, has_gates, waits)
   end
 end
 
--- Take a parked task along its stations as far as they admit it, and give it its turn if it has passed them all.
--- Safe at any time: what it has already stays, and if something was lost, it goes back to that line.
--- Returns the lock at which it waits, if there is one.
+-- Take a ticket along its stations as far as they admit it, and give it its turn if it has passed them all.
+-- Safe at any time: units that it keeps stay, and if one was lost, the ticket goes back to the line of that lock.
+-- Returns the lock at which the ticket waits; nil if it has its turn.
 local function go_on(lock, ticket, parked)
   if redis.call('ZSCORE', lock.handed, ticket) and not is_claimer(lock, ticket) then return end
   moves = moves + 1
@@ -294,7 +299,7 @@ local function go_on(lock, ticket, parked)
 end
 
 function give_turn(lock, member)
-  local MOVES_MOST = 200  -- of tickets along their stations, in one script; the sweep does the rest
+  local MOVES_MOST = 200  -- calls of go_on() in one script; the sweep does the rest
   local ticket, beside = ticket_of(member)
   local home_lock = lock
   if beside then
@@ -316,19 +321,19 @@ function give_turn(lock, member)
   return true
 end
 
--- Hand on what tickets have given up at other locks.
+-- Hand on the locks that tickets have given up.
 local function hand_on_all()
   while behind[1] do hand_off(table.remove(behind)) end
 end
 
--- As hand_off(), after tasks whose turn has run out were put back in line.
+-- Put tickets whose turn has run out back in line, then hand off.
 local function recall_and_hand_off(lock)
   recall(lock)
   hand_off(lock)
   hand_on_all()
 end
 
--- Have a ticket begin anew, at the end of its lines.
+-- Have a ticket begin anew, at the end of its first line, without anything that it has kept.
 local function arrive_anew(lock, ticket, parked)
   give_up(lock, ticket, parked.stations, 1)
   redis.call('ZREM', lock.handed, ticket)

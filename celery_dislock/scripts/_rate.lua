@@ -1,18 +1,19 @@
 -- _rate.lua: how often a lock is taken.
 --
--- A start is an acquisition that begins a body.  At most so many are counted in any window of a rate.  A parked
--- task in its first turn, and whoever waits for the next of several locks, keeps a gate until its body begins: room
--- for one start, which nobody else takes.
+-- A start is an acquisition that begins a body.  In any window of a rate, at most as many starts are counted as the
+-- rate says.  A gate is room for one start, which nobody else takes.  A parked task in its first turn keeps one, and
+-- so does an owner that has one of several locks and waits for the next, until its body begins.
 --   <lock>:starts   see _starts.lua
---   <lock>:rate     "1 until_ms most window_ms since_ms note", as people or a body have set it
+--   <lock>:rate     "1 until_ms most window_ms since_ms note", as an operator or a body has set it
 --     until_ms      Redis TIME until which nobody starts
---     most          starts in any window of this length, whatever the code says; 0: the code's rate holds
+--     most          starts in any window of window_ms at most, instead of the code's; 0: the code's rate holds
+--     since_ms      Redis TIME at which it was set
 
 -- include: _lease
 -- include: _starts
 
-local AHEAD_US = 1000000   -- turns are given for starts within this time
-local SOON_US = 15000000   -- and one turn for a start within this
+local AHEAD_US = 1000000   -- turns are given for all starts within this time
+local SOON_US = 15000000   -- one turn is given for a start within this time
 
 local function rate_set(lock)
   if lock.rate == nil then
@@ -29,14 +30,14 @@ local function rate_set(lock)
   return lock.rate
 end
 
--- The rate of an owner with these terms: starts and length of the window in ms; nothing if it has none.
+-- The rate that holds for these terms: starts, and length of the window in ms; nothing if there is none.
 local function rate_of(lock, terms)
   local set = rate_set(lock)
   if set and set.most > 0 then return set.most, set.window end
   return terms.most, terms.window
 end
 
--- If the clock was set back, starts that are later than now become as old as now.
+-- If the clock was set back, set starts that are in the future to now.
 local function set_back(lock)
   if lock.seen then return end
   lock.seen = true
@@ -46,8 +47,8 @@ local function set_back(lock)
   for _ = 1, later do redis.call('LPUSH', starts, now_as_token) end
 end
 
--- Microseconds until one more start is within the rate of an owner with these terms, after *others* that
--- have not started yet; 0: now.
+-- Microseconds until one more start is within the rate that holds for these terms, after *others*, a number of starts
+-- that are still to come; 0: now.
 local function starts_in(lock, terms, others)
   local set = rate_set(lock)
   local held_back = set and math.max(0, set.until_ms - now) * 1000 or 0
@@ -57,7 +58,7 @@ local function starts_in(lock, terms, others)
   return math.max(held_back, due_in(lock.name, most, window, others))
 end
 
--- What stands in place of a holder if only the time is in the way.
+-- The holder in a refusal if it is only too early.
 local function as_early(lock, terms)
   local most, window = rate_of(lock, terms)
   local set = rate_set(lock)
@@ -65,8 +66,8 @@ local function as_early(lock, terms)
   return {early = true, most = most, window_ms = window, held_back = held_back or nil, note = held_back and set.note or nil}
 end
 
--- Count a start of an owner with these terms, which begins a body now.  It is kept for both rates, of the code and
--- of people.
+-- Count a start with these terms.  It is kept for as long as the longer of two rates needs it, the code's and an
+-- operator's.
 local function count_start(lock, terms)
   local most, window = rate_of(lock, terms)
   if most then

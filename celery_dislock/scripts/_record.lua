@@ -1,7 +1,7 @@
 -- _record.lua: how a lease is written, and a waiter's place in line.
 --   owner -> "1 expires_ms token acquired_ms mode holder"
---     1            version of this format.  Later ones begin with the same fields, up to the mode, of which only
---                  the version may be unknown here: see the page Formats
+--     1            version of this format.  Later ones begin with the same fields, up to the mode, which may be one
+--                  that is not known here: see the page Formats
 --     expires_ms   Redis TIME at which the lease ends
 --     token        fencing token, grows with each new lease of the lock
 --     acquired_ms  Redis TIME of the acquisition
@@ -10,23 +10,23 @@
 --   owner -> "1 deadline_ms ttl_ms terms holder"
 --     1            version of this format.  Later ones begin with the same fields, up to the terms
 --     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
---     ttl_ms, and so on   of the lease that it asks for; see acquire.lua
+--     ttl_ms, and so on   of the lease that the waiter asks for; see acquire.lua
 
 -- include: _clock
 -- include: _names
 -- include: _terms
 
 local TAKE_UP_MS = 5000  -- for a waiter to take up a lease that it was handed
--- Two hours in which a copy of a message may come, twice the time after which Redis brokers deliver again:
--- for done-marks, claims whose result was on its way, and reservations with "replace".
+-- Two hours in which a copy of a message may come: twice the time after which Redis brokers deliver a message again.
+-- Done-marks, claims whose result was on its way, and the numbers of reservations with "replace" are kept for it.
 local COPY_MS = 7200000
 
 -- Digits of the numbers in a record: times in ms, and tokens, which are microseconds or a little more.
--- A longer one was written by hand, and could not be written again: Lua writes 14 digits of a number.
+-- A longer number was written by hand, and could not be written again: Lua writes 14 digits of a number.
 local TIME_DIGITS, TOKEN_DIGITS = 14, 16
 
--- Parse a record.  Token and acquired stay text, as they are seldom compared and slow to convert.
--- If it cannot be read, the lock cannot be used: it was written by hand.
+-- Parse the record of a lease.  Token and acquired stay text, as they are seldom compared and slow to convert.
+-- A record that cannot be read was written by hand, and is an error: the lock cannot be used.
 local function read(owner, record)
   local version, expires, token, acquired, mode, holder =
     string.match(record, '^(%d+) (%d+) (%d+) (%d+) (%a+) (.*)$')
@@ -40,7 +40,8 @@ local function read(owner, record)
   }
 end
 
--- Nothing if it cannot be read, or its waiter has died.  Without terms: only a later version knows them.
+-- Parse a place.  Nothing if it cannot be read, or its waiter has died.  Without terms if only a later version knows
+-- them.
 local function read_place(record)
   local version, deadline, ttl, terms, holder =
     string.match(record or '', '^(%d+) (%d+) (%d+) (%S+) (.*)$')

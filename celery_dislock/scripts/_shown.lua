@@ -1,9 +1,9 @@
--- _shown.lua: what people are told of those who wait, without what is too long for them.
+-- _shown.lua: what people are shown of waiters and parked tasks, without the parts that are too long.
 
 -- include: _lease
 
 local HEAD_MOST = 65536  -- bytes of a record that come before its message: hundreds of locks
-local HEADER_MOST = 16384  -- bytes of a message; what is cut off cannot be read, and is shown as such
+local HEADER_MOST = 16384  -- bytes of a message's head; a head that is cut off is shown as one that cannot be read
 
 -- What is parked under a ticket beside a lock, in two lines: the second has the head of its message.
 local function show_ticket(name, ticket)

@@ -1,15 +1,16 @@
 -- _starts.lua: when a lock with a rate was taken.
---   <lock>:starts   Redis TIME in microseconds of the starts, newest first; after them "1 most window_ms":
---                   the largest that were asked for, so many starts are kept, and for so long
+--   <lock>:starts   Redis TIME in microseconds of the starts, newest first; after them "1 most window_ms", the
+--                   largest that any owner asked for: *most* starts are kept, for window_ms
 
 -- include: _record
 
--- Redis TIME of the newest start but some, in microseconds; 0: there is none.
+-- Redis TIME in microseconds of the newest start, or of the one *but* starts before it; 0: there is none.
 local function newest(lock, but)
   return tonumber(redis.call('LINDEX', lock .. STARTS, but or 0)) or 0
 end
 
--- Microseconds until one more start is within a rate, after *others* that have not started yet; 0: now.
+-- Microseconds until one more start is within a rate, after *others*, a number of starts that are still to come.
+-- 0: now.
 local function due_in(lock, most, window, others)
   local before = tonumber(redis.call('LINDEX', lock .. STARTS, most - 1 - others % most))
   local wait = before and math.max(0, before + window * 1000 - now_us) or 0
@@ -21,7 +22,7 @@ local function add_start(lock, most, window)
   local kept, kept_ms = string.match(redis.call('LINDEX', starts, -1) or '', '^%d+ (%d+) (%d+)')
   kept, kept_ms = math.max(most, tonumber(kept) or 0), math.max(window, tonumber(kept_ms) or 0)
   local there = redis.call('LPUSH', starts, now_as_token)
-  redis.call('LTRIM', starts, 0, math.min(kept, there > 1 and there - 1 or 1) - 1)  -- without what ends it
+  redis.call('LTRIM', starts, 0, math.min(kept, there > 1 and there - 1 or 1) - 1)  -- without "1 most window_ms"
   redis.call('RPUSH', starts, string.format('1 %.0f %.0f', kept, kept_ms))
   redis.call('PEXPIRE', starts, kept_ms)
 end

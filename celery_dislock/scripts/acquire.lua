@@ -1,26 +1,26 @@
 -- acquire.lua: take a lock if it admits one more lease, or wait in line for it; or several locks.
 --
--- KEYS      the locks, in the order in which everybody takes them
+-- KEYS      the locks, in the order in which all owners take them
 -- ARGV[1]   owner
 -- ARGV[2]   ttl_ms     integer > 0
 -- ARGV[3]   holder     JSON, for messages and tools
--- ARGV[4]   terms      see _terms.lua; of several locks one for each: "x:3,x:1", or one for all
+-- ARGV[4]   terms      see _terms.lua; for several locks the terms of each: "x:3,x:1", or one for all
 -- ARGV[5]   place_ms   > 0: wait in line, where the place is kept for this time unless asked again
 --                      0: do not wait
--- ARGV[6]   fair       1: come after those who wait   0: pass them where the lock admits one more
+-- ARGV[6]   fair       1: come after those who wait   0: pass them if the lock admits one more lease
 --
 -- Returns   {1, token, ...}     granted, with the token of each lock: the leases end in ttl_ms unless renewed
 --           {0, nth, lease...}  refused by the nth lock, counted from 0; lease: the one in the way, four
---                               values as in_the_way() has them
+--                               values as in_the_way() returns them
 -- Touches beside each lock its line and places, and the wake lists of those who wait.
--- An asker that does not wait gets all of the locks or none.  One that waits stands in line at the lock that
--- refused it, and keeps those before it: as all take them in one order, no two wait for each other.  Its start
--- is counted when it has them all, and it keeps room for that.
--- Safe to send twice: an owner that has a lock already gets the same token again, and its expiry is reset;
--- one that waits already keeps its place.
+-- An asker that does not wait gets all of the locks or none.  An asker that waits stands in line at the lock that
+-- refused it, and keeps the locks before that.  As all take the locks in one order, no two askers wait for each other.
+-- A start is counted when the asker has all of the locks; until then it keeps a gate, see _rate.lua.
+-- Safe to send twice: an owner that has a lock already gets the same token again, and the lease's expiry is reset;
+-- an owner that waits already keeps its place.
 --
 -- While a slot moves, an asker that does not wait is refused as long as the lock is held, and passes a line
--- that cannot be seen; if a limit cannot be seen, it gets an error.  One that waits gets an error.
+-- that cannot be seen; if a limit cannot be seen, it gets an error.  An asker that waits gets an error.
 
 -- include: _states
 -- include: _free
@@ -35,21 +35,21 @@ if free then return {GRANTED, free} end
 local place_ms, passes_line = tonumber(ARGV[5]), ARGV[6] == '0'
 local waits = place_ms > 0
 
--- The lease of another delivery of the same task.  If the lock admits one lease, that is in the way
--- anyway; if it admits more, the task would run twice at a time.
+-- The lease of another delivery of the same task, which would run twice at a time.  Not looked for if the lock admits
+-- only one lease: any lease is in the way then.
 local function copy_in(lock, terms)
   local task = (limit_set(lock) or not are_alone(terms)) and string.match(owner, '^[^@]*@')
   return task and leases_of(lock, task)[1]
 end
 
--- Returns the token, whether its lease is a new one, and whether its start is still to be counted; nothing
+-- Returns the asker's token, whether its lease is new, and whether its start is still to be counted; nothing
 -- if the lock refuses.
 local function take(lock, terms)
   local holder = waits and #KEYS > 1 and rate_of(lock, terms) and with_gate(holder) or holder
   local mine = lease_of(lock, owner)
   if mine then
     renew(lock, mine, ttl)
-    pcall(redis.call, 'DEL', lock.name .. WAKE .. owner)  -- it ends by itself while the slot moves
+    pcall(redis.call, 'DEL', lock.name .. WAKE .. owner)  -- if it is hidden while the slot moves, it expires
     return mine.token, false
   end
 
@@ -71,14 +71,14 @@ local function take(lock, terms)
     if not waits and admits(lock, terms) and redis.call('EXISTS', lock.line) == 0 then
       return grant(lock, owner, ttl, terms, holder), true, true
     end
-    -- As far as only the time is in the way, nobody's release wakes it: it counts those before it.
+    -- If it is only too early, no release wakes the asker: it asks again when those before it in line have started.
     local rank = lock.early and redis.call('ZRANK', lock.line, owner)
     if rank then lock.early = starts_in(lock, terms, lock.gates + rank) end
   end
 end
 
--- If its lease on an earlier lock was ended meanwhile, the asker must not keep a later one: it would wait
--- for somebody who waits for that.
+-- End the asker's lease on a lock that comes after the one which refused.  The asker had that one, too, but its lease
+-- was ended meanwhile.  With a later lock and without an earlier one, it could wait for an owner that waits for it.
 local function give_up(lock)
   local mine = lease_of(lock, owner)
   if not mine then return end
@@ -91,7 +91,7 @@ local asked = {}
 for one in string.gmatch(ARGV[4], '[^,]+') do asked[#asked + 1] = parse_terms(one) end
 local function terms_of(nth) return asked[nth] or asked[1] end
 
-local locks = {}  -- if one cannot be read, none is changed
+local locks = {}  -- all are read before one is changed
 for nth, key in ipairs(KEYS) do
   local lock = open(key)
   locks[nth] = lock
@@ -99,7 +99,8 @@ for nth, key in ipairs(KEYS) do
   limit_set(lock)
   if not lease_of(lock, owner) then
     admits(lock, terms_of(nth))
-    -- A hidden limit keeps the asker out.  This is the error of a slot that moves: its client asks again.
+    -- A hidden limit keeps the asker out.  This command answers with the error of a slot that moves, and the client
+    -- asks again.
     if lock.hidden and not lock.set then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
   end
 end
@@ -127,7 +128,7 @@ for nth, lock in ipairs(locks) do
   starting[nth] = starts
 end
 
--- It has them all, and its body begins, if it may start at all of them.
+-- The asker has all of the locks.  Its body begins if no rate of theirs is in the way.
 for nth, lock in ipairs(locks) do
   local early = has_gate(lease_of(lock, owner)) and starts_in(lock, terms_of(nth), 0) or 0
   if early > 0 then

@@ -1,9 +1,9 @@
--- aside.lua: read a page of what was set aside, after taking some of it out.
+-- aside.lua: read a page of the tickets that were set aside, after taking some out.
 --
 -- KEYS[1]   lock
 -- ARGV[1]   cursor     0 for the first page
 -- ARGV[2]   count      of tickets, more or less
--- ARGV[3]   ticket...  what a person has dealt with, to be taken out first
+-- ARGV[3]   ticket...  that a person has dealt with, to be taken out first
 --
 -- Returns   {cursor, {ticket, record, ...}}   cursor: of the next page; 0: this was the last
 -- Touches the hash of what was set aside, and nothing else.

@@ -1,12 +1,12 @@
--- begin.lua: a task begins whose message was reserved, and which does not ask for its lock by a script
--- that says so: it takes none, takes several, or was handed its lock by another.
+-- begin.lua: begin a task whose message was reserved, and whose acquisition has not done so (see _begins.lua): the
+-- task takes no lock or several, or was handed its lock.
 --
 -- KEYS[1]   <lock>:unique
 -- ARGV      id, mark, number   of the message
 --           ends, ttl_ms       see begin_unique() in _unique.lua
 --           elsewhere          1: the name is not of the task's own locks   0: it is
 --
--- Returns   the id of the task by whose message it was replaced, and which runs instead; else nil
+-- Returns   the id of the task whose message has replaced this one, and which runs instead; else nil
 
 -- include: _unique
 

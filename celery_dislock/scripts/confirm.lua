@@ -1,20 +1,21 @@
--- confirm.lua: keep a reservation, because its message has been sent, or waits or runs on.
+-- confirm.lua: keep a reservation, because its message has been sent or still waits, or its task still runs.
 --
 -- KEYS[1]   <lock>:unique
 -- ARGV      id, mark, number   of the message
 --           ttl_ms   integer > 0; an expiry that is later stays, unless the message was just sent
 --           runs     1: the task runs   0: its message waits, or was just sent
 --
--- Returns   1 kept   0 it is not there, or another's, or the task has begun and the caller does not know
+-- Returns   1 kept   0 it is not there, or is another message's, or the task has begun unknown to the caller
 --
--- Messages with lower numbers are replaced from now on, also if another has the key.  Touches that record alone.
+-- Messages with lower numbers are replaced from now on, even if the key is reserved for another.  Touches that record
+-- alone.
 
 -- include: _clock
 -- include: _reservation
 
 local id, mark, number, ttl, runs = unpack(ARGV)
 
--- The usual case, before all that the others need: it was reserved a moment ago.
+-- The usual case is answered before the rest is defined: the key was reserved a moment ago.
 local its_id, rest, its_number, its_mark = string.match(redis.call('GET', KEYS[1]) or '',
   '^1 s %d+ (%S+) (%d+ %d+ %S+ (%d+) [01] (%S+) 0 0 0 0 %-)$')
 if its_id == id and its_number == number and its_mark == mark and runs == '0' then

@@ -17,12 +17,12 @@ if #ARGV == 4 then return 1 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local room = fields - redis.call('HLEN', counts)
-redis.call('ZADD', index, now, counts)  -- first: a server without memory refuses it, and all is sent again
+redis.call('ZADD', index, now, counts)  -- first: a server without memory refuses this, and all is sent again
 redis.call('PEXPIRE', index, kept_ms)
 for i = 5, #ARGV, 2 do
   local is_there = room > 0 or redis.call('HEXISTS', counts, ARGV[i]) == 1
   if is_there and pcall(redis.call, 'HINCRBY', counts, ARGV[i], ARGV[i + 1]) then
-    room = room - 1  -- or is there already: then fewer are let in now, and the rest with the next batch
+    room = room - 1  -- also for a field that is there already: some new ones then come with the next batch only
   end
 end
 redis.call('PEXPIRE', counts, kept_ms)

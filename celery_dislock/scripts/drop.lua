@@ -1,14 +1,14 @@
--- drop.lua: take a parked task out of line because a person wants it, or take its turn away.
+-- drop.lua: take a parked task out of line at a person's command, or take its turn away.
 --
 -- KEYS[1]   lock
 -- ARGV      home     the caller's broker
 --           ticket
 --           note     why: a member of a JSON object, which is added to our header in the message
 --
--- Returns   {0, turns}                  it is not in line: it runs, or is done, or was dropped before
---           {1, turns, message, ours}   it was; ours: 1 the caller can publish the message, and tells
---                                       the task's end   0 a worker of the message's broker does so
---           {2, turns}                  its record cannot be read: it is set aside
+-- Returns   {0, turns}                  the task is not in line: it runs, or is done, or was dropped before
+--           {1, turns, message, ours}   dropped; ours: 1 the message is of the caller's broker, and the caller
+--                                       reports the task's end   0 a worker of the message's broker does so
+--           {2, turns}                  the record cannot be read: it is set aside
 -- Touches all keys of the lock.  No copy of its message runs.  Sent twice, the second answers 0.
 
 -- include: _parked

@@ -5,8 +5,8 @@
 -- ARGV[2]   cursor    of the fields; 0 for the first page
 -- ARGV[3]   count     fields of a page, more or less
 --
--- Returns   {cursor, field, head, ...}   those that match, and how their records begin; 0: that was the last page
---           {'0', '', head}              of a string; empty: there is none
+-- Returns   {cursor, field, head, ...}   fields that match, and the heads of their records; cursor 0: the last page
+--           {'0', '', head}              of a string; head empty: there is none
 -- Touches that key alone; changes nothing.
 
 local HEAD_MOST = 1024  -- bytes

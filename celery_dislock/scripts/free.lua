@@ -1,14 +1,15 @@
--- free.lua: end one lease because a person wants it, and hand the lock on.
+-- free.lua: end one lease at a person's command, and hand the lock on.
 --
 -- KEYS[1]   lock
 -- ARGV      owner      of the lease
 --           token      of the lease
 --           home       the caller's broker; empty: it cannot publish
---           or_older   1: each of several servers has a token of its own, and the newest of them is given
+--           or_older   1: also end a lease with an older token: of several servers each has a token of its own, and
+--                      the newest one is given
 --
 -- Returns   1 or {1, turns} ended   0 it had ended before, or the owner has another lease by now
--- Touches all keys of the lock but those of its marks.  Also ends a lease that is left to expire, and the
--- turn of a parked task, or what it keeps: it goes to the end of its lines.  Sent twice, the second answers 0.
+-- Touches all keys of the lock but those of its marks.  Also ends a lease that is left to expire.  A parked task whose
+-- turn or unit is ended goes to the end of its first line.  Sent twice, the second answers 0.
 
 -- include: _parked
 
@@ -28,12 +29,12 @@ end
 local lease = shown()
 if not lease then return 0 end
 drop(lock, lease)
-redis.call('DEL', lock.name .. WAKE .. owner)  -- its news, if it was handed the lease
+redis.call('DEL', lock.name .. WAKE .. owner)  -- the owner's news, if it was handed the lease
 if is_parked(owner) then
   local ticket, beside = ticket_of(owner)
   local its = beside and open_whole(beside) or lock
   local parked = read_ticket(its, ticket)
-  -- If nobody else waits, it is sent again now.
+  -- If nobody else waits, its message is published again now.
   if parked then arrive_anew(its, ticket, parked) end
   if parked and beside then recall_and_hand_off(its) end
 end

@@ -1,11 +1,10 @@
--- give_back.lua: put a parked task back in line whose message could not be published.
+-- give_back.lua: put a parked task whose message could not be published back in line.
 --
 -- KEYS[1]   lock
 -- ARGV[1]   ticket
 --
--- Returns   1 it has its old place again   0 it did not have its turn any more
--- Touches all keys of its locks.  Gives nobody else the turn: the
--- next sweep does.  Sent twice, the second answers 0.
+-- Returns   1 the task has its old place again   0 it did not have its turn any more
+-- Touches all keys of its locks.  Gives nobody else a turn: the next sweep does.  Sent twice, the second answers 0.
 
 -- include: _parked
 

@@ -3,7 +3,8 @@
 -- KEYS[1]   lock
 -- ARGV[1]   ticket
 --
--- Returns   1 it is in line, has its turn, runs, lost its place, was set aside or is done   0 nothing is known of it
+-- Returns   1 the task is in line, has its turn, runs, was replaced or set aside, or is done
+--           0 nothing is known of it
 -- Touches the lock's tickets, claims and marks; changes nothing.
 
 -- include: _names

@@ -1,19 +1,20 @@
--- leave.lua: take a parked task out of line that nobody parks again, and give its turn on.
+-- leave.lua: take a parked task out of line for good, and hand its turn on.
 --
 -- KEYS[1]   lock
 -- ARGV      home     the caller's broker
 --           ticket
---           how      over: it has ended, and no copy of it must run, wherever it was
---                    ended: the same of one that has not claimed its turn; it may have sent itself again, so copies run
---                    runs: it runs without a lock; no other copy of its turn must
---                    aside: nobody can run it; what is stored of it is kept for people to see
---                    unread: the same, also of one that has lost its place, whose end cannot be told
---           task     as for park.lua: another task of its id is left where it is
+--           how      over: the task has ended, and no copy of it must run, even if it has claimed its turn
+--                    ended: the task has ended, and has not claimed its turn; it may have sent itself again, so
+--                           copies run
+--                    runs: the task runs without a lock, and no other copy of it must
+--                    aside: nobody can run the task; its record is kept for people to see
+--                    unread: as aside, also for a task that was replaced, and whose end cannot be reported
+--           task     as for park.lua: another task with the same id stays in line
 --
--- Returns   {left, turns}   left: 1 it was there, waiting or with its turn, or had lost its place; or with "runs"
---                                 nothing is known of it
---                                 2 it has claimed its turn, was set aside or is done; or it has lost its
---                                   place, with "runs" or "aside": nothing was changed
+-- Returns   {left, turns}   left: 1 the task was there: it waited, had its turn, or was replaced; or "runs", and
+--                                   nothing is known of it
+--                                 2 it has claimed its turn, was set aside or is done; or it was replaced, with
+--                                   "runs" or "aside": nothing was changed
 --                                 0 it was not there
 -- Touches all keys of the lock.  Sent twice, the second answers 0 or 2.
 
@@ -32,7 +33,7 @@ if has_claimed and how ~= 'over' then return {LEFT_BEFORE, turns} end
 if record and not has_place and (how == 'runs' or how == 'aside') then return {LEFT_BEFORE, turns} end
 if not (record or has_claimed) then
   local is_known = is_done(lock, ticket) or redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1
-  if how == 'over' then recall_and_hand_off(lock) end  -- what it had may have been lost
+  if how == 'over' then recall_and_hand_off(lock) end  -- its record may be lost, and the lock free for the next
   if is_known or how ~= 'runs' then return {is_known and LEFT_BEFORE or NOT_THERE, turns} end
   write_first(lock.name)
 end

@@ -1,7 +1,7 @@
 """The life of one lock, in which each script runs, and calls each command that any script calls.
 
-For the trial of a lock server: a script that a server refuses, or a command that it forbids to its
-user, fails here and not in the middle of a task.
+For the trial of a lock server: a script that the server refuses, or a command that it forbids to
+the user, fails here and not in the middle of a task.
 """
 
 from __future__ import annotations

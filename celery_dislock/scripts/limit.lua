@@ -10,7 +10,7 @@
 -- Returns   {before, turns}   before: the limit that was set until now; empty: none
 -- Touches all keys of the lock.  <lock>:limit is "1 limit since_ms note".  It has no expiry unless one is
 -- given: tasks that an operator has stopped must not run because some days have passed.
--- Those who have the lock keep it.  Those who wait stay in line, and are admitted by the new limit.
+-- Owners that hold the lock keep it.  Owners that wait stay in line, and are admitted by the new limit.
 
 -- include: _parked
 

@@ -6,7 +6,8 @@
 --
 -- Returns   {total, cursor, {lock, number, ...}}   cursor: of the next page; 0: this was the last
 --                                                 number: empty if it may not be struck off yet
--- Touches that hash alone, and changes nothing but how long it is kept.  What stays in it all the while is on one page at least.
+-- Touches that hash alone, and changes only how long it is kept.  A lock that is in it while all pages are read is on
+-- at least one of them.
 
 -- include: _index
 

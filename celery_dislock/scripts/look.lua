@@ -9,19 +9,19 @@
 --   now_ms         Redis TIME
 --   leases         {owner, expires_ms, token, mode, holder, acquired_ms, ...}   six for each live lease
 --   waiting        how many stand in line
---   line           {member, joined_us, record, ...}   of an owner what it waits for, see _record.lua; of a
---                  ticket what is parked, see _parked.lua, in two lines: the second has the head of its message;
---                  nothing if its member cannot be read, or the lock that has its record
---   turns          {ticket, ends_ms, record, ...}     of those whose message is on its way
+--   line           {member, joined_us, record, ...}   record: of an owner its place, see _record.lua; of a ticket its
+--                  record, see _parked.lua, in two lines: the second has the head of its message; empty if the
+--                  member cannot be read, or the lock that has the record
+--   turns          {ticket, ends_ms, record, ...}     of parked tasks that have their turn
 --   aside          how many tickets were set aside
 --   ticked_ms      since a beat that leads has claimed or noted a tick; -1: no beat has, for thirty days
 --   rate           {set, set_ms, in_effect, early_ms}
---                  set, set_ms   what people have set, see _rate.lua, and until that ends, as limit_ms
---                  in_effect     "most/window_ms", of the first in line at this lock, else of those who came last;
---                                or empty
---                  early_ms      until the next start; 0: it may be now
---   reservation, limit   see _unique.lua and limit.lua; empty: there is none
---   limit_ms       until that ends; negative: it does not, or is not there
+--                  set           the record of _rate.lua, as an operator or a body has set it
+--                  set_ms        how long that lasts, as limit_ms
+--                  in_effect     "most/window_ms" of the first in line, or else of the last starts; or empty
+--                  early_ms      until the next start may be; 0: now
+--   reservation, limit   the records of _unique.lua and limit.lua; empty: there is none
+--   limit_ms       how long the limit lasts; negative: it does not end, or there is none
 -- Touches the lock, its line and what belongs to it, and the tickets beside other locks that stand in this line;
 -- changes nothing.
 

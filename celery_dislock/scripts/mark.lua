@@ -4,9 +4,9 @@
 -- ARGV[1]   mark     left out: only read it
 -- ARGV[2]   ttl_ms   integer > 0
 --
--- Returns   the mark that was read; nothing where there is none, or one was left
--- Touches the mark alone.  An id may look like another task's ticket, so that parked tasks which are done
--- have marks of another name.  Sent twice, it is there all the same.
+-- Returns   the mark that was read; nothing if there is none, or if one was left
+-- Touches the mark alone.  An id may look like another task's ticket, so the done-marks of parked tasks have other
+-- names.  Safe to send twice.
 
 if #ARGV == 0 then return redis.call('GET', KEYS[1]) end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])

@@ -84,7 +84,7 @@ _OF_A_TASK = re.compile(rf"(.*?:\{{[^}}]*\}}(?::and:[0-9a-f]+)?)({DONE}|{UNSENT}
 
 def mark_in(redis_key: str) -> tuple[str, str, str] | None:
     """
-    Return what the name of a mark about a task says; None for keys of other things.
+    Parse the name of a task's mark; None for keys of other things.
 
     Returns:
         The lock's name, DONE or UNSENT, and what is marked: a ticket, an owner or a task's id.

@@ -1,36 +1,36 @@
 -- park.lua: take a lock for a task, or park it in line.
 --
--- KEYS      its locks, in the order in which it passes them; the first has its ticket
+-- KEYS      the task's locks, in the order in which the task passes them; its ticket is kept beside the first
 -- ARGV      owner, ttl_ms, holder, terms   as for acquire.lua
 --           home, ticket
---           same_task  owners of the same task begin with this
+--           same_task  the names of all owners of this task begin with this
 --           marked     0: the message does not say that it was parked   1: it does; if nothing is known of
---                      the task, as after a failover, it runs or is parked again
+--                      the task, as after a failover, the task runs or is parked again
 --           message    empty: only ask
---           most, most_bytes   tasks that may wait in line, 0: any number; and of their records together
---           overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room;
---                      that is the one that comes, if it was sent before the first in line
---           task       its name: "task":"...", as its message writes it; empty: not known
---           sent       when its message was sent, Redis TIME in microseconds: it supersedes those that were sent before,
---                      and one that comes when a newer one came before it is superseded; empty: neither
---           index      of lines, see _index.lua; empty: on another node, and the client lists the line
---           listed     Redis TIME in microseconds of this node before that; 0: it is not listed yet
+--           most, most_bytes   how many tasks may wait in line, 0: any number; how long their records may be together
+--           overflow   if the line is full: skip: refuse the newcomer   replace: the oldest task makes room; that
+--                      is the newcomer, if its message was sent before that of the first in line
+--           task       name of the task: "task":"...", as its message writes it; empty: not known
+--           sent       when the message was sent, by the sender's clock, in microseconds.  The task supersedes tasks
+--                      that were sent before it, and is superseded by one that was sent after it; empty: neither
+--           index      of lines, see _index.lua; empty: it is on another node, and the client lists the line
+--           listed     Redis TIME in microseconds of this node before the client listed the line; 0: not listed yet
 --
 -- Returns   {state, turns, ...}
 --   {1, turns, claimed, lock, token, ...}   granted, each lock with its token; claimed: 1 a parked task's turn
 --                                           0 no ticket
---   {0, turns, lock, place, lease...}       refused; place: that it would have in line; lock: the one that refuses;
---                                           lease: the one in the way, four values as in_the_way() has them
+--   {0, turns, lock, place, lease...}       refused by this lock; place: the task's, if it were put in line;
+--                                           lease: the one in the way, four values as in_the_way() returns them
 --   {2, turns, lock, place, lease..., replaced, told}   parked, in the line of this lock; replaced: {ticket,
---                                           message, ...}; told: holders that must end for it
---   {3, turns}                              this work is done: a mark says so, and nothing else does
+--                                           message, ...}; told: holders that must end for this task
+--   {3, turns}                              a mark says that this work is done; or it was set aside
 --   {4, turns, lock, waiting, lease...}     the line is full, or was when this owner asked before
---   {5, turns, task}                        it is superseded: this task was sent later; it leaves its line
---   {7, turns}                              a later version has parked it: only that can claim its turn
---   {6, turns, listed}                      it was not put in line: list the line, and ask again with this time
--- Touches all keys of the locks, and the index.  A task that waits already keeps its place, and so does one that ran in a
--- process that died.  Who was parked is granted the locks on the terms of its ticket, not those that are asked for.
--- Bounds are those of the first line, and count all whose ticket is there.
+--   {5, turns, task}                        superseded by this task, which was sent later; taken out of line
+--   {7, turns}                              parked by a later version: only a worker of that can claim the turn
+--   {6, turns, listed}                      not put in line: list the line, and ask again with this time
+-- Touches all keys of the locks, and the index.  A task that waits already keeps its place, and so does one whose
+-- process died while the task ran.  A parked task is granted the locks on the terms of its ticket, not on those of
+-- the request.  most and most_bytes are limits of the first line, and count all tickets beside that lock.
 -- Safe to send twice: the owner is given the same tokens, the ticket has the same place.
 
 -- include: _states
@@ -52,11 +52,11 @@ home, most, most_bytes = its_home, tonumber(most), tonumber(most_bytes)
 
 local this = sent ~= '' and {sent = math.min(tonumber(sent), now_us), terms = terms, task = string.sub(same_task, 1, -2)}
 
-local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
+local NO_PLACE = 0  -- the place, in a refusal of a task that is not put in line
 local lock = open_whole(name)
 local asked = {}
 do
-  local words = string.gmatch(terms, '[^,]+')  -- one for each lock, or one for all
+  local words = string.gmatch(terms, '[^,]+')  -- terms of each lock, or of all
   local word
   for nth, key in ipairs(KEYS) do
     word = words() or word
@@ -65,7 +65,7 @@ do
   end
 end
 
--- How many wait for their turn; for a task that supersedes them, also those that have it.
+-- How many tasks wait for their turn.  For a task that supersedes others, also those that have their turn.
 local function waiting()
   return count_tickets(lock) - (this and 0 or redis.call('ZCARD', lock.handed))
 end
@@ -76,7 +76,8 @@ local function about_lock(state, its, place)
   return {state, turns, its.name, place, lasts, its_owner, its_holder, held}
 end
 
--- This delivery is over.  If it could claim a turn, a late copy of its request must not: for nobody.
+-- Answer that the task is in line: this delivery is over.  If it could have claimed a turn, it is marked as done:
+-- a late copy of this request would claim the turn, and nobody would read the reply.
 local function in_line()
   if marked ~= '0' then mark_done(lock, owner) end
   local parked, its, rank = read_ticket(lock, ticket), lock, nil
@@ -94,7 +95,8 @@ local function in_line()
   return answer
 end
 
--- The first of these locks that does not admit this task, with *whenever* but for the time.
+-- The first of these locks that does not admit this task.  With *whenever*, a lock for which it is only too early
+-- counts as one that admits it.
 local function refusing(stations, whenever)
   for nth, station in ipairs(stations) do
     local at = nth == 1 and lock or open_whole(station.name)
@@ -121,7 +123,7 @@ end
 
 local function list() if index ~= '' then list_line(index, name) end end
 
--- Whether the line may not be listed any more when something is put in it.
+-- Whether the line may be missing from the index: the client has not listed it, or too long ago.
 local function is_unlisted() return index == '' and now_us >= listed + LISTED_US end
 local function list_first() return {UNLISTED, turns, string.format('%.0f', now_us)} end
 
@@ -136,13 +138,13 @@ local function put_in_line(joined, stations, its_home, its_message)
 end
 
 local NO_ROOM, ROOM, OLDEST = 0, 1, 2
--- Make room in line for a record of this size; if the line is full, by taking out the oldest, if that is wanted.
--- Returns NO_ROOM, and nothing is changed; ROOM; or OLDEST: the task that comes is the one that makes room.
+-- Make room in line for a record of this size.  From a full line the oldest tasks are taken out, with "replace".
+-- Returns NO_ROOM: nothing was changed; ROOM; or OLDEST: the newcomer is the oldest, and makes room itself.
 local function make_room(size)
-  local TAKEN_MOST = 100    -- that make room for one
-  local LOOKED_MOST = 1000  -- places, at the head of the line
+  local TAKEN_MOST = 100    -- tickets that are taken out for one newcomer
+  local LOOKED_MOST = 1000  -- places at the head of the line
 
-  -- When a message was sent, if its first line says so: our header comes first, as Message.to_bytes() writes it.
+  -- When a message was sent, if its first line says so.  Our header comes first, as Message.to_bytes() writes it.
   local function sent_at(stored)
     return tonumber(string.match(stored, '^[^\n]*,"headers":{"dislock":{"v":1,"sent":(%d+)'))
   end
@@ -152,7 +154,7 @@ local function make_room(size)
     return mine and its and mine < its
   end
 
-  -- Tickets that wait, the oldest first: those that have passed this lock and wait at a later one, then its line.
+  -- Tickets that wait, the oldest first: those that have passed this lock and wait at a later one, then this line.
   local function waiting_longest()
     local found = keeping(lock)
     for _, other in ipairs(this and redis.call('ZRANGE', lock.handed, 0, -1) or {}) do found[#found + 1] = other end
@@ -167,7 +169,8 @@ local function make_room(size)
   local too_many = most > 0 and waiting() - most + 1 or 0
   local too_long = tonumber(redis.call('HGET', lock.tickets, TOTAL) or 0) + size - most_bytes
 
-  -- If there are far too many tasks, each that comes takes out some of them.  There are never too many bytes.
+  -- If there are far too many tasks, as after a limit was lowered, each newcomer takes out TAKEN_MOST of them.
+  -- most_bytes always holds.
   local function is_room()
     return too_long <= 0 and (too_many <= 0 or #goes == TAKEN_MOST)
   end
@@ -191,8 +194,8 @@ local function make_room(size)
   return is_oldest and OLDEST or ROOM
 end
 
--- It claims its turn before it may start: clocks differ, and others may have started.  It keeps the turn, and
--- comes again then.
+-- The task claims its turn before it may start: clocks differ, and others may have started.  It keeps the turn, and
+-- its message comes again after wait_ms.
 local function not_yet(wait_ms, parked, its)
   keep_units(lock, ticket, parked.stations, #parked.stations + 1, wait_ms + ttl, parked.times == 1)
   redis.call('ZADD', lock.handed, now + wait_ms + ttl, ticket)
@@ -200,7 +203,7 @@ local function not_yet(wait_ms, parked, its)
   return {REFUSED, turns, its.lock.name, NO_PLACE, wait_ms, '', early, NOT_KNOWN}
 end
 
--- Microseconds until a ticket that has passed all its locks may start, and the one that says so.
+-- Microseconds until a ticket that has passed all its locks may start, and the lock whose rate sets this time.
 local function starts_when(stations)
   local early, its = 0, nil
   for nth, station in ipairs(stations) do
@@ -211,7 +214,7 @@ local function starts_when(stations)
   return early, its
 end
 
--- Whether it has passed all its locks, and still keeps what it has passed.
+-- Whether the ticket has passed all its locks, and still keeps them.
 local function has_all(stations)
   for nth = 1, #stations do
     local at, member = station_of(lock, ticket, stations, nth)
@@ -220,8 +223,8 @@ local function has_all(stations)
   return true
 end
 
--- Its ticket is in line, or has its turn, which it claims.  An unmarked message is acknowledged: it is a copy,
--- or this request is late.  So is one whose delivery is over.
+-- The task was parked before: it waits, or has its turn, which this message claims.  An unmarked message is
+-- acknowledged, as it is a copy, or this request is late; so is a message whose delivery is over.
 local function parked_before(record)
   local parked = parse_ticket(record)
   local may_claim = not parked or marked ~= '0' and not is_done(lock, owner)
@@ -237,7 +240,7 @@ local function parked_before(record)
   local early, its = starts_when(stations)
   if parked and early > 0 and early <= SOON_US then return not_yet(math.ceil(early / 1000), parked, its) end
   forget(lock, ticket)
-  if parked and (early > 0 or refusing(stations, true)) then  -- an operator has changed its terms
+  if parked and (early > 0 or refusing(stations, true)) then  -- an operator has changed a limit or a rate
     return put_in_line(parked.joined, stations, parked.home, parked.message)
   end
   local answer = claim(parked and parked.joined or now_us, stations)
@@ -245,7 +248,7 @@ local function parked_before(record)
   return answer
 end
 
--- It has claimed its turn before.  Unless its result is on its way, that process has died.
+-- The task has claimed its turn before.  Unless its result is on its way, the process that ran it has died.
 local function ran_before(record)
   local before = parse_claim(record)
   if before.settles > now then
@@ -254,7 +257,7 @@ local function ran_before(record)
   local its = refusing(before.stations)
   if not its then
     local answer = claim(before.joined, before.stations)
-    recall_and_hand_off(lock)  -- what else that process held
+    recall_and_hand_off(lock)  -- whatever else that process held
     return answer
   end
   if message == '' then return about_lock(REFUSED, its, waiting() + 1) end
@@ -263,7 +266,7 @@ local function ran_before(record)
   return put_in_line(before.joined, before.stations, home, message)
 end
 
--- Nothing is known of it.  *otherwise* is called if it does not get the lock at once.
+-- Nothing is known of this task.  *otherwise* is called if the task does not get its locks at once.
 local function new(otherwise)
   local its
   for _, station in ipairs(asked) do
@@ -271,9 +274,9 @@ local function new(otherwise)
     recall_and_hand_off(at)
     if not its and (not admits(at, station.terms) or line_exists(at)) then its = at end
   end
-  local was_full = marked == '0' and is_done(lock, owner)  -- so this delivery is over: its request is late
+  local was_full = marked == '0' and is_done(lock, owner)  -- this delivery was refused before: the request is late
   if not (was_full or its) then
-    -- Of a request that brings the message, a late copy may come when the task is done: it finds a mark.
+    -- A late copy of a request that brings the message may come when the task is done: a claim leaves a mark for it.
     if marked ~= '0' or message ~= '' then return claim(now_us, asked) end
     return grant_all(asked, 0)
   end
@@ -281,12 +284,12 @@ local function new(otherwise)
   its = its or lock
   if message == '' then return about_lock(REFUSED, its, waiting() + 1) end
   if is_unlisted() then return list_first() end
-  local room = was_full and NO_ROOM or make_room(#message + 80)  -- with what is written before it
+  local room = was_full and NO_ROOM or make_room(#message + 80)  -- with the fields before the message
   if room == NO_ROOM then
-    if marked == '0' then mark_done(lock, owner) end  -- else it is put off
+    if marked == '0' then mark_done(lock, owner) end  -- a marked message is put off, and asks again
     return about_lock(FULL, its, waiting())
   end
-  if room == OLDEST then  -- it is parked, and replaced at once
+  if room == OLDEST then  -- the newcomer is parked, and replaced at once
     list()
     replace(lock, ticket, message)
     return in_line()
@@ -294,7 +297,7 @@ local function new(otherwise)
   return put_in_line(joins_at(lock), asked, home, message)
 end
 
--- The same owner has what it asks for: this was sent twice.
+-- The owner has the locks already: the request was sent twice.
 local function granted_before(ran)
   local answer = {GRANTED, turns, ran and 1 or 0}
   for nth, station in ipairs(ran and parse_claim(ran).stations or asked) do
@@ -314,16 +317,16 @@ local function answer()
   if before then return before end
   if not (parked or ran) then
     if message ~= '' and redis.call('HGET', lock.name .. REPLACED, ticket) == message then
-      return in_line()  -- sent again, and replaced at once the first time: its end is not reported yet
+      return in_line()  -- the request was sent twice, and the first one replaced this task at once
     end
     if is_done(lock, ticket) or marked ~= '0' and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
       return {DONE_BEFORE, turns}
     end
   end
-  if parked and not is_of(parked, task) then  -- another task of this id: that one has the place
+  if parked and not is_of(parked, task) then  -- the ticket is that of another task with the same id
     return {REFUSED, turns, name, NO_PLACE, ttl, '', as_holder(ticket), NOT_KNOWN}
   end
-  local other = leases_of(lock, same_task)[1]  -- of another delivery of this task
+  local other = leases_of(lock, same_task)[1]  -- the lease of another delivery of this task
   if other then return {REFUSED, turns, name, NO_PLACE, about(other)} end
 
   local told = lock.name .. DONE .. '~' .. ticket  -- once it was told so, no copy of it may run

@@ -1,15 +1,15 @@
 -- rate.lua: let a lock be taken more or less often than the code says, or by nobody for some time.
 --
 -- KEYS[1]   lock
--- ARGV      rate       "most/window_ms": so many starts in any window at most   "0/0": what the code says
---                      holds again   empty: as it is
---           back_ms    > 0: nobody starts for this time   0: they may start at once   empty: as it is
---           ttl_ms     > 0: how long the rate lasts   0: until it is taken back; of no effect without one
---           note       text for people; if it is empty, a rate that stays as it is keeps its own
+-- ARGV      rate       "most/window_ms": at most *most* starts in any window   "0/0": what the code says holds
+--                      again   empty: the rate stays as it is
+--           back_ms    > 0: nobody starts for this time   0: owners may start at once   empty: this stays as it is
+--           ttl_ms     > 0: how long the rate lasts   0: until it is taken back; of no effect without a rate
+--           note       text for people; if it is empty, a rate that stays as it is keeps its own note
 --           home       the caller's broker; left out: it cannot publish
 --
 -- Returns   {before, turns}   before: the rate that was set until now, as in ARGV[1]; empty: none
--- Touches all keys of the lock.  See _rate.lua for what it writes.  Those who have the lock keep it.
+-- Touches all keys of the lock.  See _rate.lua for what it writes.  Owners that hold the lock keep it.
 
 -- include: _parked
 

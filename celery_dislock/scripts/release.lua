@@ -1,4 +1,4 @@
--- release.lua: end leases at their owner's wish, or its wait for them, and hand the locks on.
+-- release.lua: end an owner's leases, and its places in line, as it asks for, and hand the locks on.
 --
 -- KEYS      the locks
 -- ARGV[1]   owner
@@ -8,21 +8,21 @@
 -- ARGV[5]   settles_ms    > 0: its result is on its way for this time   0: it is done
 --
 -- Returns   how many of the locks the owner held; or {that, turns}
--- Touches beside each lock its line and the owner's wake list; where anyone waits, or with a ticket, all keys
+-- Touches beside each lock its line and the owner's wake list; if anyone waits, or with a ticket, all keys
 -- of the lock; and no other owner's lease.  A hand-off costs the same however many wait.  Sent twice, the
--- second answers 0.  While a slot moves the leases are ended, and what follows is an error: sent again, it
+-- second answers 0.  While a slot moves, the leases are ended and the script answers with an error: sent again, it
 -- does the rest.
 
 -- include: _record
 
 local owner, at_least_ms, ticket = ARGV[1], tonumber(ARGV[2]), ARGV[4] or ''
 
--- What the owner was sent, if it was handed the lease and perhaps has not read it.
+-- Delete the news of a hand-off that the owner may not have read: its lease is still as short as it was handed over.
 local function forget_news(lock, lease)
   if lease.expires - now <= TAKE_UP_MS then redis.call('DEL', lock .. WAKE .. owner) end
 end
 
--- The usual cases are answered before the rest is defined.  First: one lease ends now, and nobody waits.
+-- The usual cases are answered before the rest is defined.  The first case: one lease ends now, and nobody waits.
 local name, lease = KEYS[1]
 if #KEYS == 1 and ticket == '' and at_least_ms <= 0 then
   local seen, others = pcall(redis.call, 'EXISTS', name .. LINE, name .. NEVER, name .. HANDED, name .. LIMIT, name .. RATE)
@@ -36,15 +36,15 @@ if #KEYS == 1 and ticket == '' and at_least_ms <= 0 then
   end
 end
 
--- The place of a waiter that wants the lock for itself; nothing if it is dead, or has other terms.
+-- The place of a waiter that wants the lock for itself; nothing if the waiter is dead, or has other terms.
 local function place_alone(lock, waiter)
   local seen, record = pcall(redis.call, 'HGET', lock .. PLACES, waiter)
   local place = seen and record and read_place(record)
   return place and are_alone(place.terms) and place
 end
 
--- The usual hand-off: the only lease of a lock ends, and the first in line wants the lock for itself, as does
--- the second.  Does what hand_off() does.  Returns false, and changes nothing, in any other case.
+-- The usual hand-off: the only lease of a lock ends, and the first two in line each want the lock for themselves.
+-- Does what hand_off() does.  Returns false, and changes nothing, in any other case.
 local function hand_over(lock, lease)
   local seen, two = pcall(redis.call, 'ZRANGE', lock .. LINE, 0, 1)
   local first, second = two[1], two[2]
@@ -60,7 +60,7 @@ local function hand_over(lock, lease)
   local token = tonumber(lease.token) < now_us and now_as_token or string.format('%.0f', lease.token + 1)
   write(lock, first, now + take_up, token, now, 'x', place.holder, place.version)
   redis.call('PEXPIRE', lock, take_up)
-  -- The server writes first to the client that is served last: the one that has the lock.
+  -- The server writes first to the client that is served last.  That must be the one that was handed the lock.
   local woken = {{first, table.concat({token, take_up, place.deadline - now}, ' ')}}
   if second then table.insert(woken, 1, {second, ''}) end
   for _, one in ipairs(woken) do
@@ -74,13 +74,13 @@ if lease and hand_over(name, lease) then return 1 end
 
 -- include: _lease
 
-local released, more = 0, {}  -- locks that somebody waits for, or where the ticket is
+local released, more = 0, {}  -- more: the locks that somebody waits for, or beside which the ticket is
 for _, key in ipairs(KEYS) do
   local lock = open(key)
   local lease = lease_of(lock, owner)
   local live = lease and lease.expires > now
 
-  if lease then finish(lock, lease, live and at_least_ms or 0) end  -- what has ended is not revived
+  if lease then finish(lock, lease, live and at_least_ms or 0) end  -- a lease that has ended is not revived
   local has_line = line_exists(lock)
   local claim = ticket ~= '' and redis.call('HGET', lock.running, ticket)
   local parked = ticket ~= '' and redis.call('HEXISTS', lock.tickets, ticket) == 1

@@ -1,15 +1,15 @@
--- release_dead.lua: end what a process held or waited for that died while executing a task.
+-- release_dead.lua: end the leases and the places in line of a process that died while executing a task.
 --
 -- KEYS      the locks
 -- ARGV[1]   start of the owner: all of it but the counter of its acquisition
 -- ARGV[2]   at_least_ms   integer >= 0: hold on until this time after the acquisition;
---                         -1: leave its leases to expire, and only its places in line
+--                         -1: leave its leases to expire, and end only its places in line
 -- ARGV[3]   home          the caller's broker; left out: it cannot publish
--- ARGV[4]   ticket        of its task, which may have been parked: of other locks than its code names by now
+-- ARGV[4]   ticket        of its task; if the task was parked, the locks that the ticket names are released, too
 --
 -- Returns   how many leases were ended; or {that, turns}
 -- Touches all keys of the locks.  The caller has seen that process end.  Sent twice, the second answers 0.
--- While a slot moves, as for release.lua.
+-- While a slot moves, the same holds as for release.lua.
 
 -- include: _parked
 

@@ -1,4 +1,4 @@
--- renew_stalled.lua: renew the leases of an execution whose process is alive, and does not do so itself.
+-- renew_stalled.lua: renew the leases of an execution whose process is alive, but does not renew them itself.
 --
 -- KEYS[1]   lock
 -- ARGV[1]   start of the owner: all of it but the counter of its acquisition
@@ -6,9 +6,9 @@
 -- ARGV[3]   overdue_ms   renew a lease that was not renewed for this time
 -- ARGV[4]   most_ms      > 0: renew for this time after the acquisition   0: without a limit
 --
--- Returns   > 0   it was renewed: milliseconds since the renewal before
---           < 0   it was not renewed; the number without its sign: milliseconds until it is overdue
---           0     there is none, or none to be renewed
+-- Returns   > 0   a lease was renewed: milliseconds since its renewal before that
+--           < 0   the lease was not renewed; without its sign, the number is the milliseconds until it is overdue
+--           0     there is no lease, or none that may be renewed
 -- Touches the lock alone, and creates or revives nothing.  A lease that a waiter was handed and has not
 -- taken up is left alone: it is shorter than ttl_ms.
 

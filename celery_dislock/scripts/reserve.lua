@@ -5,24 +5,25 @@
 --           ttl_ms         integer > 0: until it must be confirmed
 --           replaces       1: the newest message counts   0: the first
 --           nonce          of this call; the same if the command is sent again
---           result         1: it is stored   0: it is not
---           known          1: its sender has chosen the id, and may ask for it
---           mark, number   of a message that is sent again, as a retry; left out: it is a new one
+--           result         1: the task's result is stored   0: it is not
+--           known          1: the sender has chosen the id, and may ask for its result
+--           mark, number   of a message that is sent again, as a retry; left out: the message is new
 --
--- Returns   {0, id, state, result}       reserved for another
---           {2}                          a later version has reserved it: nothing was changed
---           {1, burst_ms, mark, number}   reserved; since the first of the messages that replace each other
+-- Returns   {0, id, state, result}       the key is reserved for the message of this task
+--           {2}                          a later version has reserved the key: nothing was changed
+--           {1, burst_ms, mark, number}   reserved; burst_ms: since the first message of a series in which each
+--                                        replaces the one before
 --
--- The older message is replaced when this one is confirmed, or has begun.  A message that is sent again keeps its
--- number, and never takes the key from another.  Touches that record, and <lock>:unsent:<id> of a message that
--- is not sent and whose id is known: it has the id of the task that the key is reserved for.
+-- The older message is replaced when this one is confirmed, or its task has begun.  A message that is sent again keeps
+-- its number, and never takes the key from another.  Touches that record, and <lock>:unsent:<id> if the message is
+-- not to be sent and its id is known: that key has the id of the task that the lock's key is reserved for.
 
 -- include: _clock
 -- include: _reservation
 
 local key, id, ttl, replaces, nonce, result, known, mark, number = KEYS[1], unpack(ARGV)
 
--- The usual case, before all that the others need.
+-- The usual case is answered before the rest is defined.
 if not mark and replaces == '0' and not redis.call('GET', key) then
   local since, new_mark = string.format('%.0f', now), now_as_token .. nonce
   put_unique(key, ttl, 's', now + ttl, id, since, since, nonce, '0', result, new_mark,
@@ -39,7 +40,8 @@ if it.is_later then return {2} end
 
 local function reserved() return {1, now - it.first, it.mark, tonumber(it.number)} end
 
--- A message of another life of the record replaces none: newest may be the number of one that is not sent.
+-- The number of a message that is sent again.  If its mark is of another life of the record, the message replaces none:
+-- it gets an odd number, as newest may be the number of a message that was never sent.
 local function number_again() return mark == it.mark and number or it.newest - 0 > 0 and it.newest + 1 or 0 end
 
 if is_reserved(it) then
@@ -53,12 +55,12 @@ if is_reserved(it) then
   end
   if mark or not replaces then
     if known == '1' and not mark and it.id ~= id then
-      -- A server without memory refuses it, and then nobody is told.
+      -- A server without memory refuses this, and then nobody can tell of what the message is a duplicate.
       pcall(redis.call, 'SET', string.sub(key, 1, -#UNIQUE - 1) .. UNSENT .. id, it.id, 'PX', COPY_MS)
     end
     return {0, it.id, it.state, it.result}
   end
-  -- The message that is there may wait until its reservation ends, and must then be told.
+  -- The message that is there may wait until its reservation ends.  Until then it must find that it was replaced.
   it.kept = math.max(it.kept, it.ends + COPY_MS)
 end
 

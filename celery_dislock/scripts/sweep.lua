@@ -1,21 +1,22 @@
--- sweep.lua: hand a lock on that nobody has released: its holder, or the process that had to publish a
--- turn, is dead.
+-- sweep.lua: hand on a lock whose holder died before its release, and give the turns again whose message the
+-- process that died did not publish.
 --
 -- KEYS[1]   lock
 -- ARGV[1]   home    the caller's broker
 --
 -- Returns   {parked, turns, replaced, unclaimed, circles}
---                           parked: how many are in line or have their turn
---                           replaced: {ticket, message, ...}, some of those whose end is not reported yet
---                           unclaimed: {ticket, ...}, that have not claimed many turns in a row
---                           circles: {what open_circle() tells, ...}, of those that were opened
--- Touches all keys of the lock.  Sent twice, what the first gave its turn comes again when that has run out.
+--                           parked: how many tasks wait or have their turn
+--                           replaced: {ticket, message, ...}, some of the tasks whose end is not reported yet
+--                           unclaimed: {ticket, ...}, of which nobody has claimed several turns in a row
+--                           circles: {what open_circle() returns, ...}, for each circle that was opened
+-- Touches all keys of the lock.  If it is sent twice and the first reply is lost, the turns that the first one gave
+-- are given again when they have run out.
 
 -- include: _circles
 
-local UNCLAIMED = 3  -- turns: the caller finds out whether anybody can still claim the next one
+local UNCLAIMED = 3  -- turns in a row, after which the caller finds out whether any worker can claim the next one
 
--- End the claims of processes that died, and of which no copy has come in time.  If nobody sweeps, all end.
+-- Delete claims whose process died, if no copy of the message has come in time.  Without a sweep the hash expires.
 local function tidy_claims(lock)
   local claims = redis.call('HGETALL', lock.running)
   for i = 1, #claims, 2 do
@@ -31,10 +32,10 @@ recall_and_hand_off(lock)
 for _, ticket in ipairs(keeping(lock)) do
   local parked = read_ticket(lock, ticket)
   local waits_at = parked and go_on(lock, ticket, parked)
-  if waits_at then hand_on_later(waits_at) end  -- nobody else sweeps it: it may have no tickets
+  if waits_at then hand_on_later(waits_at) end  -- a lock without tickets of its own is not listed, so not swept
   if not parked then drop(lock, lease_of(lock, member_of(ticket))) end
 end
--- Those that stand nowhere, as a key of the lock was lost: in no line, without a turn, and with nothing kept.
+-- Tickets that stand nowhere because a key of the lock was lost: in no line, without a turn or a unit.
 local known = redis.call('ZCARD', lock.line) + redis.call('ZCARD', lock.handed) + #keeping(lock)
 for _, ticket in ipairs(count_tickets(lock) > known and redis.call('HRANDFIELD', lock.tickets, TURNS_MOST) or {}) do
   local member = member_of(ticket)
@@ -50,7 +51,7 @@ for _, ticket in ipairs(keeping(lock)) do
   if circle then circles[#circles + 1] = open_circle(circle) end
 end
 for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do keep(key) end
-if redis.call('HLEN', lock.running) > lock.x + lock.s then tidy_claims(lock) end  -- some of them died
+if redis.call('HLEN', lock.running) > lock.x + lock.s then tidy_claims(lock) end  -- more claims than leases
 
 local unclaimed = {}
 for _, ticket in ipairs(redis.call('ZRANGE', lock.handed, 0, TURNS_MOST - 1)) do

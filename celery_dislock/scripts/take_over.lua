@@ -1,18 +1,18 @@
--- take_over.lua: go on with leases that another owner has left to run out, or with its places in line.
+-- take_over.lua: take over the leases that another owner has left to run out, or its places in line.
 --
 -- KEYS      the locks
--- ARGV[1]   owner that has left them
--- ARGV[2]   owner that goes on
+-- ARGV[1]   from      the owner that has left them
+-- ARGV[2]   to        the owner that takes them over
 -- ARGV[3]   holder    JSON, for messages and tools
 --
 -- Returns   how many were taken over, with their expiry and a new token
--- Touches the locks, their lines and places, and the wake list of the owner that has left.  What has ended
+-- Touches the locks, their lines and places, and the wake list of the owner that has left.  A lease that has ended
 -- is not revived.  Of two owners that try, one succeeds; sent twice, the second answers 0.
 
 -- include: _grant
 
 local taken = 0
--- The place in line of an owner that has given up its slot, so that the one which goes on has it.
+-- Take over the place in line of an owner that has given up its worker slot.
 local function take_place(lock, from, to)
   local joined, place = redis.call('ZSCORE', lock.line, from), redis.call('HGET', lock.places, from)
   if not (joined and place) then return end
@@ -29,7 +29,7 @@ for _, key in ipairs(KEYS) do
     line_exists(lock)  -- or an error, before anything is done
     take_place(lock, ARGV[1], ARGV[2])
     local is_unread = redis.call('DEL', lock.name .. WAKE .. ARGV[1]) == 1
-    if is_unread then left = lease_of(lock, ARGV[1]) end  -- it was handed the lock meanwhile
+    if is_unread then left = lease_of(lock, ARGV[1]) end  -- that owner was handed the lock meanwhile
   end
   if left then
     write_first(lock.name)

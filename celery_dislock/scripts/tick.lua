@@ -15,7 +15,7 @@
 --           {3, last_us}   another beat has claimed this tick, or a later one, at that time
 --           {4}            an operator has paused the lock: nothing was changed
 -- Touches the record of that entry, and reads the lock; see _beat.lua.
--- Safe to send twice: who has written a record may write it again.
+-- Safe to send twice: the lease that has written a record may write it again.
 
 -- include: _beat
 

@@ -12,11 +12,11 @@
 -- Returns   {0}           not leading: nothing was changed
 --           {1, entry, last_us, before_us, ...}   all that was known; before_us as in the record
 --           {2, now_us}   the beat's clock is wrong; this is the server's
--- Touches the records, and reads the lock; see _beat.lua.  Forgets what is not in the schedule, and was
--- not sent for thirty days.  Signs all that is known: this beat knows of it, and may send it again if the
--- schedule says so, as after an edit.  If nothing is known, the server has lost what those before have sent:
--- for a beat that followed another one, all entries begin anew.
--- Safe to send twice: what the first call has noted is told by the second, and is what this beat knows.
+-- Touches the records, and reads the lock; see _beat.lua.  Deletes entries that are not in the schedule and were
+-- not sent for thirty days.  Writes the caller's token into all other records: this beat knows of them, and may send
+-- an entry again if the schedule says so, as after an edit.  If there is no record, the server has lost those of
+-- earlier beats: for a beat that followed another one, all entries begin anew.
+-- Safe to send twice: the second call returns what the first has noted, which is what this beat knows.
 
 -- include: _beat
 

@@ -1,11 +1,11 @@
--- unreserve.lua: end a reservation, because its message was not sent, or has ended.
+-- unreserve.lua: end a reservation, because its message was not sent, or its task has ended.
 --
 -- KEYS[1]   <lock>:unique
 -- ARGV      id, mark, number   of the message
---           how      end: it ends   stays: the key stays reserved, and the task has ended
+--           how      end: the reservation ends   stays: the key stays reserved, for a task that has ended
 --           waits    1: not if the task runs   left out: in any case
 --
--- Returns   1 ended   0 it was not there, or another's, or its task runs
+-- Returns   1 ended   0 it was not there, or is another message's, or its task runs
 
 -- include: _unique
 

@@ -1,11 +1,11 @@
--- where.lua: tell where somebody stands who waits.
+-- where.lua: tell where a waiter or a parked task stands.
 --
--- KEYS[1]   lock     that has the record of what it waits for
+-- KEYS[1]   lock     that has its record
 -- ARGV[1]   member   owner of a waiter, or "<ticket>#" of a parked task
 --
 -- Returns   {now_ms, lock, rank, member, joined_us, record, ends_ms}
---             lock      in whose line it stands, which may be another; of one that has its turn, this one
---             rank      in that line, from 0; -1: it has its turn, or what it had is lost
+--             lock      in whose line it stands, which may be another; KEYS[1] if it has its turn
+--             rank      in that line, from 0; -1: it has its turn, or its place is lost
 --             member    of that line; joined_us: its score
 --             record    what it waits for, as look.lua tells it
 --             ends_ms   Redis TIME at which its turn ends; 0: it has none

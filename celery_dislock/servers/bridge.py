@@ -1,10 +1,10 @@
 """Run blocking code on an event loop: where it would wait, the coroutine that runs it waits.
 
-What talks to lock servers is written once, as blocking code.  It touches no socket itself: it waits
-where its connections and its pauses do, and those come from a
+The code that talks to lock servers is written once, as blocking code.  It waits only in its
+connections and pauses, and those come from a
 :class:`~celery_dislock.servers.connecting.Driver`.  On an event loop the code runs in a greenlet
-beside the coroutine that wants the result.  Where it would wait, the greenlet gives the coroutine
-something to await, and goes on with what comes of it.
+beside the coroutine that wants the result.  Where the code would wait, the greenlet gives the
+coroutine something to await, and goes on with the result of that.
 
 Source: SQLAlchemy has run its blocking core on event loops in this way since version 1.4.
 """
@@ -47,13 +47,14 @@ class Call:
     A call of blocking code on an event loop.
 
     Args:
-        task: The asyncio task that awaits it.
+        task: The asyncio task that awaits the call.
         loop: The event loop.
 
     Attributes:
         task, loop: The arguments of these names.
-        waits_for: What is to be awaited for it; None: it has ended.
-        stopped_by: The exception that ended it, such as a cancellation; it cannot wait any more.
+        waits_for: What the task must await for the call to go on; None: the call has ended.
+        stopped_by: The exception that stopped the call, such as a cancellation: it cannot wait any
+            more.
     """
 
     def __init__(self, task: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
@@ -65,7 +66,7 @@ class Call:
         self._error: BaseException | None = None
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Call the function, and keep what comes of it."""
+        """Call the function, and keep its result or its exception."""
         try:
             self._result = function(*args, **kwargs)
         except BaseException as exc:  # noqa: BLE001 -- outcome() raises it
@@ -76,7 +77,7 @@ class Call:
         """Return what the function has returned; raise what it has raised."""
         if self._error is None:
             return self._result
-        error, self._error = self._error, None  # else it would be in a circle with its traceback
+        error, self._error = self._error, None  # error, traceback and this would form a cycle
         try:
             raise error
         finally:
@@ -97,9 +98,9 @@ async def run_on_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
     """
     Call a function that waits by the driver of event loops, and await what it waits for.
 
-    A cancellation is raised in the function, where it waits.  From then on it cannot wait any more:
-    each attempt raises the cancellation again.  So a cancellation takes effect at once, and what
-    the lock server must be told then is left to others.
+    A cancellation is raised in the function, where that waits.  From then on the function cannot
+    wait any more: each attempt raises the cancellation again.  So a cancellation takes effect at
+    once, and the watchdog sends what the lock server must still be told.
 
     Raises:
         ImportError: greenlet is not installed.
@@ -157,7 +158,7 @@ def _run_calls(*called: Any) -> None:
 
 def wait_for(waits_for: Awaitable[T]) -> T:
     """
-    Have the coroutine that awaits this call await something; return what comes of it.
+    Have the coroutine that awaits this call await something; return the result.
 
     Raises:
         ConnectionError: No call of :func:`run_on_loop` runs here.

@@ -62,7 +62,7 @@ class Cluster(Server):
         url: ``redis+cluster://[user:password@]host:port,host:port``, or ``rediss+cluster://``.  Any
             of these nodes can name the others.
         options: Keyword arguments of redis-py's Connection, in addition to those of the URL.
-        driver: How it waits.
+        driver: The way in which it waits.
         min_replicas: See :class:`celery_dislock.servers.node.Node`.
 
     Raises:
@@ -221,7 +221,7 @@ class Cluster(Server):
                 replies[number] = self._uncovered(slot)
             else:
                 batches.setdefault(address, []).append(number)
-        # Nodes that failed the last time come last: connecting to one may use up all of the time.
+        # Nodes that failed the last time come last: connecting to one may take all of the time.
         order = sorted(batches, key=self._failing.__contains__)
         asked = {
             at: (self._node(at).wire, commands_of(script, [calls[n] for n in batches[at]]))

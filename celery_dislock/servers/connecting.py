@@ -32,14 +32,15 @@ from celery_dislock.servers.connections import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-TIMES_SOCKETS = sys.platform == "linux" and sys.maxsize > 2**32  # and how is known
+# Whether the system can limit the wait for a reply, with a struct whose layout is known here.
+TIMES_SOCKETS = sys.platform == "linux" and sys.maxsize > 2**32
 MICROSECONDS = 1_000_000  # in a second
 MOST_AT_ONCE = 16384  # bytes that are read at once; replies are small
 REDIS_KINDS: Any = (redis.Connection, redis.SSLConnection, redis.UnixDomainSocketConnection)
 
 
 class _Packer:
-    """Pack what redis-py sends by itself, as :func:`send` does; it may have several words."""
+    """Pack the commands that redis-py itself sends; the name of one may be several words."""
 
     def __init__(self, packer: Any) -> None:
         self._pack = packer.pack
@@ -59,10 +60,10 @@ def reply_reader() -> Any:
 
 class _Quick(AbstractConnection):
     """
-    What redis-py's blocking connections do otherwise here.
+    The part of a blocking connection that differs from redis-py's.
 
-    redis-py connects and logs in.  Then the replies are read from the socket itself, which takes a
-    fourth of redis-py's calls.
+    redis-py connects and logs in.  After that, the replies are read from the socket directly, which
+    takes a fourth of the calls that redis-py makes.
     """
 
     _sock: Any
@@ -84,8 +85,8 @@ class _Quick(AbstractConnection):
         """
         Wait *socket_timeout* seconds for each reply.
 
-        The system counts them: Python would ask it before each call whether the socket is ready.  A
-        wait that a signal interrupts begins anew.
+        The operating system measures this time: Python would ask it before each call whether the
+        socket is ready.  A wait that a signal interrupts begins anew.
         """
         sock, seconds = self._sock, self.socket_timeout
         if seconds is None or not TIMES_SOCKETS or sock.__class__.__base__ is not _socket.socket:
@@ -122,7 +123,7 @@ class Driver(NamedTuple):
         pause: Called with the seconds to wait between two attempts.
         connection: Makes a connection, which need not be connected yet, given a class of redis-py's
             and its keyword arguments.  It has the methods of that class that are used here.
-        mutex: Makes a mutex as :mod:`threading` has them; who has it may wait.
+        mutex: Makes a mutex with the methods of :class:`threading.Lock`.  Its owner may wait.
     """
 
     pause: Callable[[float], None] = time.sleep
@@ -139,8 +140,8 @@ def connection_maker(
     """
     Return a function that makes connections to this URL.
 
-    Keyword arguments of that function override those of the URL and the options.  It needs no time
-    to find the server, and takes no notice of the limit that it is given.
+    Keyword arguments of that function override those of the URL and the options.  It ignores its
+    positional argument, the time to find the server, as the URL names the server.
 
     Args:
         name: The URL without its password, for messages.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     Confirm = Callable[[redis.Connection, float | None], None]
 
 SOCKET_TIMEOUT = 2.0  # seconds to wait for a reply, and to connect
-SHORTEST = 0.001  # seconds to wait for a reply although the time is used up
+SHORTEST = 0.001  # seconds to wait for a reply if no time is left
 
 CLUSTER_ERRORS = {  # redis-py 5 raises them as plain ResponseError
     "ASK": AskError,
@@ -220,7 +220,8 @@ class Wire:
         Args:
             connection: The connection on which the commands were sent.
             commands: The commands.
-            script: What all of them run by its digest; it is sent if the server does not know it.
+            script: The script that all commands run by its digest.  Its text is sent if the server
+                does not know it.
             within: Seconds until each reply arrives; None: the connection's timeout.
             again: As for :meth:`start`; then this may take twice as long.
             then: Called with the connection and the last reply, for further commands on it; returns
@@ -340,7 +341,8 @@ def _break_off(
 ) -> None:
     """Send the command that undoes those whose replies nobody waits for any more."""
     silent = within is not None and isinstance(exc, redis.TimeoutError)
-    # redis-py may have closed it.  To connect again would wait, and come in any order.
+    # If redis-py has closed the connection, nothing is sent: connecting again would block, and the
+    # command could reach the server before those that it undoes.
     is_open = connection._sock is not None  # noqa: SLF001 -- no other way
     if is_open and (silent or not isinstance(exc, (RedisError, OSError))):
         with contextlib.suppress(RedisError, OSError):
@@ -354,16 +356,17 @@ def set_patience(connection: redis.Connection, seconds: float | None) -> None:
 
 
 def reset_patience(connection: Any) -> None:
-    """Wait *socket_timeout* seconds for each reply again; with the fewest calls, if it may."""
+    """Wait *socket_timeout* seconds for each reply again."""
     connection.reset_patience()
 
 
 def _meant(exc: ResponseError) -> ResponseError:
     """
-    Return what the server means by an error, of which redis-py does not know the type.
+    Return the typed error for a server's error whose type redis-py does not know.
 
     Raises:
-        Demoted: It is a replica.  Before Redis 7, READONLY is not at the start of a script's error.
+        Demoted: The server is a replica.  Before Redis 7, a script's error does not begin with
+            READONLY.
     """
     if isinstance(exc, redis.ReadOnlyError) or "READONLY" in str(exc):
         raise Demoted("it is a replica, and no longer the master") from exc

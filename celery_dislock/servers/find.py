@@ -1,9 +1,9 @@
 """Find a task on a lock server by its id alone.
 
 A lock's records name the tasks that they are about: owners, tickets and reservations have a task's
-id.  So there is no index of tasks, which each send, start and end would pay for.  What is likely is
-looked at first: locks that somebody names, then those with parked tasks, and then all.  The names
-of all keys are read in pages, and the server answers others in between.
+id.  So there is no index of tasks, which would cost time at each send, start and end.  The most
+likely locks are searched first: those that the caller names, then those with parked tasks, and then
+all.  The names of all keys are read in pages, and the server answers other clients in between.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
     from celery_dislock.servers.server import Server
 
-KEYS_MOST = 5_000_000  # keys of a server, of all programs, whose names are read for one task
+KEYS_MOST = 5_000_000  # keys of a server, also of other programs, that are read for one task
 LOOKS_MOST = 300_000  # keys of locks that are looked into for one task
 TOGETHER = 100  # keys of locks that are looked into in one round trip
 PAGE = 500  # fields of a hash that are looked at in one step
-LEASES = ""  # ends the name of the hash of a lock's leases
+LEASES = ""  # ending of the hash of a lock's leases, whose name is that of the lock
 HASHES = (TICKETS, LEASES, PLACES, RUNNING, REPLACED, ASIDE)  # with owners or tickets
 OF_TASKS = (*HASHES, UNIQUE)
-CERTAIN = (TICKETS, LEASES, PLACES, REPLACED, ASIDE)  # but leases that are left to expire
+CERTAIN = (TICKETS, LEASES, PLACES, REPLACED, ASIDE)  # see Found.is_certain
 FIRST = b"0"  # cursor of the first page, and after the last one
-RETRIES = 4  # whose done-marks are looked for where one lock is named
+RETRIES = 4  # retries of a task whose done-marks are looked for beside a lock that is named
 
 
 class Found(NamedTuple):
@@ -56,9 +56,9 @@ class Found(NamedTuple):
 
     Attributes:
         lock: Name in Redis of its lock.
-        end: How the name of the record's key ends; see ``_names.lua``.
+        end: Ending of the record's key; see ``_names.lua``.
         name: The owner, the ticket or the task's id in it.
-        head: How the record begins; empty: only its name was seen.
+        head: The first bytes of the record; empty: only its name was seen.
     """
 
     lock: str
@@ -68,18 +68,18 @@ class Found(NamedTuple):
 
     @property
     def is_certain(self) -> bool:
-        """Whether it tells what the task does now, whatever else names it."""
+        """Whether the record tells what the task does now, even if other records name it, too."""
         return self.end in CERTAIN and not self.name.startswith("~")
 
 
 class Place(NamedTuple):
     """
-    Where somebody stands who waits.
+    Where a waiter or a parked task stands.
 
     Attributes:
-        lock: Name in Redis of the lock in whose line it is; of one that has its turn, its first.
-        waiter: Who waits.
-        turn_ends: Seconds until its turn ends; None: it has none.
+        lock: Name in Redis of the lock in whose line it is; its first lock if it has its turn.
+        waiter: The waiter or parked task.
+        turn_ends: Seconds until its turn ends; None: it has no turn.
         is_lost: Whether it is in no line, and has no turn: the sweep puts it back.
     """
 
@@ -129,7 +129,7 @@ class Search:
         return self._into((lock, end) for lock in locks for end in ends)
 
     def marks(self, locks: Iterable[str]) -> Iterator[Found]:
-        """Look beside these locks for marks: that it was not sent, or that its work is done."""
+        """Look beside these locks for marks: the task was not sent, or its work is done."""
         names = [f"{DONE}{self._name}:{nth}:0" for nth in range(RETRIES)]
         names.append(UNSENT + reserved_name(self._id))
         return self._into((lock, name) for lock in locks for name in names)
@@ -157,7 +157,7 @@ class Search:
 
     def where(self, lock: str, member: str) -> Place | None:
         """
-        Tell where somebody stands who waits; None: it does not wait any more.
+        Tell where a waiter or a parked task stands; None: it does not wait any more.
 
         Args:
             lock: Name in Redis of the lock that has its record.
@@ -190,7 +190,7 @@ class Search:
         yield from self._into(into)
 
     def _into(self, keys: Iterable[tuple[str, str]]) -> Iterator[Found]:
-        """Look into keys: of each its lock, and how its name ends."""
+        """Look into keys, each given as its lock and its ending."""
         if not self._server.keeps_lines:
             yield from self._holding(lock for lock, end in keys if end == LEASES)
             return
@@ -209,7 +209,7 @@ class Search:
                 ]
 
     def _holding(self, locks: Iterable[str]) -> Iterator[Found]:
-        """Look at the leases that a majority of independent servers has; there is nothing else."""
+        """Look at the leases on a majority of independent servers, which keep nothing else."""
         rest = iter(locks)
         while some := list(islice(rest, TOGETHER)):
             calls = [(lock, 0, LEASES_ALONE) for lock in some]
@@ -220,7 +220,7 @@ class Search:
                     yield from (Found(lock, LEASES, one) for one in owners if self._is_named(one))
 
     def _ask(self, pages: Sequence[tuple[str, str, bytes]]) -> list[Any]:
-        """Read a page of each key; what cannot be read is empty."""
+        """Read a page of each key; empty for a key that cannot be read."""
         calls = [
             (lock + end, self._pattern if end in HASHES else "", cursor, PAGE)
             for lock, end, cursor in pages

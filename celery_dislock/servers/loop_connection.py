@@ -1,8 +1,8 @@
 """Connections of event loops: redis-py's for asyncio, with the methods of its blocking ones.
 
 redis-py connects and logs in.  Then this module reads from the transport itself, without streams:
-that takes half the time.  What waits does so through :mod:`celery_dislock.servers.bridge`.
-Nothing waits to send: commands are short, and the transport keeps what the socket does not take.
+that takes half the time.  Code that waits does so through :mod:`celery_dislock.servers.bridge`.
+Sending never waits: commands are short, and the transport keeps what the socket does not take.
 """
 
 from __future__ import annotations
@@ -95,15 +95,15 @@ class LoopConnection(asyncio.Protocol):
         self._lost = None
 
     def _give_up(self, connects: asyncio.Future[None]) -> None:
-        """Close what came of connecting after all."""
+        """Close the connection that a connecting which was given up may still have made."""
         if not connects.cancelled():
-            connects.exception()  # else asyncio complains that nobody wants to know
+            connects.exception()  # otherwise asyncio logs that it was never retrieved
         if self._redis._writer is not None:  # noqa: SLF001
             self._redis._writer.transport.abort()  # noqa: SLF001 -- TLS would wait for an answer
         self.disconnect()
 
     def send_packed_command(self, command: Sequence[bytes], *, check_health: bool = False) -> None:  # noqa: ARG002
-        """Send what is packed; waits only to connect, if that was not done."""
+        """Send packed commands; waits only if it has to connect first."""
         _require_coroutine()
         if self._transport is None:
             self.connect()  # as redis-py does
@@ -143,12 +143,12 @@ class LoopConnection(asyncio.Protocol):
             self._arrives.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell who reads that nothing arrives any more; the event loop calls this."""
+        """Wake the reader, as nothing arrives any more; the event loop calls this."""
         self._lost = redis.ConnectionError(str(exc or "Connection closed by server."))
         self.data_received(b"")
 
     def disconnect(self) -> None:
-        """Close it, after what was sent; does not wait, and may be called in any thread."""
+        """Close the connection after all is sent; does not wait, and any thread may call it."""
         writer = self._redis._writer  # noqa: SLF001 -- its own method waits
         if writer is not None:
             self._transport = self._redis._reader = self._redis._writer = None  # noqa: SLF001
@@ -169,12 +169,12 @@ class LoopMutex:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
-    def acquire(self, *, timeout: float = -1) -> bool:  # noqa: ARG002 -- who has it soon gives up
-        """Wait for it."""
+    def acquire(self, *, timeout: float = -1) -> bool:  # noqa: ARG002 -- its owner has a limit
+        """Wait for the mutex."""
         return wait_for(self._lock.acquire())
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the mutex."""
         self._lock.release()
 
     def __enter__(self) -> None:

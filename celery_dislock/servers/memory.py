@@ -35,9 +35,9 @@ INFO = b"redis_version:8.0.0\r\nrole:master\r\n"  # a command that fakeredis doe
 
 class Clock:
     """
-    What fakeredis has in place of the module :mod:`time`: it can be *ahead* by some seconds.
+    Stands for the module :mod:`time` in fakeredis, and can be *ahead* of it by some seconds.
 
-    As the clock of a server, it does not stop with Python's, which a test may freeze.
+    As the clock of a server, it goes on while a test has frozen Python's time.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Clock:
         self._began = time.time() - monotonic()
 
     def time(self) -> float:
-        """Return UNIX time, and more."""
+        """Return UNIX time plus the seconds that the clock is ahead."""
         return self._began + monotonic() + self.ahead
 
     def __getattr__(self, name: str) -> Any:
@@ -58,7 +58,7 @@ CLOCK = Clock()  # of every fakeredis of the process
 class Connection(TCPFakeRequestHandler):
     """A client's connection, which an error leaves open: fakeredis closes it."""
 
-    disable_nagle_algorithm = True  # or a reply of several parts waits for 40 ms
+    disable_nagle_algorithm = True  # otherwise a reply of several parts takes 40 ms
 
     def setup(self) -> None:
         """Return errors as replies."""
@@ -85,13 +85,14 @@ class MemoryServer(TcpFakeServer):
 
     Attributes:
         clock: Returns UNIX time, and the seconds by which :meth:`advance` has moved it.
-        is_for_tests: Whether what it has may be deleted.
-        url: Its first database.
+        is_for_tests: Whether its data may be deleted.
+        url: URL of its first database.
     """
 
     is_for_tests = True
 
-    request_queue_size = 128  # clients that connect at once; of a sixth, five would lose a second
+    # Clients that may connect at once.  With the default of 5, others would wait for a second.
+    request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0))
@@ -115,7 +116,7 @@ class MemoryServer(TcpFakeServer):
         """Say nothing of a connection that has broken."""
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; who waits in a blocking command looks at the clock again."""
+        """Let time pass; blocking commands look at the clock again."""
         CLOCK.ahead += seconds
         with self.fake_server.lock:
             for database in self.fake_server.dbs.values():

@@ -45,7 +45,7 @@ GRANT = {scripts.ACQUIRE, scripts.ACQUIRE_UNIQUE, scripts.PARK, scripts.PARK_UNI
 ASKING = (b"ASKING",)
 RESENDS = 2  # times a command is sent again if its reply is lost
 RESEND_PAUSE = 0.1  # seconds before the second resend; the first one follows at once
-REPLICAS_WITHIN = 1.0  # most seconds to wait until the replicas have an acquisition
+REPLICAS_WITHIN = 1.0  # maximum seconds to wait until the replicas have an acquisition
 
 
 class Node(Server):
@@ -131,10 +131,10 @@ class Node(Server):
         asking: bool = False,
         undo: Callable[[], Command] | None = None,
     ) -> tuple[Any, bool]:
-        """Send a command, and again if its reply is lost; *script*: what it runs by its digest."""
+        """Send a command, and again if its reply is lost; *script*: the script that it runs."""
         then = self._await_replicas if self.min_replicas and script in GRANT else None
         commands = (ASKING, command) if asking else (command,)
-        sent = self._resends == 0  # then the caller resends, and may have sent it before
+        sent = self._resends == 0  # the caller resends, and may have sent the command before
         attempt = 0
         while True:
             try:

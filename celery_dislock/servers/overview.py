@@ -58,13 +58,13 @@ class Overview:
         """
         List the names of locks whose keys match, each once, in pages of :data:`TOGETHER`.
 
-        The server answers others in between.  A lock that comes or goes meanwhile may be there or
-        not.
+        The server answers other clients in between.  A lock that comes or goes meanwhile may be
+        listed or not.
 
         Args:
             pattern: Pattern of keys, with Redis's wildcards ``*``, ``?`` and ``[a-z]``.
-            failed: Takes the error of each server that did not answer, in place of raising it: the
-                others are read nevertheless.
+            failed: Takes the error of each server that did not answer, which is then not raised;
+                the other servers are read.
 
         Raises:
             StoreError: A server did not answer; of several independent servers, no majority did.

@@ -3,11 +3,11 @@
 Commands are sent to all servers before the first reply is read, so five servers take little longer
 than one.
 
-Of several independent servers, one that fails counts as away for a while.  It is asked only after
-the others have answered, at intervals, and gets little time to answer.  Both the interval and the
-time to answer double with each failure.  So a server that is only slow comes back, and a dead one
-costs callers about the same share of their time however long it is away.  If too few of the others
-answer, or what they say does not decide, all servers are asked.
+Of several independent servers, one that fails counts as away for a while.  It is then asked only at
+intervals, after the others have answered, and gets little time to answer.  Both the interval and
+the time to answer double with each failure.  So a server that is only slow comes back, and a dead
+one costs callers about the same share of their time however long it is away.  If too few of the
+others answer, or their answers do not decide, all servers are asked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 RETRY_AFTER = 0.5  # seconds until a server that failed is asked again; doubled each time
 GRACE = 0.05  # seconds that it then gets, after the others have answered; doubled each time
-DOUBLED = 4  # most times that both are doubled
+DOUBLED = 4  # maximum number of times that both are doubled
 
 FORGET_AFTER = 3600.0  # seconds without use until an owner's changed name is forgotten
 LEAST = 0.05  # seconds for a request that is sent although the time is used up
@@ -54,12 +54,12 @@ def ask_all(
     """
     Ask several servers at once.
 
-    All are sent to, in this order, before the first reply is read.  So one that is away does not
-    delay the others.  But connecting to a server that is away may use up half of the time that is
-    left: such servers should come last.
+    The commands are sent to all servers, in this order, before the first reply is read.  So a
+    server that is away does not delay the others.  But connecting to it may take half of the time
+    that is left: such servers should come last.
 
     Args:
-        asked: The connections and the commands of each server, under what identifies it.
+        asked: The connections and the commands of each server, by a key of the caller's.
         script: See :meth:`celery_dislock.servers.connections.Wire.finish`, as for the others.
         within: Seconds for all servers together.
         again: See there.
@@ -158,7 +158,7 @@ class Names:
     The names under which the servers know an owner.
 
     A server that did not answer may run its commands late, also the release that undoes an attempt.
-    That would end a lease of the same owner's next attempt.  So the next attempt uses another name.
+    This release would end the lease of the same owner's next attempt, so that uses another name.
     The first name is the owner itself, and the others begin with it.
 
     All objects of this class share the names: an event loop takes a lock over its own connections,

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
 PATIENCE_RATIO = 1 / 4  # of a lease's expiry: the limit for an acquisition if that is shorter
 PAUSE = (0.05, 0.2)  # seconds between two attempts of a waiter, at least and at most
-USUAL = (written((ALONE,)), 0, 1)  # the arguments of acquire.lua that no other are possible of
+USUAL = (written((ALONE,)), 0, 1)  # terms, place_ms and fair of acquire.lua: always these here
 ATTEMPTS = 4  # to acquire, if no owner gets a majority because several ask at once
-ATTEMPT_PAUSE = 0.02  # most seconds before the second attempt; doubled each time
+ATTEMPT_PAUSE = 0.02  # maximum seconds before the second attempt; doubled each time
 RENEWS = {scripts.RENEW, scripts.RENEW_STALLED}
 
 
@@ -179,7 +179,7 @@ class Quorum(Server):
 
         Args:
             commands: The commands.
-            script: What they run by its digest; None: no script.
+            script: The script that they run by its digest; None: no script.
             within: Seconds for all replies together.
             again: Whether they are sent again, once, if a connection has broken.
             undo: Returns a command to send to a server that does not answer in time.  It undoes
@@ -323,13 +323,13 @@ def _column(replies: Sequence[Any], number: int = 0) -> list[Any]:
 
 
 def _one(reply: Any) -> Any:
-    """Return the reply of a server to its only command, or its error; else the replies."""
+    """Return a server's reply to its only command, or the replies to several, or its error."""
     return reply[0] if isinstance(reply, list) and len(reply) == 1 else reply
 
 
 def said(script: Script | None, reply: Any) -> Any:
-    """Return what a majority must have in common for its replies to decide; None: nothing."""
-    if script is scripts.ACQUIRE:  # that it is granted, or who holds it
+    """Return the part of a reply that a majority must agree on for it to decide; None: nothing."""
+    if script is scripts.ACQUIRE:  # the lock is granted, or the same owner holds it
         return reply[0] if reply[0] == scripts.GRANTED else reply[3]
     return reply if script in RENEWS else None
 
@@ -360,7 +360,7 @@ def merge_looks(answers: Sequence[list[Any]], majority: int) -> list[Any]:
     """
     Return what a majority reports of a lock; these servers keep no line and no reservations.
 
-    One item more than look.lua returns: how many of the servers that answered have another limit.
+    The result has one item more than look.lua's: how many of these servers have another limit.
     """
     now = max(answer[0] for answer in answers)
     leases: dict[bytes, list[tuple[Any, ...]]] = {}

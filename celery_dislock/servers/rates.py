@@ -18,16 +18,17 @@ class RateState(NamedTuple):
     How often a lock is taken at most, and when it may be taken next.
 
     Attributes:
-        rate: The rate that holds for those who wait, else for those who came last; None: it is
-            only held back.
+        rate: The rate that holds for the first in line, or else held for the last starts; None: the
+            lock has no rate, and is only held back.
         early: Seconds until the next start; 0: it may be now.
-        is_set: Whether people have set the rate, whatever the code says.
-        held_back: Seconds for which nobody starts, as people or a body want it; 0: it is not.
-        remaining: Seconds until what they have set ends; None: it lasts until it is taken back, or
-            they have set nothing.
-        since: UNIX time at which it was set; None: nothing is.
-        note: Why, and by whom; empty: nothing was said.
-        age: Seconds since it was set; None: nothing is.
+        is_set: Whether an operator has set the rate, in place of the code's.
+        held_back: Seconds for which nobody starts, as an operator or a body has asked for; 0: it is
+            not held back.
+        remaining: Seconds until the operator's setting ends; None: it lasts until it is taken back,
+            or there is none.
+        since: UNIX time of that setting; None: there is none.
+        note: Why, and by whom; empty: not said.
+        age: Seconds since that setting was made; None: there is none.
     """
 
     rate: Rate | None

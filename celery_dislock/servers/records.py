@@ -45,7 +45,7 @@ class Conflict:
     An acquisition that was refused because the lock is held; falsy, unlike a lease.
 
     Attributes:
-        key: The key of the lock; of several, of the one that is held.
+        key: The key of the lock; of several locks, the key of the one that is held.
         holder: Who holds it: ``task``, ``id``, ``worker`` and ``pid``; in plain Python ``thread``
             in place of ``task`` and ``id``.
         remaining: Seconds until the holder's lease ends, unless it is renewed.  Of several leases,
@@ -90,7 +90,7 @@ class Conflict:
 
     @property
     def early(self) -> bool:
-        """Whether only the time is in the way.  *remaining* is until the next start then."""
+        """Whether it is only too early; *remaining* is then the time until the next start."""
         return "early" in self.holder
 
     def error(self, hint: str = "") -> LockHeldError:
@@ -183,7 +183,7 @@ def renewed_ago(holder: Mapping[str, Any], remaining: float, held_for: float) ->
 
 
 def locks_of(stations: bytes) -> list[str]:
-    """Return the locks that a parked task passes, as its record has them; none if it has one."""
+    """Return the locks in a parked task's record; empty if the task has only one lock."""
     try:
         return [str(name) for name, *_ in json.loads(stations)]
     except (ValueError, TypeError, RecursionError):

@@ -20,7 +20,7 @@ class Granted(NamedTuple):
 
     tokens: tuple[int, ...]  # fencing token of each lock
     claimed: bool = False  # the task was parked, and this is its claim
-    locks: tuple[str, ...] = ()  # names in Redis of what was taken, if the server has chosen them
+    locks: tuple[str, ...] = ()  # names in Redis of the locks, if they are those of a ticket
 
 
 class Replaced(Exception):  # noqa: N818 -- an answer, which ends what asked for the lock
@@ -44,7 +44,7 @@ class Handed(NamedTuple):
 
 
 class FirstInLine(NamedTuple):
-    """The waiter is the first in line now: another was handed the lock, for TAKE_UP at most."""
+    """The waiter is now the first in line; another has at most TAKE_UP to take the lock up."""
 
 
 class Turn(NamedTuple):
@@ -53,7 +53,7 @@ class Turn(NamedTuple):
     lock: str  # name of the lock in Redis
     ticket: str
     message: bytes | None  # empty: the record was damaged and is set aside; None: it is gone
-    delay: float = 0.0  # seconds until the task may start, if only the time is in its way
+    delay: float = 0.0  # seconds until the task may start, if it is still too early
 
 
 class Looked(NamedTuple):
@@ -61,9 +61,10 @@ class Looked(NamedTuple):
     What was found of an execution whose process may be stalled.
 
     Attributes:
-        unrenewed: Seconds for which its lease had not been renewed; it is renewed now.  0: it was
-            not overdue.
-        overdue_in: Seconds until it is overdue; 0: it has no lease to be renewed, or was renewed.
+        unrenewed: Seconds for which its lease had not been renewed, and which is renewed now.  0:
+            the lease was not overdue.
+        overdue_in: Seconds until the lease is overdue; 0: it was renewed, or there is none to
+            renew.
     """
 
     unrenewed: float

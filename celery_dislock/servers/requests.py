@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 class Ending(NamedTuple):
     """
-    How an owner's leases end, and what of its task ends with them.
+    How an owner's leases end, and whether its task's ticket and reservation end with them.
 
-    The guard makes it, and the lease hands it to the script.
+    The guard makes the ending, and the lease passes it on to the script.
 
     Attributes:
         expires: Whether the leases are left to expire instead of being released.  The lease then
@@ -27,7 +27,7 @@ class Ending(NamedTuple):
         ticket: Ticket of a task that has ended, and may have been parked; empty: none.
         settles: Seconds in which the task's result may still be on its way.  A copy that comes
             later may run.  0: the task is done, and no copy may run.
-        reservation: A reservation that ends, too, if it has the name of the one lock; None: none.
+        reservation: A reservation beside the one lock, which ends with it; None: none.
     """
 
     expires: bool = False

@@ -34,7 +34,7 @@ class Reservation(NamedTuple):
         id: Id of the message's task, as reserved_name() writes it.
         until: ``lock_unique_until`` of the sender.
         ttl: Seconds for which the reservation is kept when the task begins, and at each renewal.
-        mark: What the lock server has given with the number; "-" if nothing.
+        mark: Text that the lock server has given with the number; "-": none.
         number: Number among the messages of the key that replace each other.
     """
 
@@ -47,7 +47,7 @@ class Reservation(NamedTuple):
 
     @classmethod
     def of(cls, lock: str, found: ReservationState) -> Reservation:
-        """Return what ends a reservation that was found of a lock, and no later one."""
+        """Return a value that identifies a reservation which was found, and no later one."""
         return cls(lock, reserved_name(found.id), mark=found.mark, number=found.number)
 
     @property
@@ -62,7 +62,7 @@ class Reservation(NamedTuple):
 
     @property
     def ends(self) -> tuple[str | int, ...]:
-        """The arguments of the scripts that end it: with "expiry" the key stays reserved."""
+        """The arguments of the scripts that end a task: with "expiry" the key stays reserved."""
         return *self.identity, "stays" if self.until == "expiry" else "end"
 
 
@@ -130,7 +130,7 @@ class Reservations:
                 it has.
 
         Returns:
-            None: a later release has reserved it, in a way that is not known here.
+            None: a later release has reserved the key, in a format that is not known here.
 
         Raises:
             StoreError: The server did not answer.  The key may be reserved.
@@ -191,7 +191,7 @@ class Reservations:
 
         Args:
             reservation: The reservation.
-            elsewhere: Whether its name is not of the task's own locks.  Then a reservation that is
+            elsewhere: Whether the reservation is not beside the task's own locks.  Then one that is
                 gone is not made again.
 
         Raises:
@@ -205,7 +205,7 @@ class Reservations:
 
     def begin_unlocked(self, reservation: Reservation) -> None:
         """
-        Begin a task where locks are off: it runs, also if it was replaced.
+        Begin a task where locks are off: it runs even if its message was replaced.
 
         Raises:
             StoreError: The server did not answer.

@@ -266,7 +266,7 @@ def _at(address: Address) -> str:
 
 def watched(url: str, options: Mapping[str, Any], driver: Driver) -> tuple[str, Connect, Sentinels]:
     """
-    Return the name of a sentinel:// URL, what connects to its master, and what knows the master.
+    Return the name of a sentinel:// URL, a function that connects to its master, and the Sentinels.
 
     Args:
         url: ``sentinel://[user:password@]host:port;sentinel://host:port/db``.  User and password

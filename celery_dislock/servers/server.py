@@ -118,7 +118,7 @@ class Server(Protocol):
         """
 
     def senders(self) -> list[Callable[..., Any]]:
-        """Return what sends a command to each of :meth:`members`."""
+        """Return the *send* of each of :meth:`members`."""
         return [one.send for one in self.members()]
 
     def asks(self, key: str) -> list[Command]:
@@ -127,7 +127,7 @@ class Server(Protocol):
         return pops + ([(b"WAIT", 0, 0)] if self.min_replicas else [])
 
     def watchers(self) -> list[tuple[str, str]]:
-        """Return the Sentinels, and what is wrong with each; empty: it can tell the master."""
+        """Return each Sentinel, and why its answer does not count; empty: it does."""
         return []
 
     def pop(self, key: str, seconds: float) -> bytes | None:
@@ -179,10 +179,10 @@ def is_lost(reply: Any) -> bool:
 
 class Outage:
     """
-    The outage of a server, if there is one: notices when it begins and ends, to log it once.
+    Notices when an outage of a server begins and ends, so that each is logged once.
 
     Attributes:
-        lasts: Whether there is one.
+        lasts: Whether there is an outage.
     """
 
     def __init__(self) -> None:
@@ -200,8 +200,8 @@ class Outage:
         Take note of an answer; return whether that ends an outage.
 
         Args:
-            took: Whether something free was taken.  If not, a server that refused it may still do
-                so: one without memory answers what it reads, and goes on with what it has.
+            took: Whether a lease was granted.  If not, a server that refused to grant one may still
+                do so: a server without memory answers reads, and renews leases.
         """
         ends = self.lasts and (took or not self._refuses)
         self.lasts = self.lasts and not ends

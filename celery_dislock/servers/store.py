@@ -106,8 +106,8 @@ class Store:
             owner: Owner of the leases; each acquisition has its own.
             ttl: Expiry of the lease in seconds, > 0, rounded up to a millisecond.
             holder: JSON object that others are shown while the lock is held.
-            terms: Of each lock, or those of all.
-            fair: Whether to come after those who already wait; else they are passed where a lock
+            terms: The terms of each lock, or one for all.
+            fair: Whether to come after those who already wait.  False: they are passed if a lock
                 admits one more lease.
             place: Seconds for which a refused owner keeps its place in line at the lock that
                 refused it.  The owner also keeps the leases on the locks before that one.  It must
@@ -225,7 +225,7 @@ class Store:
             locks: Names of the locks in Redis.
             owner_start: Start of the owners' names: all but the counter of the acquisition.
             at_least: As in an :class:`Ending`.  None: end the places in line alone.
-            ticket: Of a task that may have been parked: it has the locks of its ticket then.
+            ticket: Ticket of the task, which may have been parked; it then has its ticket's locks.
 
         Returns:
             Number of leases that were ended.

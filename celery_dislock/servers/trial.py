@@ -1,12 +1,12 @@
 """Try all that locks need on the lock server: run each script once, and send the other commands.
 
-Whether a server or a proxy before it refuses scripts, only trying tells: each has words of its own
-for it.  Without this trial, what is forbidden is noticed when it is first needed.  A command that
+Only a trial tells whether a server, or a proxy before it, refuses scripts: each words this in its
+own way.  Without the trial, a refusal is noticed when the command is first needed.  A command that
 only a waiter sends may then fail a task long after the worker has started.
 
 The scripts play the life of one lock, in which they call all commands that any of them calls.  The
-lock has a name that nobody uses, in the slots of the node that is tried, and nothing of it stays.
-Any error counts that does not pass by itself.
+lock has a name that nobody uses, in the slots of the node that is tried, and is deleted at the end.
+Each error counts that does not pass by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TAGS_MOST = 100_000  # a node with one of 16,384 slots has one of them
 
-# The next moment it is another answer; what is not known by its digest is sent by its text.
+# Errors that do not count: the answer changes soon, or the script is only not cached yet.
 MOVES = (AskError, ClusterDownError, TryAgainError, NoScriptError)
 BUSY = re.compile(r"\b(BUSY|MASTERDOWN)\b")
 CALLED = re.compile(r"redis\.p?call(?:\(|, )'([A-Z]+)'")
@@ -44,10 +44,10 @@ class Cause(NamedTuple):
     A kind of refusal.
 
     Attributes:
-        words: How a server's text is recognized.
+        words: Pattern by which a server's text is recognized.
         what: What the server does.
         remedy: What to do about it.
-        passes: Whether the server may take it later, as it is.
+        passes: Whether the server may accept the command later, without a change.
     """
 
     words: re.Pattern[str]
@@ -122,14 +122,15 @@ def check_scripts(server: Server, prefix: str) -> None:
     """
     Check that the lock server does all that locks need; see :func:`complaints`.
 
-    What passes by itself, as a full memory, is no reason: what holds a lock needs its worker.
+    A refusal that passes by itself, as that of a full memory, does not count: locks that are held
+    need their worker.
 
     Args:
         server: The lock server.
         prefix: Prefix of all names in Redis: ``dislock_prefix``.
 
     Raises:
-        ForbiddenError: It refuses something.  The message says what, and what to do.
+        ForbiddenError: The server refuses something.  The message says what, and what to do.
         StoreError: The list of servers could not be read.
     """
     found = [one for one in complaints(server, prefix) if not one.passes]
@@ -151,7 +152,7 @@ def complaints(server: Server, prefix: str) -> list[Complaint]:
         prefix: Prefix of all names in Redis: ``dislock_prefix``.
 
     Returns:
-        What is refused, one for each cause.
+        The refusals, one complaint for each cause.
 
     Raises:
         StoreError: The list of servers could not be read.
@@ -207,7 +208,7 @@ class _Trial:
         ]
 
     def refused(self) -> list[tuple[str, str]]:
-        """Return each command that it refuses, and its words; nothing if it does not answer."""
+        """Return each command that is refused, and the server's words; nothing if it is away."""
         with contextlib.suppress(StoreError):
             replies = self._member.wire.ask([command for _, command in self._commands])
             if not any(isinstance(reply, StoreError) for reply in replies):
@@ -240,7 +241,7 @@ class _Trial:
         return None
 
     def _is_there(self) -> bool:
-        """Tell whether it answers, though not to the last command."""
+        """Tell whether the process answers, though not to the last command."""
         error = self._error_of((b"PING",))
         return error is None or is_answer(error)
 

@@ -1,7 +1,7 @@
 """What a lock server knows of a lock: who holds it, who waits, and what is reserved and limited.
 
-One script reads it, ``look.lua``, and these are the only types that have it: for the Python API,
-the commands, the page, doctor and the metrics.  Nothing here changes a lock.  Times are those of
+One script reads this, ``look.lua``, and the Python API, the commands, the page, doctor and the
+metrics all use the types of this module for it.  Nothing here changes a lock.  Times are those of
 the lock server: a lock is "held" since its acquisition, by the clock that decides when its lease
 ends.
 """
@@ -60,11 +60,11 @@ class Holder(NamedTuple):
         remaining: Seconds until the lease ends, unless it is renewed again.
         renewed: Seconds since the last renewal, or since the acquisition; None if the holder's
             version does not say, and for a fixed expiry.
-        expiring: Whether the owner is done with it, and it is left to expire.
-        turn: Whether the lock is reserved for a parked task: its message is on its way, or it waits
-            for another lock.
+        expiring: Whether the owner is done with the lease, which is left to expire.
+        turn: Whether the lock is reserved for a parked task, whose message is on its way, or which
+            waits for another lock.
         waits: Key of the lock that the parked task waits for meanwhile; None: for none.
-        superseded: Id of the newest task of the key, which waits for this one to end; None: none.
+        superseded: Id of the newest task of the key, if it waits for this lease to end; else None.
         who: The holder in words.
         task, id, worker, pid, host, thread: The holder; None where it has none.
     """
@@ -90,12 +90,12 @@ class Holder(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
-        """Whether a parked task keeps it while it waits for another lock; the sweep renews it."""
+        """Whether it is a unit that a parked task keeps while it waits; the sweep renews it."""
         return self.turn and self.waits is not None
 
     @property
     def can_be_terminated(self) -> bool:
-        """Whether it is a task that a worker runs, which a worker can be told to end."""
+        """Whether the holder is a task that a worker runs, and can be told to end."""
         return bool(self.id and self.worker) and not (self.turn or self.expiring)
 
     @property
@@ -117,7 +117,7 @@ class Holder(NamedTuple):
 
     @property
     def may_live(self) -> bool:
-        """Whether its process may still run, as far as the lease tells; a fixed expiry does not."""
+        """Whether its process may still run; a lease with a fixed expiry does not tell."""
         return not (self.is_overdue or self.expiring or self.turn)
 
 
@@ -130,7 +130,7 @@ class ReservationState(NamedTuple):
         state: "being sent", "waiting" or "running"; "ended" if the key stays reserved after that.
         since: Seconds since the key was reserved, or since the task has ended.
         remaining: Seconds until the reservation ends, unless it is renewed.
-        mark: What the lock server has given with the number; "-" if nothing.
+        mark: Text that the lock server has given with the number; "-": none.
         number: Number among the messages of the key that replace each other.
     """
 
@@ -156,15 +156,16 @@ class LockState(NamedTuple):
         aside: How many parked tasks were set aside because nobody could read or run them.
         reservation: The reservation of the key; None if there is none.
         ticked: Seconds since a beat that leads has claimed or noted a tick; None: no beat has.
-        limit: How many leases an operator admits, whatever the code says; 0: it is paused.  None:
-            the code's limit holds.
-        limit_remaining: Seconds until that ends; None: it lasts until it is taken back.
+        limit: How many leases an operator admits, in place of the code's limit; 0: the lock is
+            paused.  None: the code's limit holds.
+        limit_remaining: Seconds until the operator's limit ends; None: it lasts until it is taken
+            back.
         limit_since: UNIX time at which it was set; None: no limit is set.
-        limit_note: Why, and by whom; empty: nothing was said.
+        limit_note: Why, and by whom; empty: not said.
         limit_differs: Of several independent servers, how many have another limit: they were away
             when it was set or taken back.
         limit_age: Seconds since it was set; None: no limit is set.
-        rate: How often it is taken at most, and when next; None: as often as asked for.
+        rate: How often the lock is taken at most, and when next; None: it has no rate.
     """
 
     key: str
@@ -216,7 +217,7 @@ class LockState(NamedTuple):
 
     @property
     def has_leases_alone(self) -> bool:
-        """Whether the lock server knows nothing of it beside its leases."""
+        """Whether the lock server knows nothing of the lock but its leases."""
         return not (
             self.waiting or self.turns or self.aside or self.reservation or self.limit_differs
         ) and (self.ticked is None and self.limit is None and self.rate is None)
@@ -255,7 +256,7 @@ def state_of(server: str, name: str, reply: Sequence[Any], first: int = 0) -> Lo
         first: The first place in line that was asked for, from 0.
 
     Raises:
-        DamagedLockError: Something cannot be read without which the lock cannot be used.
+        DamagedLockError: A record that the lock cannot do without cannot be read.
     """
     try:
         return _state(name, reply, first)
@@ -298,7 +299,7 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
 
 
 def is_beat(one: Holder | Waiter) -> bool:
-    """Tell whether one of several beats holds a lock to lead, or waits for it."""
+    """Tell whether this is one of several beats, which holds a lock to lead, or waits for it."""
     return one.thread == LEADER
 
 
@@ -319,7 +320,7 @@ def _holder(
     return Holder(
         owner=text(owner).removeprefix("~"),
         token=int(token),
-        mode=NAMES.get(mode.decode(), ALONE.mode),  # of one that is not known, what admits least
+        mode=NAMES.get(mode.decode(), ALONE.mode),  # an unknown mode counts as the strictest
         held=held,
         acquired_at=acquired / 1000,
         remaining=remaining,

@@ -1,9 +1,9 @@
 """Who waits in a line, for people: waiters and parked tasks, as ``look.lua`` tells of them.
 
 A parked task of several locks passes them one after the other, each a station.  Its record is
-beside the first one, and it stands in the line of one of them; see ``_parked.lua``.  What is shown
-is that of the lock that was looked at.  Keys, ids and messages are of strangers, and a record may
-be damaged: it is shown as far as it can be read.
+beside the first lock, and it stands in the line of one of them; see ``_parked.lua``.  Place and
+mode are those in the lock that was looked at.  Keys, ids and messages may come from anybody, and a
+record may be damaged: it is shown as far as it can be read.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ MS, US, COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
 _WAITS = re.compile(rb"\d{1,9} %b %b (\S+) (.*)" % (MS, MS), re.DOTALL)
 _PARKED = re.compile(rb"\d{1,9} %b %b %b (\S+) %b (.*)\n\d{1,9} (.*)" % (US, COUNT, MS, COUNT))
 _MEMBER = re.compile(rb"(\d{1,9})/(.*)##", re.DOTALL)
-HOME = 4  # index of the broker among those fields
+HOME = 4  # index of the broker among the fields of a ticket's record
 _MESSAGE = re.compile(rb'\d{1,9} {"')  # how a message begins, after the fields of such a record
 
 
 class Waiter(NamedTuple):
     """
-    One who waits in line, or has its turn.
+    A waiter or a parked task: it stands in line, or has its turn.
 
     Attributes:
         place: Place in line, from 1; 0: it has its turn, and its message is on its way.
         waiting: Seconds since it joined the line; if it has its turn, since it was parked.
-        mode: "exclusive" or "shared": how it wants this lock.
-        parked: Whether it is a parked task; else a worker slot or a thread waits.
+        mode: "exclusive" or "shared": the mode in which it takes this lock.
+        parked: Whether it is a parked task.  False: a worker slot or a thread waits.
         ticket: The ticket of a parked task; empty: it is not parked.
         turns: How often the parked task was given its turn.
         who: The waiter in words.
@@ -55,7 +55,7 @@ class Waiter(NamedTuple):
         broker: Digest of the URL of the broker that its message came from; None as above.
         stations: Keys of all locks of a parked task, in the order in which it passes them; empty:
             it has one.
-        keeps: Keys of those it has passed, and keeps while it waits.
+        keeps: Keys of the locks that it has passed, and keeps while it waits.
         parked_for: Seconds since the task was parked; None: it is not parked.
         beside: Name in Redis of the lock that has the record of the parked task; empty: it is the
             lock that was looked at.
@@ -91,9 +91,9 @@ def in_line(
         name: Name in Redis of the lock whose line it is.
         now_ms: Redis TIME.
         nth: The place, from 1.
-        member: Of the line; see ``_line.lua``.
-        joined: Its score.
-        record: What it waits for; see look.lua.
+        member: The member of the line; see ``_line.lua``.
+        joined: The member's score.
+        record: The record of what it waits for; see look.lua.
     """
     if member.endswith(b"#"):
         place = parked_place(name, now_ms, nth, member, record)
@@ -112,7 +112,7 @@ def in_line(
 
 
 def parked_place(name: str, now_ms: int, nth: int, member: bytes, record: bytes) -> Waiter:
-    """Parse a parked task, as :func:`in_line`; without a place, 0, it has passed all its locks."""
+    """Parse a parked task, as :func:`in_line` does; place 0: it has passed all its locks."""
     ticket, beside = ticket_of(member)
     parked = _PARKED.fullmatch(record)
     message: Mapping[str, Any] = parsed(parked[7]) if parked else {}
@@ -149,11 +149,11 @@ def parked_place(name: str, now_ms: int, nth: int, member: bytes, record: bytes)
 
 def _stations(written: bytes) -> tuple[list[str], list[bytes]]:
     """
-    Parse what a record has of a parked task's locks.
+    Parse the locks in a parked task's record.
 
     Returns:
-        Their names, in their order; none if it has one lock, UNREAD if they cannot be read; and
-        the terms of each.
+        Their names, in order; empty if there is one lock, UNREAD if they cannot be read; and the
+        terms of each.
     """
     if not written.startswith(b"["):
         return [], [written.partition(b" ")[0]]
@@ -172,7 +172,7 @@ def _shown_key(name: str) -> str:
 
 def ticket_of(member: bytes) -> tuple[str, str]:
     """
-    Return the ticket of a member of a line, which is also the owner of what it keeps.
+    Return the ticket of a member of a line, or of the owner of a unit that a ticket keeps.
 
     Returns:
         The ticket, and the name in Redis of the lock that has its record; empty: it is the lock
@@ -186,7 +186,7 @@ def ticket_of(member: bytes) -> tuple[str, str]:
 
 
 def _since(now_ms: int, joined: bytes) -> float:
-    """Return the seconds since somebody joined a line; 0 if its score is no time."""
+    """Return the seconds since a member joined its line; 0 if its score is no time."""
     try:
         seconds = now_ms / 1000 - float(joined) / 1e6
     except ValueError:
@@ -196,7 +196,7 @@ def _since(now_ms: int, joined: bytes) -> float:
 
 def parked_message(kept: bytes) -> tuple[bytes, str | None]:
     """
-    Take the message out of what was set aside: the record of a parked task, or a message alone.
+    Return the message of a ticket that was set aside, given its record, or its message alone.
 
     Returns:
         The message, as it was stored, and the digest of its broker's URL; None: not known.

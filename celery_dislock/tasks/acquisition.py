@@ -55,7 +55,7 @@ class Acquisition:
         self._process = runtime.process
         was_parked = delivery.notes.parked is not None
         parks, has_line = delivery.options.parks, self._process.lines.hold(delivery.lock.names)
-        if was_parked and not parks:  # it had been promised a turn
+        if was_parked and not parks:  # it was parked before its code changed, and must get its turn
             strategy = "queue" if has_line else "retry"
             delivery.options = replace(delivery.options, lock_on_conflict=strategy)
         fits = has_line and not delivery.is_eager
@@ -67,7 +67,7 @@ class Acquisition:
         Take the lock if it is free, or claim a parked task's turn; one round trip.
 
         Raises:
-            Ignore: The delivery ends unasked, since its notes say so.
+            Ignore: The notes of the delivery say that it ends without asking for the lock.
         """
         delivery, notes = self.delivery, self.delivery.notes
         first: Callable[[], Lease | Conflict] = (
@@ -104,7 +104,7 @@ class Acquisition:
         except (Ignore, Replaced):  # parked, or a copy: the server has answered
             self._process.lock_server_answered(took=False)
             raise
-        except BaseException:  # of a signal handler, perhaps with the lock granted already
+        except BaseException:  # raised by a signal handler; the lock may be granted already
             self.delivery.lock.interrupted(attempt)
             self.delivery.settle()
             raise
@@ -117,10 +117,10 @@ class Acquisition:
         Apply ``dislock_on_unavailable`` after the lock server did not answer.
 
         Returns only if the body runs without its lock.  If the lock was asked for, the server may
-        still grant it.  If the task is put off, its next delivery releases that lease first.
+        still grant it.  A task that is put off releases that lease at its next delivery.
         """
         delivery, key = self.delivery, self.delivery.lock.key
-        delivery.settle()  # it had the lock, and looked for copies
+        delivery.settle()  # releases the lock if that was granted before the server went away
         self._process.lock_server_failed(error)
         choice = self._runtime.settings.dislock_on_unavailable
         attempt = delivery.attempt
@@ -132,7 +132,7 @@ class Acquisition:
             return
         has_asked = attempt.asked_at is not None
         if has_asked and not isinstance(error, UnreachableError):
-            # Or a stalled process may keep what it was granted.
+            # Otherwise a process that stalls would keep a lease that it was granted.
             delivery.lock.release_late(attempt.owner)
         notes = delivery.notes
         damaged = isinstance(error, DamagedLockError) and notes.put_off >= DAMAGED_TRIES
@@ -146,8 +146,9 @@ class Acquisition:
         """
         End a delivery whose notes say that its task does not run here; raises Ignore then.
 
-        Its turn may be for a lock under another prefix: its line would give it another turn if it
-        ran here.  A later release may have written its turn, or the lease that it goes on with.
+        The turn may be of a lock under another prefix: if the task ran here, that lock's line would
+        give it another turn.  Or a later release may have written the turn, or the lease that the
+        delivery would take over.
         """
         delivery, notes = self.delivery, self.delivery.notes
         if notes.replaced is not None:
@@ -161,9 +162,9 @@ class Acquisition:
             put_off(delivery, reason, level=logging.WARNING)
 
     def _go_on(self, ask: Callable[[], T]) -> T:
-        """Call *ask* after what earlier deliveries of the task have left was released or taken."""
+        """Release or take over the leases that earlier deliveries have left, then call *ask*."""
         lock, attempt, notes = self.delivery.lock, self.delivery.attempt, self.delivery.notes
-        for owner in notes.given_up:  # they may have been granted the lock after that
+        for owner in notes.given_up:  # these may have been granted the lock after they gave up
             lock.store.release(lock.names, owner)
         if notes.held_by is not None:
             attempt.asked_at = lock.clock()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.view import Holder, ReservationState
 
 NOTE_MOST = 200  # characters
-LOOK_EVERY = 0.2  # seconds, while a lease is to end
+LOOK_EVERY = 0.2  # seconds between two looks at a lease that is about to end
 WAIT = 30.0  # seconds for a terminated task to end
 
 # What became of a lease.
@@ -102,7 +102,7 @@ class Actions:
         """
         End one reservation, so that the next message of the key is sent.
 
-        Its message may still wait, and its task may run.
+        The message that it was made for may still wait, and its task may run.
 
         Args:
             name: The lock's name in Redis.
@@ -164,9 +164,9 @@ class Actions:
             on_sent: Called when the broker has taken the command, before the wait.
 
         Returns:
-            TERMINATED: its lease has ended.  RUNS: the task may still run, and keeps the lock.
-            FREED: its process is gone, and its lease was freed here.  ENDED: that has ended
-            meanwhile.
+            TERMINATED: the lease has ended.  RUNS: the task may still run, and keeps the lock.
+            FREED: the task's process is gone, and the lease was freed here.  ENDED: the same, but
+            the lease has ended just before it was to be freed.
 
         Raises:
             BrokerError, SettingsError: As for :meth:`terminate`.
@@ -205,7 +205,7 @@ class Actions:
                 :class:`celery_dislock.servers.waiters.Waiter`.
 
         Returns:
-            False if it is not in line any more: it was dropped, or runs, or has run.
+            False if the task is not in line any more: it was dropped, or runs, or has run.
 
         Raises:
             StoreError: The server did not answer.  The task may be out of the line.
@@ -218,7 +218,7 @@ class Actions:
         dropped = process.lines.drop(home, ticket, json.dumps({REPLACED: reason})[1:-1])
         if dropped is None:
             return False
-        with contextlib.suppress(ValueError):  # who stores its end reports that
+        with contextlib.suppress(ValueError):  # reported where the task's end is stored
             headers = Message.from_bytes(dropped.message).headers
             process.end_reservation(Context(headers))
         if dropped.ours:
@@ -227,9 +227,9 @@ class Actions:
 
     def put_back(self, name: str, ticket: str = "") -> Iterator[tuple[str, str]]:
         """
-        Publish again what was set aside, so that each task goes to the end of its line.
+        Publish tasks again that were set aside, so that each goes to the end of its line.
 
-        A message is published first, and forgotten then: if that is interrupted it comes twice.
+        A message is first published, and then taken out: if that is interrupted, it comes twice.
 
         Args:
             name: The lock's name in Redis.

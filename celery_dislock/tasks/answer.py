@@ -1,4 +1,4 @@
-"""What is told to who asks why a task does not run."""
+"""The answer to the question why a task does not run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Answer:
 
     Attributes:
         id: The task's id.
-        state: What is so, in a word or two: "running", "in line", "not known".
+        state: The task's state in a word or two: "running", "in line", "not known".
         sentence: The answer, in one sentence.
-        rests_on: What it rests on, in short lines; each says who has told it.
-        remedy: What makes it run, or what to do; empty: nothing.
+        rests_on: The facts on which the answer rests, in short lines; each names its source.
+        remedy: What makes the task run, or what to do; empty: nothing.
         task: The task's name; None: it is not known.
-        key: The key of the lock that it is about; None: it is about none.
-        away: Why the lock server did not tell all that it was asked; empty: it did.
-        about: More of it, for programs.
+        key: The key of the lock that the answer is about; None: it is about none.
+        away: Why the lock server did not answer all questions; empty: it did.
+        about: More facts, for programs.
     """
 
     id: str
@@ -36,8 +36,8 @@ class Answer:
     away: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)
 
-    #: Finds the answer.  Who looks at locks stands on a higher floor, and is put here by
-    #: :mod:`celery_dislock.plugin`.
+    #: Finds the answer.  The function is one of :mod:`celery_dislock.operating`, which this floor
+    #: may not import, so :mod:`celery_dislock.plugin` puts it here.
     find: ClassVar[Callable[..., Answer]]
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
 """Cancel a task that runs, for the newest task of its key: ``lock_on_conflict="cancel"``.
 
 A newcomer that is parked marks the lease in its way on the lock server.  The holder finds the mark
-when it renews the lease; its worker is told by remote control to do so now.  The message says no
-more than that, so nobody is cancelled by a forged one.  The body is then stopped as
+when it renews the lease, and a command by remote control tells its worker to renew the lease now.
+The command says nothing else, so a forged one cancels nobody.  The body is then stopped as
 ``lock_on_cancel`` says, and the newcomer gets its turn when the lease has ended.
 """
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.lease import Lease
 
-LOOK = "dislock_look"  # the command for a worker
-CAUSES_MOST = 20  # of an exception, one behind the other
+LOOK = "dislock_look"  # name of the command for a worker
+CAUSES_MOST = 20  # causes of an exception that are looked at, each the cause of the one before
 
 logger = logging.getLogger("celery_dislock")
 
 
 def tell_workers(app: Celery, holders: Iterable[Mapping[str, Any]]) -> None:
     """
-    Have the workers of these holders look whether a newer task waits for theirs.
+    Have the workers of these holders ask whether a newer task waits for the holder to end.
 
-    If the broker does not take the command, their next renewal tells.
+    If the broker does not take the command, the next renewal of the holder's lease tells them.
     """
     for holder in holders:
         task_id, worker = holder.get("id"), holder.get("worker")
@@ -56,15 +56,16 @@ def tell_workers(app: Celery, holders: Iterable[Mapping[str, Any]]) -> None:
 
 
 def replaced_by(key: str, task_id: str) -> str:
-    """Say why a task ends for which a newer one has come."""
+    """Return why a task ends that a newer one replaces."""
     return f"a newer message of key {key!r} replaces it: task {plain(task_id)}"
 
 
 def newer_than(request: Any) -> str:
     """
-    Return why a task ends whose process was killed: a newer one waits for it; empty: none does.
+    Return why a task whose process was killed has ended: a newer one waits; empty: none does.
 
-    Ask before its lease is released; blocks for a round trip if the task can be cancelled.
+    Called before the task's lease is released, as the lease has the mark of the newer task.  Blocks
+    for a round trip if the task can be cancelled.
     """
     guard = request.task.dislock_guard
     if guard.options.on_cancel is None or guard.runtime.off:
@@ -91,7 +92,11 @@ def end_cancelled(request: Any, reason: str) -> NoReturn:
 
 
 def was_cancelled(lease: Lease | None, error: BaseException) -> bool:
-    """Tell whether a body has ended with this because it was cancelled; a retry has, too."""
+    """
+    Tell whether a body has ended with this error because it was cancelled.
+
+    A retry in a body that was told of a newer task counts as well: it must not come back.
+    """
     if lease is None or lease.told_at is None or isinstance(error, (Ignore, Reject)):
         return False
     if isinstance(error, Retry):

@@ -54,7 +54,8 @@ SENT_BY_HOLDER = (
     "that task has sent this one: if it waits for this one's result in its body, it waits for "
     "itself, as its lock is released after its body only"
 )
-CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # in older versions get() waits forever
+# Newer versions of Celery store FAILURE for a rejected task; in older ones get() waits forever.
+CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -71,7 +72,7 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     """
     Apply ``lock_on_conflict``.
 
-    A copy of the task that holds the lock is put off instead, with any strategy.  After a dead
+    With any strategy, a copy of the task that holds the lock is put off instead.  After a dead
     worker or a lost connection, the copy may be the only message left of that work.
 
     Raises:
@@ -84,7 +85,7 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     """
     delivery = asking.delivery
     is_copy = is_a_copy(delivery, conflict)
-    if is_copy and conflict.early:  # its own turn has come before it may start
+    if is_copy and conflict.early:  # not a copy: its own turn has come before it may start
         put_off_copy(delivery, conflict)
     if lock_conflict.receivers:
         delivery.lock.channel.conflict(delivery.task, conflict, delivery.id)
@@ -96,7 +97,7 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
         chosen = _ask(chosen, delivery.task, conflict)
     if delivery.notes.since is None:
         delivery.notes.since = time.time()
-    if chosen not in IN_LINE:  # whether the line has a place is not known yet
+    if chosen not in IN_LINE:  # these count later, when it is known whether the line is full
         _count(delivery, conflict, chosen)
     return STRATEGIES[chosen](asking, conflict)
 
@@ -114,7 +115,7 @@ def _error(delivery: Delivery, conflict: Conflict) -> LockHeldError:
 
 
 def _hint(delivery: Delivery, conflict: Conflict) -> str:
-    """Say if the lock is held by a task that has sent this one, and may wait for it."""
+    """Say that the task which has sent this one holds the lock; empty: it does not."""
     request, holder = delivery.request, conflict.holder.get("id")
     if holder is None or holder == delivery.attempt.holder["id"]:
         return ""
@@ -144,7 +145,7 @@ def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess
         if newer == str(delivery.id):  # the result of this id is that of the newer message
             acknowledge(delivery, reason)
         skip(delivery, reason)
-    except Ignore:  # its end is stored, so it may give up its place in line
+    except Ignore:  # the task's end is stored, so the task may give up its place in line
         delivery.ending = delivery.if_done
         if delivery.notes.parked is not None:
             try:
@@ -218,7 +219,7 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     if options.cancels:
         bounds = bounds._replace(most=1, overflow="replace")
     try:
-        # It may be in line already, so it does not run without its lock.
+        # may_run=False: the task may be in line already, and would run a second time at its turn.
         answer = asking.answer(partial(asking.parking.park, conflict, bounds), may_run=False)
     except TaskParked as parked:
         if parked.told:
@@ -230,7 +231,7 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     if isinstance(answer, Full):
         _count(delivery, conflict, "full")
         reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} tasks wait in it"
-        if delivery.notes.parked is not None:  # its record was lost, and others have its place
+        if delivery.notes.parked is not None:  # its record was lost, and others fill the line
             put_off(delivery, reason, error=conflict.error())
         skip(delivery, reason)
     if isinstance(answer, Conflict):
@@ -279,7 +280,8 @@ def _ask(decide: Callable[[Task, Conflict], str | None], task: Task, conflict: C
         return "retry"
     if chosen is None:
         return "skip"
-    names = [name for name in STRATEGIES if name != "cancel"]  # those messages say when sent
+    # With "cancel", a message has to say when it was sent, which only the option sees to.
+    names = [name for name in STRATEGIES if name != "cancel"]
     if chosen not in names:
         allowed = ", ".join(map(repr, names))
         raise SettingsError(
@@ -289,8 +291,12 @@ def _ask(decide: Callable[[Task, Conflict], str | None], task: Task, conflict: C
 
 
 def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
-    """Put off a copy of a task that runs; raises Ignore, which leaves the result untouched."""
-    if conflict.early:  # its turn has come before it may start
+    """
+    Put off a copy of a task that runs, or a turn that comes before its task may start.
+
+    Raises Ignore, which leaves the result untouched.
+    """
+    if conflict.early:
         put_off(delivery, str(conflict.error()), at=conflict.remaining)
     reason = (
         f"another delivery of this task holds lock {conflict.key!r}: {in_words(conflict.holder)}"

@@ -1,14 +1,14 @@
 """Let a task fail that kills its process each time, instead of delivering it again for ever.
 
 With ``acks_late`` and ``reject_on_worker_lost`` Celery gives a message back to its queue when the
-process of its task has died.  If the task itself is what kills the process (it takes too much
-memory, or crashes in C code), that has no end.  With ``lock_crash_limit`` the worker's main process
-counts these deaths at the only moment that matters: when Celery is about to give the message back.
-So what does not come back is not counted: a task that was revoked or ended by its time limit, and
-one whose result is stored already.
+process of its task has died.  If the task itself kills the process (it takes too much memory, or
+crashes in C code), this goes on for ever.  With ``lock_crash_limit`` the worker's main process
+counts these deaths when Celery is about to give the message back.  So a task whose message does not
+come back is not counted: one that was revoked or ended by its time limit, or whose result is stored
+already.
 
-The count is kept on the lock server, as each delivery may come to another worker.  It belongs to
-one piece of work, as a ticket does: a retry that the task asks for begins anew.
+The count is kept on the lock server, as each delivery may come to another worker.  As with a
+ticket, there is one count for one piece of work: a retry that the task asks for has a new count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The result that a caller gets if its message was not sent: that of the message already there.
 
-``get()`` waits for that task as for any other, and looks now and then whether a result can still
-come.  If neither the key's reservation, nor the lock, nor the result says that the task is waiting
-or running, it raises :class:`NoResultError` instead of waiting for ever.
+``get()`` waits for the task of that message as for any other, and asks the lock server now and then
+whether a result can still come.  If the key's reservation, the lock and the result all do not say
+that the task waits or runs, ``get()`` raises :class:`NoResultError` instead of waiting for ever.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 LOOK_EVERY = 2.0  # seconds between two looks at the lock server, while a caller waits
-ITSELF = "it is the task that asks, which would wait for itself"
+ITSELF = "it is the task that asks, which would wait for itself"  # why there is no result
 STORED_WITHIN = 10.0  # seconds in which a task's result is stored after its lock was released
 
 
@@ -62,8 +62,8 @@ class First:
     Attributes:
         guard: The guard of its task.
         locks: Names of the task's locks in Redis.
-        reserved: Its reservation, without the parts that its sender has chosen.
-        has_result: Whether its result is stored.
+        reserved: Its reservation.  Mark and number are missing: only its own sender knows them.
+        has_result: Whether the result of its task is stored.
     """
 
     guard: Guard
@@ -83,11 +83,10 @@ class First:
 
     def silent_for(self) -> float:
         """
-        Look at the lock server; blocks for a round trip or two.
+        Ask the lock server since when the task has ended; blocks for a round trip or two.
 
         Returns:
-            Seconds since the task has ended, as far as they are known; 0 if it waits or runs;
-            infinity if nothing is known of it.
+            Seconds since the task has ended; 0 if it waits or runs; infinity if that is not known.
 
         Raises:
             StoreError: The lock server did not answer.
@@ -103,13 +102,14 @@ class First:
             return math.inf
         if record.state == "ended":
             return record.since
-        # A dead worker renews no reservation, so that it ends soon.  With "expiry" it stays.
+        # A dead worker does not renew its task's reservation, which ends soon.  With "expiry" the
+        # reservation stays, but the task does not hold its lock.
         is_dead = record.state == "running" and self.reserved.until == "expiry" and self._holds()
         return math.inf if is_dead else 0.0
 
     def patience(self, state: str) -> float:
-        """Return the seconds without a sign of the task after which no result is expected."""
-        # With "end" the reservation is there for as long as the task is, unless it is parked.
+        """Return after how many seconds without a sign of the task no result is expected."""
+        # With "end" the reservation lasts as long as the task, unless the task is parked.
         is_unseen = state == PARKED or (
             self.reserved.until != "end" and (state == states.RETRY or not self._holds())
         )
@@ -146,7 +146,7 @@ class DuplicateResult:
             try:
                 return super().get(left, *args, **options)  # type: ignore[misc]
             except CeleryTimeoutError:
-                if self.ready():  # it came just now, or the task has raised this error
+                if self.ready():  # the result came just now, or the task itself raised this error
                     return super().get(LOOK_EVERY, *args, **options)  # type: ignore[misc]
                 if time.monotonic() >= until:
                     raise
@@ -163,13 +163,13 @@ class DuplicateResult:
     wait = get  # as in Celery
 
     def __reduce__(self) -> Any:
-        """Pickle it as the result that it is without this part, whose class has a name."""
+        """Pickle it as a result of the plain class, which has a name that can be imported."""
         reduced: Any = super().__reduce__()
         made_by, arguments = reduced
         return type(self).__mro__[2] if made_by is type(self) else made_by, arguments
 
     def __copy__(self) -> Any:
-        """Copy it with this part; Celery's copies by its own arguments alone."""
+        """Copy it with *first*, which Celery's copy leaves out."""
         again: Any = super().__copy__()  # type: ignore[misc]
         again.first = self.first
         return again

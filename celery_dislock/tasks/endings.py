@@ -12,9 +12,9 @@ class Outcome(NamedTuple):
     How a body has ended, and what that means for its lock.
 
     Attributes:
-        done: Whether its work is done, so that its message is not expected again.
-        released_by: Option that says whether the lock is released, or left to expire; empty: it is
-            released.
+        done: Whether the task's work is done, so that its message is not expected again.
+        released_by: Option that says whether the lock is released, or left to expire; empty: the
+            lock is released in any case.
     """
 
     done: bool
@@ -25,7 +25,7 @@ SUCCEEDED = Outcome(done=True, released_by="release_on_success")
 FAILED = Outcome(done=True, released_by="release_on_failure")
 ENDED_EARLY = Outcome(done=True)  # by one of Celery's predicates
 COMES_AGAIN = Outcome(done=False)
-STOPPED = Outcome(done=False, released_by="release_on_failure")  # with its worker
+STOPPED = Outcome(done=False, released_by="release_on_failure")  # stopped with its worker
 
 
 def outcome_of(error: BaseException) -> Outcome:

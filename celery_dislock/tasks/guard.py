@@ -68,7 +68,7 @@ RETURNED = (
 )
 DESCRIBED_MOST = 100  # processes, and timeouts of their tasks, whose description is kept
 KEPT_TIMEOUTS = 2  # timeouts for which the reservation of a running task is kept at each renewal
-WAITING = {"wait", "queue"}  # strategies of a task that keeps a lock while it waits for the next
+WAITING = {"wait", "queue"}  # strategies with which a task keeps a lock while it waits for the next
 WAIT_MOST = 31 * 86400.0  # seconds: no line is kept for longer, so a header that says so is forged
 
 logger = logging.getLogger("celery_dislock")
@@ -118,7 +118,8 @@ class Guard:
         self._terms = options.terms
         if options.lock_on_conflict in WAITING:
             warn_of_orders(name, self._keys.declared_order(self._terms), runtime.orders)
-        # The watchdog renews it with the one lease; else the main process alone does.
+        # With one lock, the watchdog renews the reservation with the lease.  Otherwise only the
+        # worker's main process renews it.
         by_watchdog = self.interval is not None and len(options.keys) == 1
         self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else options.lock_unique_for
         self._interrupts = (
@@ -147,12 +148,12 @@ class Guard:
         self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """
-        Run an ``async def`` body as :meth:`run` does; return what has to be awaited for that.
+        Return an awaitable that runs an ``async def`` body as :meth:`run` does.
 
         An eager body is run here, by ``asyncio.run()``, and its result is returned.
 
         Raises:
-            SettingsError: Nobody awaits it.
+            SettingsError: The pool of this process does not await bodies.
         """
         if request.is_eager:
             return self.run(task, request, partial(_await_all, body), args, kwargs)
@@ -211,7 +212,7 @@ class Guard:
         raise SettingsError(self.name, "run", type(result).__name__, RETURNED)
 
     def _end(self, delivery: Delivery, lease: Lease | None, outcome: Outcome) -> None:
-        """End the lease and the reservation, and publish what the body sent under its id."""
+        """End the lease and the reservation; publish what the body sent under the task's id."""
         delivery.runs = False
         outbox, ending = delivery.held_back, delivery.if_done if outcome.done else RELEASED
         retry_in = None if outbox is None else outbox.retry_in
@@ -222,7 +223,7 @@ class Guard:
             if kept:
                 outbox.held_by = lease.owner
                 ending = ending._replace(expires=True, at_least=kept)
-        if retry_in is not None or not outcome.done:  # its message comes again
+        if retry_in is not None or not outcome.done:  # the task's message comes again
             delivery.reservation = None
         elif lease is not None and delivery.reservation is delivery.attempt.reservation:
             ending = ending._replace(reservation=delivery.reservation)
@@ -249,7 +250,7 @@ class Guard:
                 delivery.lock.store.reservations.begin(reservation, elsewhere=elsewhere)
             except StoreError as exc:
                 self.runtime.process.lock_server_failed(exc)
-                if reservation.until == "start":  # it ends after the body instead
+                if reservation.until == "start":  # so it ends after the body
                     delivery.reservation = reservation._replace(until="end")
                 return
         if reservation.until == "start":
@@ -278,10 +279,11 @@ class Guard:
         self, turn: tuple[str, str] | None, args: Any, kwargs: Any, serializer: str
     ) -> tuple[Sequence[str], tuple[Terms, ...]]:
         """
-        Return the keys of a delivery, perhaps of a *turn*, and their terms, or those of all.
+        Return the keys of a delivery, and the terms of each key, or one for all keys.
 
-        A task that was parked has the lock that it waited for, whatever its code says by now.  If
-        nothing is known of it there, its message is all that says so, and anybody can write that.
+        A delivery with a *turn* takes the lock that its task was parked for, even if the code names
+        another one by now.  The lock server has to know of the turn: anybody can write into a
+        message that the task has one.
         """
         try:
             built = self._keys.of(args, kwargs, serializer)
@@ -295,14 +297,14 @@ class Guard:
         return keys, terms
 
     def _knows(self, turn: tuple[str, str]) -> bool:
-        """Tell whether a turn is known on the lock server; also where that cannot be known now."""
+        """Tell whether the lock server knows a turn; True if it does not answer."""
         try:
             return self.runtime.process.lines.knows(*turn)
-        except StoreError:  # the next question will not be answered either
+        except StoreError:  # it will not answer the claim either, so the task is put off
             return True
 
     def _kept_for_retry(self, lease: Lease, delay: float) -> float:
-        """Return for how long the retry's lease is kept, counted from its grant; 0 if it is not."""
+        """Return how long the lease is kept for the retry, counted from its grant; 0: not kept."""
         try:
             is_held = lease.confirm()
         except StoreError:
@@ -336,7 +338,7 @@ class Guard:
         if notes.since is not None:
             waited = time.time() - notes.since
             attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
-        # A plain body runs for no event loop.
+        # A plain body runs in no event loop.
         store = process.store_here if self.is_async else process.store
         names = self.runtime.lock_names(keys)
         lock = Lock(keys, names, self.options, store, watchdog=process.watchdog)
@@ -368,11 +370,11 @@ class Guard:
         Args:
             args: Its arguments.
             kwargs: Its keyword arguments.
-            serializer: What a caller's arguments will be sent with; empty: they have come with a
-                message.
+            serializer: The serializer with which a caller will send the arguments; empty: they
+                have come with a message.
 
         Raises:
-            Exception: They cannot be built: LockKeyError, or what a user's callable raises.
+            Exception: No keys can be built: LockKeyError, or what a user's callable raises.
         """
         if self._only_key is not None and not serializer:
             return [self._only_key(args, kwargs)]
@@ -380,7 +382,7 @@ class Guard:
 
     def keys_of(self, request: Request) -> Sequence[str]:
         """
-        Return the keys that a worker's request may lock: by its call, and that of its turn.
+        Return the keys that a worker's request may lock: those of its arguments and of its turn.
 
         Raises:
             Exception: As for :meth:`keys`.
@@ -407,7 +409,7 @@ class Guard:
 
 @lru_cache(DESCRIBED_MOST)
 def _described(host: str, worker: str | None, pid: int, timeout: float | None) -> Mapping[str, Any]:
-    """Return what a holder says of its process."""
+    """Return the part of a holder that describes its process."""
     return describe({"host": host}, worker, pid, timeout)
 
 

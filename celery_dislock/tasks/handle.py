@@ -91,7 +91,7 @@ class LockHandle:
 
     def line(self, most: int = PLACES) -> list[Waiter]:
         """
-        Return those who wait; of several keys, the line of each in turn.
+        Return the waiters and parked tasks in line; of several keys, the line of each in turn.
 
         Args:
             most: Maximum number of places for each key.
@@ -113,8 +113,8 @@ class LockHandle:
 
         The body of a holder still runs, and may run beside the next one, until its next renewal
         tells it that the lease is lost.  With *terminate* its process is ended first.  If the key
-        was reserved for a message, the next message is sent.  The first one may still wait, and its
-        task runs then as well.
+        was reserved for a message, the next message of the key is sent.  The message that it was
+        reserved for may still wait, and its task then runs as well.
 
         Args:
             shown: A lease of :meth:`holders`, or the reservation of a :meth:`state`, which is ended
@@ -126,8 +126,8 @@ class LockHandle:
             wait: Maximum seconds to wait for each lease.
 
         Returns:
-            What was ended here, and the leases that the process has released that was terminated.
-            What had ended before is missing.
+            The leases and reservations that were ended here, and the leases that a terminated
+            process has released.  Those that had ended before are missing.
 
         Raises:
             DamagedLockError, StoreError: As for :meth:`state`.
@@ -161,12 +161,12 @@ class LockHandle:
         """
         Let nobody in the whole fleet take the lock for some time, as after an answer 429.
 
-        Who has the lock keeps it.  Who comes meanwhile comes too early, as with a rate: see
+        Holders keep the lock.  A task that comes meanwhile comes too early, as with a rate: see
         ``lock_on_conflict``.
 
         Args:
-            seconds: For how long, >= 0, from now; replaces what an earlier call said.  0: it may
-                be taken again.
+            seconds: For how long, >= 0, from now; replaces the time of an earlier call.  0: the
+                lock may be taken again.
             note: Why: shown to people, and to tasks that come too early.
 
         Raises:
@@ -186,7 +186,7 @@ class LockHandle:
 
 
 def _identity(shown: Holder | ReservationState) -> tuple[object, ...]:
-    """Return what two leases, or two reservations, never have in common."""
+    """Return what tells a lease, or a reservation, from all others."""
     if isinstance(shown, Holder):
         return shown.owner, shown.token
     return shown.id, shown.mark, shown.number

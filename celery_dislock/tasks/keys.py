@@ -1,8 +1,8 @@
 """The keys of a task's calls with their terms, built of the arguments as its body gets them.
 
-The body of a task with ``pydantic=True`` gets models, which Celery makes of what the message has,
-with their defaults.  So the keys are built of these models, by the sender too, which sends plain
-data.  Arguments that are not valid raise here what they would raise in the body.
+The body of a task with ``pydantic=True`` gets models, which Celery makes of the arguments in the
+message, with the models' defaults.  So the keys are built of these models, by the sender too, which
+sends plain data.  Arguments that are not valid raise the error here that they raise in the worker.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class TaskKeys:
 
         Args:
             args: The positional arguments.
-            kwargs: The others.
-            serializer: What a caller's arguments will be sent with; empty: they have come with a
-                message.
+            kwargs: The keyword arguments.
+            serializer: The serializer with which a caller will send the arguments; empty: they
+                have come with a message.
 
         Raises:
-            Exception: They cannot be built: LockKeyError, or what a user's callable or the
+            Exception: No keys can be built: LockKeyError, or what a user's callable or the
                 validation raises.
         """
         if serializer:
@@ -94,7 +94,7 @@ class TaskKeys:
         """
         Return the templates of several keys in the order in which their locks are taken.
 
-        None for one key, and if callables make some of them: only they know the keys.
+        Empty if there is one key, or if a callable makes one of them: its keys are not known yet.
         """
         is_known = len(self._declared) == len(self._builders) > 1
         return self.in_order(self._declared, terms)[0] if is_known else ()
@@ -105,13 +105,13 @@ class TaskKeys:
         """
         Return the keys of a call in the order in which its locks are taken, and their terms.
 
-        Narrow ones come before wide ones: keys made from arguments, then fixed ones, and in each
-        what lets few pass before what lets many.  So whoever has many tasks waits in a line of his
-        own.  Of two terms that a task declares for the same key, the stricter ones count.
+        Narrow ones come before wide ones: keys made from arguments, then fixed keys; of each kind,
+        first those whose terms let few tasks pass.  So the tasks of a busy tenant wait in its own
+        line.  Of two terms that a task declares for the same key, the stricter ones count.
 
         Args:
             keys: The keys, in the order of ``lock_key``.
-            terms: Their terms, or those of all.
+            terms: The terms of each key, or one for all keys.
         """
         if len(keys) == 1:
             return keys, (*terms,)
@@ -145,13 +145,14 @@ def _is_static(task: type[Task]) -> bool:
 
 def validating(wrap: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Extend what Celery wraps the body of a task with that has ``pydantic=True``.
+    Extend the function with which Celery wraps the body of a task with ``pydantic=True``.
 
     Args:
-        wrap: Takes the app, the body and more, and returns the wrapped body.
+        wrap: That function.  It takes the app, the body and more, and returns the wrapped body.
 
     Returns:
-        It, whose result has an attribute: a function that returns the arguments that the body gets.
+        A function like *wrap*.  The body that it wraps has the attribute ``dislock_validate``: a
+        function that returns the arguments as the body gets them.
     """
 
     @wraps(wrap)
@@ -174,8 +175,8 @@ def warn_of_orders(
 
     Args:
         name: A task.
-        order: Its keys, in its order.
-        orders: Those of the tasks that were bound before; it is added.
+        order: The task's keys, in the order in which it takes them.
+        orders: The orders of the tasks that were bound before, by task; this one is added.
     """
     for other, its in orders.items():
         mine, theirs = [one for one in order if one in its], [one for one in its if one in order]

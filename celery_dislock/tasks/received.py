@@ -1,9 +1,10 @@
 """The arguments of a call as the worker gets them, after their way through a serializer.
 
-The key of a message is built from what its task gets: JSON makes the key 1 of a dict "1", a tuple a
-list, and an object whatever its ``__json__`` says.  No rule of ours about types could know all that
-users register with their serializer, so the arguments take the same way.  Most are text and
-numbers, which no serializer changes: they are left as they are, as are those that no key reads.
+A lock's key is built from the arguments that the task gets: JSON turns the key 1 of a dict into
+"1", a tuple into a list, and an object into what its ``__json__`` returns.  No rule of ours could
+cover all types that users register with their serializer, so the arguments pass through it here,
+too.  Text and numbers, which no serializer changes, and arguments that no key reads stay as they
+are.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
     from celery_dislock.keys.templates import KeyBuilder
 
-UNCHANGED: set[type] = {str, int, float, bool, type(None)}  # but not their subclasses
+# Types that no serializer changes.  Subclasses of them may be changed.
+UNCHANGED: set[type] = {str, int, float, bool, type(None)}
 
 
 class Received:
     """
-    What a worker gets of the arguments that a task's keys are built from.
+    Converts the arguments that a task's keys are built from to what a worker gets.
 
     Args:
         builders: Build the keys.
@@ -43,9 +45,9 @@ class Received:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """
-        Return the arguments of a call, those that a key reads as the worker gets them.
+        Return the arguments of a call, with those that a key reads as the worker gets them.
 
-        What cannot be serialized is left as it is: such a message is not sent.
+        An argument that cannot be serialized is left as it is: its message cannot be sent anyway.
         """
         if UNCHANGED.issuperset(map(type, (*args, *kwargs.values()))):
             return args, kwargs

@@ -45,7 +45,7 @@ def look_for_mark(delivery: Delivery, lease: Lease, store: Store) -> Lease:
 
     Args:
         delivery: The delivery, which has its lock.
-        lease: Its lease, which is released if it is a copy.
+        lease: Its lease, which is released if the delivery is a copy.
         store: The store of its lock.
 
     Raises:

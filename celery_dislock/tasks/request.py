@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 
 PID_MAX = 2**22  # highest process id on Linux
 CHECK_EVERY = 0.05  # seconds between two checks of a process that is about to end
-# The state to store after one of our own, by the event that Celery sends.
+# The state that an event of Celery's has to name if a monitor may know the task in one of our own.
 AFTER_OURS = {"task-started": states.STARTED, "task-revoked": states.REVOKED}
-# What a pool process died of, as Celery tells its main process: of itself, or as it was told to.
+# Exceptions with which Celery tells the main process that a pool process has died: by itself, and
+# for any reason.
 CRASHES = (WorkerLostError, SystemExit, KeyboardInterrupt)
 DEATHS = (*CRASHES, Terminated, TimeLimitExceeded)
 
@@ -102,7 +103,7 @@ class Recovering:
         Give the message back, unless its task has killed its process for the last time.
 
         Raises:
-            TaskCrashedError: It has: the task fails instead.
+            TaskCrashedError: This was the last time: the task fails instead.
         """
         if requeue and self._crash is not None:
             count_crash(self, self._crash)
@@ -116,10 +117,10 @@ class Recovering:
 
     def send_event(self: Any, type: str, **fields: Any) -> None:  # noqa: A002 -- Celery's
         """
-        Send an event, with the state that follows from it where a monitor may have another one.
+        Send an event.  If a monitor may know the task in a state of ours, name the new state.
 
-        Celery's State, and so Flower, keeps the state PARKED of a task that starts or is revoked
-        when it has its turn, and LOCK-LOST of one that is terminated; see :func:`revoked`.
+        Otherwise Celery's State, and so Flower, keeps the state PARKED of a task that starts or is
+        revoked at its turn, and LOCK-LOST of a task that is terminated; see :func:`revoked`.
         """
         if (self._was_parked or fields.get("terminated")) and type in AFTER_OURS:
             fields["state"] = AFTER_OURS[type]
@@ -127,7 +128,11 @@ class Recovering:
 
 
 def release_after_death(request: Any) -> None:
-    """Release the lock of a request whose process has died, or is about to; never waits for it."""
+    """
+    Release the lock of a request whose process has died, or is about to.
+
+    If the process still lives, returns at once, and looks again until it has ended.
+    """
     pid = request.worker_pid
     guard = request.task.dislock_guard
     if not is_child(pid):

@@ -1,13 +1,13 @@
 """Send a task's message only if no other message of its key waits: uniqueness when sending.
 
-Mutual exclusion when running is the guarantee; this saves messages, and gives the caller the result
-of the message that is there.  A reservation that is missing never keeps a task from running: if the
-lock server is away, the message is sent without one.
+The guarantee is the lock, which excludes when tasks run.  Uniqueness saves messages, and gives the
+caller the result of the message that is there.  A reservation that is missing never keeps a task
+from running: if the lock server is away, the message is sent without one.
 
 The key is reserved for some seconds before the message is published.  When it is published, the
 reservation is confirmed for as long as the message may wait.  A sender that dies in between
-therefore blocks the key for seconds.  Until a reservation is confirmed, other senders of the key
-wait for that, because the message may never come.
+therefore blocks the key for seconds.  Until a reservation is confirmed, its message may never
+come, so other senders of the key wait a moment for the confirmation.
 
 All messages of an app are sent by its ``send_task``: ``delay``, ``apply_async``, signatures, beat,
 and tasks sent by their name.  An eager task is run by its ``apply``.  Both come here; see
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 PUBLISH_FOR = 10.0  # seconds in which a message must be published after its key was reserved
 WAIT_FOR_OTHER = 1.0  # seconds to wait for a sender that has reserved the key and not published
-LOOK_EVERY = 0.01  # seconds between two looks meanwhile
+LOOK_EVERY = 0.01  # seconds between two looks at the key during this wait
 LEAVE_ALONE = 5.0  # seconds for which a lock server that did not answer is not asked again
 SENT_MOST = 1000  # messages that a process remembers, to free their keys when it revokes them
 WARNED_MOST = 1000  # locks that are remembered as warned of
@@ -132,11 +132,12 @@ class Sending(NamedTuple):
 
     def _send(self, **options: Any) -> Any:
         declared = self.guard.options
-        if declared.lock_queue_overflow == "replace" or declared.cancels:  # the last sent counts
+        # With these options, the message that was sent last counts, so each says when it was sent.
+        if declared.lock_queue_overflow == "replace" or declared.cancels:
             given, running = options.get("headers"), Delivery.of(running_request(self.task))
             again = running is not None and running.id == options.get("task_id")
             first = running.notes.sent if running is not None and again else 0
-            begins = time.time() + delay_of(options)  # of one with an ETA, that counts
+            begins = time.time() + delay_of(options)  # a message counts as sent at its ETA
             sent = {SENT: first or int(begins * 1e6), **notes_in(given)}
             options["headers"] = with_notes(given, sent)
         if declared.lock_unique_until is None:
@@ -147,7 +148,7 @@ class Sending(NamedTuple):
             or options.get("replaced_task_nesting")
             or (task_id is not None and task_id == _running_id())
         )
-        # The last step of a chain comes with an empty one.  The chain's result is that step's.
+        # The last step of a chain has an empty "chain".  Its result is the result of the chain.
         is_a_step = options.get("chain") is not None
         belongs_to_more = is_a_step or any(map(options.get, BELONGS_TO_MORE))
         if belongs_to_more or self.guard.runtime.off or (self.eager and again):
@@ -155,7 +156,7 @@ class Sending(NamedTuple):
         return sender_of(self.app).send(self, options, again=again)
 
     def send_now(self, options: dict[str, Any], outcome: str = "") -> Any:
-        """Publish the message, or run the task; tell those who watch of *outcome*, if it is one."""
+        """Publish the message, or run the task; report *outcome* to those who watch, if given."""
         if outcome:
             self.count_as(outcome)
         if not self.eager and (options.get("eta") or options.get("countdown")):
@@ -171,7 +172,7 @@ class Sending(NamedTuple):
         """Return the names of the task's locks; none if its key cannot be built."""
         try:
             args, kwargs = tuple(self.args or ()), dict(self.kwargs or {})
-            sent_with = ""  # a worker gets what is plain as it is
+            sent_with = ""  # no serializer changes plain arguments
             if not UNCHANGED.issuperset(map(type, (*args, *kwargs.values()))):
                 usual = self.task.serializer if self.eager else self.app.conf.task_serializer
                 sent_with = options.get("serializer") or usual
@@ -217,7 +218,7 @@ class Sender:
         self._pause = pause
         self._away_until = 0.0
         self._outage = Outage()
-        # With the result of an eager task.
+        # By task id: what is reserved for a message, and the result if its task was eager.
         self._sent: OrderedDict[str, tuple[Reservation, Any]] = OrderedDict()
 
     def send(self, sending: Sending, options: dict[str, Any], *, again: bool) -> Any:
@@ -266,7 +267,7 @@ class Sender:
         return result
 
     def _publish(self, sending: Sending, options: dict[str, Any], reserved: Reservation) -> Any:
-        """Publish the message, or run the task, and confirm its reservation, or give it back."""
+        """Publish the message, or run the task; confirm its reservation, or end it on failure."""
         # If the lock server does not answer, the reservation ends after PUBLISH_FOR.
         reservations = self._runtime.process.quick_store.reservations
         if sending.eager:
@@ -281,7 +282,7 @@ class Sender:
         with contextlib.suppress(StoreError):
             if not sending.eager:
                 reservations.confirm(reserved)
-            else:  # unless it has begun: a test may have patched apply()
+            else:  # only if the task has not begun: a test may have patched apply()
                 reservations.end_waiting(reserved._replace(until="end"))
         is_its = isinstance(result, EagerResult) and result.id == options["task_id"]
         if is_its and reserved.until == "expiry":
@@ -297,7 +298,7 @@ class Sender:
         is_known: bool,
         again: bool,
     ) -> Reserved | Taken | None:
-        """Reserve the key; None: it could not be asked for, or a later release has reserved it."""
+        """Reserve the key; None: the server is away, or a later release has reserved the key."""
         try:
             reserve = partial(
                 self._runtime.process.quick_store.reservations.reserve,
@@ -326,7 +327,7 @@ class Sender:
         if sending.guard.options.lock_on_duplicate == "raise":
             raise DuplicateTaskError(first.key, first.id)
         known, result = self._sent.get(first.id, (None, None))
-        if result is not None:  # it ran here
+        if result is not None:  # the first was eager, and ran in this process
             again = copy.copy(result)
             again.duplicate = True
             return again
@@ -343,14 +344,14 @@ class Sender:
         self._sent[task_id] = (reserved, result)
 
     def revoked(self, task_ids: Iterable[str]) -> None:
-        """Free the keys of messages that this process has sent and revokes; logs a StoreError."""
+        """Free the keys of messages that this process has sent and revokes now."""
         for task_id in task_ids:
             reserved, _ = self._sent.pop(task_id, (None, None))
             if reserved is not None:
                 self.tell("end_waiting", reserved)
 
     def tell(self, what: What, reservation: Reservation) -> None:
-        """Tell the lock server, unless it was away a moment ago; logs a DislockError."""
+        """Call this method of Reservations, unless the server is away; logs a DislockError."""
         if self._clock() < self._away_until:
             return
         try:
@@ -427,7 +428,7 @@ def _number_in(guard: Guard, headers: Mapping[str, Any], lock: str) -> tuple[str
 
 
 def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:
-    """Return the seconds for which a message that was sent keeps its key."""
+    """Return the seconds for which the key stays reserved for a message that was sent."""
     kept, due = declared.lock_unique_for, options.get("eta") or options.get("countdown")
     if due:
         kept = min(kept + seconds_until(due), LONGEST)
@@ -438,7 +439,7 @@ def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:
 
 
 def postponed(options: dict[str, Any], most: float) -> dict[str, Any]:
-    """Return the options with an ETA that is no later than in *most* seconds, if they have one."""
+    """Return the options with *most* seconds as the longest delay."""
     if delay_of(options) <= max(most, 0.0):
         return options
     return {**options, "eta": None, "countdown": max(most, 0.0)}

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from celery_dislock.tasks.handle import LockHandle
 
 
-# States in which Celery leaves a delivery.  A task that is stopped with its worker has none,
-# and its message may be redelivered.
+# States in which Celery leaves a delivery that has ended.  A task that is stopped with its worker
+# is in none of them, and its message may be redelivered.
 ENDED = {states.SUCCESS, states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED}
 
 logger = logging.getLogger("celery_dislock")
@@ -87,9 +87,9 @@ class SingletonTask(Task):  # type: ignore[misc]
 
     def lock_for(self, *args: Any, **kwargs: Any) -> LockHandle:
         """
-        Return the lock that the task takes for these arguments, to look at it and to free it.
+        Return a handle of the lock that the task takes for these arguments, to look at and to free.
 
-        Takes nothing, and sends no command.
+        Does not take the lock, and sends no command.
 
         Raises:
             LockKeyError: No key can be built from the arguments.
@@ -149,8 +149,8 @@ def guard_of(task: Task) -> Guard:
     """
     Return the guard of a task.
 
-    A task that is guarded in workers under ``--dislock`` alone has none here: it is made, and not
-    installed.
+    A task that is guarded only in workers with ``--dislock`` has no guard in other processes: one
+    is made, and not installed.
 
     Raises:
         SettingsError: The task takes no lock, or one of its options cannot be used.
@@ -230,13 +230,13 @@ def name_of(task: type[Task], app: Celery) -> str | None:
 
 
 def end_unguarded(task: Task, state: str, retval: Any) -> None:
-    """Take note that a task has ended whose guard was not entered: its message may be reserved."""
+    """End the reservation and the turn of a task that has ended before its guard was entered."""
     request = task.request
     if state not in ENDED or not notes_of(request):
         return
     if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
         return
-    if state in {states.IGNORED, states.REJECTED}:  # else it was freed when that was stored
+    if state in {states.IGNORED, states.REJECTED}:  # other ends free the key when they are stored
         tell(task.app, "end", request)
     guard: Guard | None = getattr(task, "dislock_guard", None)
     if guard is not None:
@@ -248,9 +248,9 @@ def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) ->
     Take a parked task out of line that ended before its guard could claim its turn.
 
     Its ``before_start`` raised an exception, or its key could not be built from its arguments.
-    A task that failed is set aside.  Another may have sent itself again, so no mark is left.
-    If another delivery has claimed the turn, nothing is changed.  Logs a StoreError instead of
-    raising it; blocks for a round trip.
+    A task that failed is set aside.  A task with another end may have sent itself again, so no
+    mark is left that would keep copies from running.  If another delivery has claimed the turn,
+    nothing is changed.  Logs a StoreError instead of raising it; blocks for a round trip.
     """
     turn = guard.turn_of(request)
     if turn is None:
@@ -274,7 +274,7 @@ def leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
     """
     guard: Guard | None = getattr(sender, "dislock_guard", None)
     turn = None if guard is None else guard.turn_of(request)
-    Notes.of(request)  # warns of those that are forged
+    Notes.of(request)  # logs a warning if they are forged
     if guard is None or turn is None:
         return
     try:
@@ -331,7 +331,7 @@ def replace_after_release(on_replace: Callable[..., Any], self: Task, signature:
     if delivery is not None:  # eager: the replacement runs inside this call
         delivery.settle()
         if delivery.reservation is not None and delivery.reservation.until == "end":
-            delivery.end_reservation()  # the replacement has the same id, and its own
+            delivery.end_reservation()  # the replacement, of the same id, has its own reservation
     return on_replace(signature)
 
 
@@ -355,11 +355,11 @@ def declared_options(task: type[Task]) -> dict[str, Any]:
 def _is_declared(cls: type, name: str) -> bool:
     if name in _OPTIONS:
         return True
-    if name == "lock_for":  # the method, unless somebody takes it for an option
+    if name == "lock_for":  # a method may have this name; anything else was meant as an option
         return not callable(vars(cls)[name])
     if name.startswith("_") or name in _OF_EVERY_TASK:
         return False
-    if name in MEANT:  # a class may have one of its own, and its tasks may set it
+    if name in MEANT:  # a class may have an attribute of this name, and its tasks may set it
         return "_decorated" in vars(cls) and not any(name in vars(one) for one in cls.__mro__[1:])
     # A class body may define methods of any name.  Arguments of a task decorator are all options.
     return "_decorated" in vars(cls) or not callable(vars(cls)[name])

@@ -1,8 +1,8 @@
 """Why does a task not run?  One answer in one sentence, from the task's id alone.
 
-The result backend is asked, the lock server, and the workers; who answers for certain ends the
-search, and the workers are asked last, as they take a second.  Nothing is changed, and nothing is
-guessed: what could not be asked is told with the answer.
+The result backend, the lock server and the workers are asked, in this order, until one of them has
+a certain answer.  The workers come last, as they take a second.  Nothing is changed, and nothing is
+guessed: the answer says which of them could not be asked.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def why(
         task_id: The task's id.
         keys: Keys of locks: only these are looked at.
         timeout: Seconds to wait for the workers, if they are asked.
-        errors: Whether errors of bodies are told, whose texts may have arguments.
-        runtime: What the app's locks share; None: that of the app.
+        errors: Whether the answer may quote errors of bodies, whose texts may contain arguments.
+        runtime: What the app's locks share; None: that of *app*.
 
     Raises:
         SettingsError: There is no lock server.
@@ -57,11 +57,11 @@ def why(
 
 
 def _answers(case: Case) -> Iterator[Answer]:
-    """Yield the answer; what follows is for the case that there was none."""
+    """Yield answers, the most certain first; the first is the one to give."""
     if case.stored.state not in {states.SUCCESS, states.REVOKED}:
         for found in case.look():
             yield from case.told_by(of_record, found)
-            if found.is_certain:  # it has moved on, most likely within this lock
+            if found.is_certain:  # the record is gone: the task has moved on, mostly in this lock
                 for again in case.look(found.lock):
                     yield from case.told_by(of_record, again)
                 case.ask_backend_again()

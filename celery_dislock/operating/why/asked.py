@@ -33,10 +33,10 @@ class Stored(NamedTuple):
     What the result backend has of a task.
 
     Attributes:
-        state: Its state; empty: nothing is stored.
-        reason: What its result says, if it is an error.
-        at: UNIX time at which that was stored; None: it is not known.
-        key: Of a parked task the key of its lock.
+        state: The task's state; empty: nothing is stored.
+        reason: The text of the result, if that is an error.
+        at: UNIX time at which the result was stored; None: it is not known.
+        key: The key of its lock, if the task is parked.
         unknown: Why the backend could not be asked; empty: it was.
     """
 
@@ -59,7 +59,7 @@ def ask_backend(app: Celery | None, task_id: str, *, errors: bool) -> Stored:
     Args:
         app: The app; None: there is none.
         task_id: The task's id.
-        errors: Whether errors of bodies are told, which may have arguments in their texts.
+        errors: Whether to return the texts of bodies' errors, which may contain arguments.
     """
     if app is None:
         return Stored(unknown=NO_BACKEND)
@@ -102,13 +102,14 @@ class Worker(NamedTuple):
 
     Attributes:
         name: The worker's name.
-        has: What the task is there: ACTIVE, RESERVED or SCHEDULED; empty: it is not there.
+        has: State of the task in this worker: ACTIVE, RESERVED or SCHEDULED; empty: it is not
+            there.
         task: The task's name.
         keys: Keys that the task needs.
         pid: The process that runs it.
-        since, eta: UNIX times since which it runs, and at which it is due; None: not known.
-        put_off: How often it was put off.
-        revoked: Whether it is revoked.
+        since, eta: UNIX times since which the task runs, and at which it is due; None: not known.
+        put_off: How often the task was put off.
+        revoked: Whether the task is revoked.
         locks: Whether the worker's tasks lock.
         queues: The queues that the worker consumes.
     """
@@ -127,7 +128,7 @@ class Worker(NamedTuple):
 
     @classmethod
     def of(cls, name: str, told: Mapping[str, Any]) -> Worker:
-        """Read an answer, which anybody can send who can send messages."""
+        """Read an answer; anybody who can send messages may have forged it."""
         has, pid, times = told.get("is"), told.get("pid"), told.get("put_off")
         return cls(
             name,
@@ -159,9 +160,9 @@ class Told(NamedTuple):
     What the workers have told of a task.
 
     Attributes:
-        workers: Those that know the question, by name.
-        strangers: Those that answered, and do not know it.
-        unknown: Why they could not be asked; empty: they were.
+        workers: The workers that know the command, by name.
+        strangers: The workers that answered, but do not know the command.
+        unknown: Why the workers could not be asked; empty: they were.
     """
 
     workers: Mapping[str, Worker] = {}
@@ -190,7 +191,7 @@ def ask_workers(app: Celery | None, task_id: str, timeout: float) -> Told:
     Args:
         app: The app; None: there are no workers.
         task_id: The task's id.
-        timeout: Seconds to wait for their answers; those of the broker come on top.
+        timeout: Seconds to wait for the workers' answers, after the broker has connected.
     """
     if app is None:
         return Told(unknown="these locks have no app")

@@ -1,4 +1,4 @@
-"""All that is known of one task, asked for as it is needed."""
+"""All that is known of one task; each server is asked when its answer is needed."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Case:
         id: The task's id.
         app: The app; None: the locks have none.
         runtime: What the app's locks share.
-        keys: Keys of the locks to look at, and no others; none: all.
+        keys: Keys of the only locks to look at; empty: all.
         timeout: Seconds to wait for the workers.
-        errors: Whether errors of bodies are told.
+        errors: Whether the answer may quote errors of bodies.
 
     Attributes:
-        found: What the lock server has of it, as far as it was looked at.
+        found: The records of the task on the lock server that were found so far.
         away: Why the lock server could not be asked; empty: it was.
     """
 
@@ -68,21 +68,21 @@ class Case:
 
     @cached_property
     def stored(self) -> Stored:
-        """What the result backend has; it is asked once."""
+        """The answer of the result backend, which is asked once."""
         return ask_backend(self.app, self.id, errors=self.errors)
 
     def ask_backend_again(self) -> Stored:
-        """Return what the result backend has by now, of a task that has moved on."""
+        """Ask the result backend again about a task that has moved on; return its answer."""
         self.stored = ask_backend(self.app, self.id, errors=self.errors)
         return self.stored
 
     @cached_property
     def told(self) -> Told:
-        """What the workers have told; they are asked once."""
+        """The answers of the workers, which are asked once."""
         return ask_workers(self.app, self.id, self.timeout)
 
     def told_by(self, tell: Callable[..., Answer | None], *evidence: Found) -> Iterator[Answer]:
-        """Yield what is told; nothing, and remember why, if the lock server does not answer."""
+        """Yield the answer of *tell*; nothing if the lock server is away, which is noted."""
         try:
             answer = tell(self, *evidence)
         except StoreError as exc:
@@ -92,11 +92,11 @@ class Case:
             yield answer
 
     def first(self, end: str) -> Found | None:
-        """Return what was found in a key whose name ends so; None: nothing was."""
+        """Return the first record that was found in a key with this ending; None: there is none."""
         return next((one for one in self.found if one.end == end), None)
 
     def look(self, *locks: str) -> Iterator[Found]:
-        """Yield what the lock server has of it, of these locks or of all, and remember it."""
+        """Yield the task's records in these locks, or in all if none are given; keep them."""
         try:
             for one in self.search.among(locks) if locks else self._look():
                 self.found.append(one)
@@ -148,7 +148,7 @@ class Case:
             yield f"result: {stored.state}{stored.reason and ': '}{stored.reason}"
 
     def _gaps(self) -> Iterator[str]:
-        """Yield what could not be asked, so that nobody takes it for asked."""
+        """Yield lines that say what could not be asked."""
         if self.stored.unknown:
             yield f"result: not asked: {self.stored.unknown}"
         if self.away:

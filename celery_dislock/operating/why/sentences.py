@@ -1,7 +1,7 @@
 """The sentence of each state in which a task can be.
 
-A function here looks at one kind of evidence, and returns the answer; None: that is over, or tells
-nothing.  What is not known is not guessed.
+A function here looks at one kind of evidence, and returns the answer.  It returns None if the
+evidence is out of date, or tells nothing.  What is not known is not guessed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TODAY = 12 * 3600.0  # seconds within which a time needs no date
 ORDINALS = {1: "st", 2: "nd", 3: "rd"}
-# Troubles of a lock that tell why a task does not get it.
+# Troubles of a lock because of which a task may not get the lock.
 IN_THE_WAY = {"overdue", "no worker", "unclaimed", "stuck", "hung", "differs", "paused", "limited"}
 THEN = "It starts by itself then."
 # What makes a task in line run, if nothing is wrong with its lock; by the state.
@@ -46,7 +46,7 @@ def nth(number: int) -> str:
 
 
 def at(unix_time: float) -> str:
-    """Write a time, as a clock here shows it, and how far it is."""
+    """Write a time as a clock here shows it, and how far from now it is."""
     left = unix_time - time.time()
     shown = "%H:%M:%S" if abs(left) < TODAY else "%Y-%m-%d %H:%M:%S"
     try:
@@ -56,11 +56,11 @@ def at(unix_time: float) -> str:
     return f"{clock}, in {for_people(left)}" if left >= 0 else f"{clock}, {for_people(-left)} ago"
 
 
-# What somebody does who has a record on the lock server.
+# A record on the lock server names the task.
 
 
 def of_record(case: Case, found: Found) -> Answer | None:
-    """Tell what a record says that names the task."""
+    """Tell what a record that names the task says of it."""
     if found.end == TICKETS:
         return of_parked(case, found.lock, found.name)
     if found.end == LEASES:
@@ -73,7 +73,7 @@ def of_record(case: Case, found: Found) -> Answer | None:
 
 
 def of_lease(case: Case, found: Found) -> Answer | None:
-    """Tell that it runs; or of a parked task, that it keeps this lock."""
+    """Tell that the task runs; or of a parked task, that it keeps this lock."""
     lock = case.overview.lock(found.lock)
     owner = found.name.removeprefix("~")
     holder = next((one for one in lock.holders if one.owner == owner), None)
@@ -86,7 +86,7 @@ def of_lease(case: Case, found: Found) -> Answer | None:
 
 
 def running(case: Case, lock: LockState, holder: Holder) -> Answer:
-    """It holds its lock, and somebody renews it, or nobody does any more."""
+    """The task holds its lock, and the lease is renewed, or is not renewed any more."""
     who, held = case.who(holder.task), for_people(holder.held)
     place = f"{holder.worker or holder.host or '?'} (pid {holder.pid or '?'})"
     facts = [
@@ -125,7 +125,7 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
     return case.answer("running", sentence, facts, remedy, **more)
 
 
-# Who waits.
+# The task waits.
 
 
 def of_parked(case: Case, lock: str, ticket: str) -> Answer | None:
@@ -145,7 +145,7 @@ def in_its_slot(case: Case, found: Found) -> Answer | None:
 
 
 def in_line(case: Case, place: Place, slot: str = "") -> Answer:
-    """It is nth in line, perhaps in a slot of a worker, and this is in the way."""
+    """The task is nth in line, perhaps in a slot of a worker, and something is in the way."""
     waiter, lock = place.waiter, case.overview.lock(place.lock)
     if place.is_lost:
         sentence = (
@@ -187,7 +187,7 @@ def in_line(case: Case, place: Place, slot: str = "") -> Answer:
 
 
 def in_the_way(lock: LockState) -> tuple[str, str]:
-    """Say in a word, and in a clause about the lock, why it is not granted to the next in line."""
+    """Say in a word, and in a clause about the lock, why the next in line does not get the lock."""
     rate = lock.rate
     if lock.is_paused:
         note = f" ({lock.limit_note})" if lock.limit_note else ""
@@ -214,7 +214,7 @@ def _held_by(lock: LockState) -> str:
 
 
 def with_turn(case: Case, place: Place) -> Answer:
-    """It may start, and its message is on its way to a worker."""
+    """The task may start, and its message is on its way to a worker."""
     waiter, key = place.waiter, shown_key(place.lock)
     who, queue, told = case.who(waiter.task), waiter.routing_key or "?", case.told
     holders = case.overview.lock(place.lock).holders
@@ -245,11 +245,11 @@ def with_turn(case: Case, place: Place) -> Answer:
     return case.answer("has its turn", sentence, facts, remedy, **more)
 
 
-# Who has lost its place.
+# The task was taken out of line.
 
 
 def replaced(case: Case, found: Found) -> Answer:
-    """It has lost its place in line, and that is not reported yet."""
+    """The task was replaced in line, and its end is not reported yet."""
     key = key_of(found.lock)
     sentence = (
         f"{case.who()} has lost its place in line for lock {key!r}, as it was dropped or a newer "
@@ -260,7 +260,7 @@ def replaced(case: Case, found: Found) -> Answer:
 
 
 def set_aside(case: Case, found: Found) -> Answer:
-    """Nobody could read or run it."""
+    """The task was set aside, as nobody could read or run it."""
     key, why = key_of(found.lock), case.stored.reason
     because = f": {why}" if why else ", because no worker could read or run it"
     sentence = f"{case.who()} was set aside in the line of lock {key!r}{because}."

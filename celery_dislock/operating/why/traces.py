@@ -38,7 +38,7 @@ ENDS = {
 
 
 def ended(case: Case) -> Answer | None:
-    """Its result says how it has ended, and when."""
+    """Its result says how the task has ended, and when."""
     stored = case.stored
     if not stored.is_final:
         return None
@@ -52,16 +52,16 @@ def ended(case: Case) -> Answer | None:
     return case.answer("ended", f"{sentence.rstrip('.')}.", (), remedy, about=about)
 
 
-# A worker has it.
+# A worker has the task.
 
 
 def with_worker(case: Case) -> Answer | None:
-    """A worker says that it has it."""
+    """A worker says that it has the task."""
     worker = case.told.having
     if worker is None:
         return None
     names = case.runtime.lock_names(worker.keys)
-    for found in () if case.away else case.search.among(names):  # it may have come there since
+    for found in () if case.away else case.search.among(names):  # the task may stand in line by now
         if found.is_certain and (answer := of_record(case, found)):
             return answer
     if worker.has == ACTIVE:
@@ -120,7 +120,7 @@ def _active(case: Case, worker: Worker) -> Answer:
 
 
 def _why_put_off(case: Case, keys: Sequence[str]) -> str:
-    """Say what its result gives as the reason; else what is in the way of its locks now."""
+    """Return the reason in its result; if it has none, what is in the way of its locks now."""
     if case.stored.reason:
         return case.stored.reason.rstrip(".")
     if keys and not case.away:
@@ -131,11 +131,11 @@ def _why_put_off(case: Case, keys: Sequence[str]) -> str:
     return "why is not stored; the log of the worker that put it off says so"
 
 
-# Its result, or something on the lock server, says something.
+# No worker has the task, but its result or a record on the lock server names it.
 
 
 def retried(case: Case) -> Answer | None:
-    """Its result says that it comes again, and no worker that answers has it."""
+    """Its result says that the task comes again, and no worker that answers has it."""
     if case.stored.state != states.RETRY:
         return None
     sentence = (
@@ -198,7 +198,7 @@ def _sent(case: Case, was_sent: str, facts: list[str], more: dict[str, Any]) -> 
 
 
 def duplicate(case: Case) -> Answer | None:
-    """It was not sent, as a message of its key was there."""
+    """The task was not sent, as a message of its key was there."""
     found = case.first(UNSENT)
     if found is None:
         return None
@@ -213,7 +213,7 @@ def duplicate(case: Case) -> Answer | None:
 
 
 def claimed(case: Case) -> Answer | None:
-    """It was parked, has begun, and nobody holds its lock for it."""
+    """The task was parked, has claimed its turn, and does not hold its lock any more."""
     found = case.first(RUNNING)
     if found is None:
         return None
@@ -239,7 +239,7 @@ def _whole(written: bytes) -> int:
 
 
 def lost(case: Case) -> Answer | None:
-    """Its result says that it is parked, and this lock server does not."""
+    """Its result says that the task is parked, but this lock server does not know it."""
     if case.stored.state != PARKED:
         return None
     key = case.stored.key or "?"
@@ -259,7 +259,7 @@ def lost(case: Case) -> Answer | None:
 
 
 def started(case: Case) -> Answer | None:
-    """Its result says that a worker has begun it."""
+    """Its result says that a worker has begun the task."""
     if not case.stored.state:
         return None
     sentence = (
@@ -283,7 +283,7 @@ def done(case: Case) -> Answer | None:
 
 
 def unknown(case: Case) -> Answer:
-    """Nobody knows it."""
+    """Nothing is known of the task."""
     who = case.who().replace("Task", "task", 1)
     if case.away:
         sentence = f"Nothing is known of {who}, and the lock server is away."
