@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from celery_dislock.tasks.answer import Answer
 
 TODAY = 12 * 3600.0  # seconds within which a time needs no date
-ORDINALS = {1: "st", 2: "nd", 3: "rd"}
+ORDINALS = {1: "st", 2: "nd", 3: "rd"}  # codespell:ignore nd
 # Troubles of a lock because of which a task may not get the lock.
 IN_THE_WAY = {"overdue", "no worker", "unclaimed", "stuck", "hung", "differs", "paused", "limited"}
 THEN = "It starts by itself then."
