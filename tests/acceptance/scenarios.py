@@ -485,6 +485,9 @@ grown = calling("grown", *(BOTH[:1] if IS_OLD else BOTH))
 shrunk = calling("shrunk", *(BOTH if IS_OLD else BOTH[:1]))
 turned = calling("turned", Key("left:<tenant>", limit=1 if IS_OLD else 2), "right:<tenant>")
 
+# Another strategy since the release before.
+build_changed = locked("build_changed", stay_by_itself, **(QUEUE if IS_OLD else CANCEL), **BOUND)
+
 # So often at most.
 rated = locked("rated", be_brief, lock_rate="10/s", **QUEUE)
 rated_or_retry = locked("rated_or_retry", be_brief, lock_rate="10/s", lock_on_conflict="retry")

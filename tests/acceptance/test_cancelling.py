@@ -15,6 +15,7 @@ from tests.acceptance.scenarios import (
     build,
     build_again,
     build_and_survive,
+    build_changed,
     build_for_ever,
     build_for_ever_late,
     build_in_peace,
@@ -26,6 +27,7 @@ from tests.acceptance.scenarios import (
     build_undisturbed,
 )
 from tests.commands import Dislock
+from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.acceptance
 dislock = Dislock(scenarios.app)
@@ -260,3 +262,33 @@ def test_of_bursts_under_kills_the_newest_runs_last(fleet, scene):
         begun = [ids.index(one) for one in scene.begun if one in ids]
         assert begun == sorted(begun)
     scene.assert_exclusive(dead=killed)
+
+
+def test_beside_a_release_with_another_strategy(start_fleet, scene):
+    """A task of the release before goes on; those that it has parked make room."""
+    old = start_fleet("prefork", ready=False, env={"SCENARIOS_RELEASE": "old"})
+    new = start_fleet("prefork")
+    old.workers[0].wait_until_ready()
+    first = scene.begin(old, build_changed)
+    parked = scene.park(old, task=build_changed)
+    newest = new.send(build_changed, scene.key)
+    with pytest.raises(TaskRevokedError, match=f"took its place .*: task {newest.id}"):
+        parked.get(timeout=LIMIT)
+    assert finish(scene, first)["held"]
+    assert finish(scene, newest)["held"]
+    scene.assert_exclusive()
+
+
+def test_an_outage_in_between(start_fleet, redis_program, tmp_path, scene):
+    """The lock server does not answer while the newest has come: it takes over after that."""
+    with RedisServer(tmp_path / "locks") as locks:
+        conf = {"dislock_transport_options": {"socket_timeout": 0.3}}
+        fleet = start_fleet("prefork", "--dislock", "--dislock-url", locks.url, conf=conf)
+        old = scene.begin(fleet, build)
+        locks.pause()
+        new = fleet.send(build, scene.key)
+        wait_for("it is put off", lambda: fleet.says(new.id, "put off"))
+        locks.resume()
+        assert_superseded(old, new)
+        assert finish(scene, new)["held"]
+    scene.assert_exclusive()
