@@ -179,8 +179,8 @@ class Channel:
     def superseded(self, action: str, lease: Lease) -> None:
         """Tell that a newer task waits for a lease, after this action was applied to the body."""
         logger.info(
-            "Lock %r of %s is waited for by task %s, which was sent later; lock_on_cancel=%r.",
-            *(lease.key, in_words(lease.holder), plain(lease.superseded), action),
+            "Task %s, which was sent later, waits for lock %r of %s; lock_on_cancel=%r.",
+            *(plain(lease.superseded), lease.key, in_words(lease.holder), action),
         )
         try:
             if lease.on_end is not None:
