@@ -298,6 +298,8 @@ class Watchdog(Loop):
             lease.extend(sent_at)
             if isinstance(answer, str) and (action := self._due_action(lease, answer)):
                 return partial(self.channel.superseded, action)
+            if answer is True and lease.told_at is None:
+                lease.superseded = ""  # who came has left the line
             return self.channel.renewed
 
     def _due_action(self, lease: Lease, by: str) -> str | None:

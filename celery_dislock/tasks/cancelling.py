@@ -60,28 +60,32 @@ def replaced_by(key: str, task_id: str) -> str:
     return f"a newer message of key {key!r} replaces it: task {plain(task_id)}"
 
 
-def newer_than(request: Any) -> str:
+def why_replaced(request: Any) -> str:
     """
     Return why a task whose process was killed has ended: a newer one waits; empty: none does.
 
     Called before the task's lease is released, as the lease has the mark of the newer task.  Blocks
-    for a round trip if the task can be cancelled.
+    for a round trip per key if the task can be cancelled.
     """
     guard = request.task.dislock_guard
     if guard.options.on_cancel is None or guard.runtime.off:
         return ""
     start = execution_start(request.id, request.hostname, request.worker_pid)
     try:
-        (name,) = guard.runtime.lock_names(guard.keys_of(request))
-        state = Overview(guard.runtime.process.store.lock_server, "").lock(name, most=0)
+        names = guard.runtime.lock_names(guard.keys_of(request))
+        look = Overview(guard.runtime.process.store.lock_server, "").lock
+        states = [look(name, most=0) for name in names]
     except Exception as exc:  # noqa: BLE001 -- also any error of a user's callable
         logger.warning(
             "Whether task %s[%s] was cancelled is not known: %s",
             *(request.task.name, request.id, reason_of(exc)),
         )
         return ""
-    held = [one for one in state.holders if one.owner.startswith(start) and one.superseded]
-    return replaced_by(state.key, str(held[0].superseded)) if held else ""
+    for state in states:
+        for one in state.holders:
+            if one.owner.startswith(start) and one.superseded:
+                return replaced_by(state.key, one.superseded)
+    return ""
 
 
 def end_cancelled(request: Any, reason: str) -> NoReturn:

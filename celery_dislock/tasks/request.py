@@ -32,7 +32,7 @@ from celery_dislock.keys.names import execution_start, ticket_of
 from celery_dislock.messages.events import revoked, worker_tells_revoked
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
-from celery_dislock.tasks.cancelling import end_cancelled, newer_than
+from celery_dislock.tasks.cancelling import end_cancelled, why_replaced
 from celery_dislock.tasks.crashes import count_crash, forget_turn, is_stopping
 from celery_dislock.words import plain
 
@@ -77,7 +77,7 @@ class Recovering:
         exc = exc_info.exception
         exc = getattr(exc, "exc", exc)
         if isinstance(exc, DEATHS):
-            newer = newer_than(self) if isinstance(exc, WorkerLostError) else ""
+            newer = why_replaced(self) if isinstance(exc, WorkerLostError) else ""
             release_after_death(self)
             if newer:
                 try:

@@ -437,12 +437,12 @@ crash_or_queue = locked("crash_or_queue", kill_process, lock_crash_limit=2, **QU
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
 
-# The newest of a key takes over.
-CANCEL = {"lock_on_conflict": "cancel"}
+# The newest of a key takes over.  No renewal comes before a test gives up: remote control tells.
+CANCEL = {"lock_on_conflict": "cancel", "lock_watchdog_timeout": 5 * LONG}
 build = locked("build", stay_by_itself, **CANCEL, **BOUND)
 build_two = locked("build_two", stay_by_itself, lock_limit=2, **CANCEL, **BOUND)
 build_and_survive = locked("build_and_survive", stay_by_itself, **CANCEL, **BOUND, **SURVIVING)
-build_renewed = locked("build_renewed", stay_by_itself, **CANCEL, **BOUND, **BRIEFLY)
+build_renewed = locked("build_renewed", stay_by_itself, **{**CANCEL, **BRIEFLY}, **BOUND)
 build_undisturbed = locked(
     "build_undisturbed", stay_by_itself, lock_cancel_not_before=PAUSE, **CANCEL, **BOUND
 )

@@ -39,6 +39,11 @@ def comes(driven):
         assert isinstance(answer, Parked)
         return answer.told
 
+    def drop(task):
+        lines = Lines(driven.beside().runtime.process.store.lock_server, "dislock", "h", print)
+        return lines.drop(name_of("k"), f"{task}:0:0", '"replaced":"x"')
+
+    park.drop = drop
     yield park
     driven.client.flushdb()
 
@@ -118,6 +123,9 @@ def test_a_block_that_was_not_asked_goes_on(driven, comes, heard):
         driven.advance(INTERVAL)
         assert lease.superseded == "new"
         lease.ensure_held()
+        assert comes.drop("new")
+        driven.advance(INTERVAL)
+        assert lease.superseded == ""
     assert "lock_superseded" not in [name for name, _ in heard]
 
 

@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from billiard.exceptions import WorkerLostError
 from celery.exceptions import Ignore
 from celery.worker import state
 
@@ -16,10 +17,11 @@ from celery_dislock.config.settings import task_options
 from celery_dislock.exceptions import SupersededError
 from celery_dislock.messages import headers
 from celery_dislock.tasks import cancelling
+from celery_dislock.tasks import request as recovery
 from celery_dislock.worker import cancelled
 from tests.declaring import declare, never
 from tests.driven import held
-from tests.unit.deliveries import deliver
+from tests.unit.deliveries import arrived, deliver
 
 CANCEL = {"lock_on_conflict": "cancel"}
 SENT = 1_700_000_000_000_000  # microseconds
@@ -201,6 +203,18 @@ def test_a_worker_that_is_told_to_look(app, monkeypatch, pid, asked, gets):
     for call, args in later:
         call(*args)
     assert signals == 2 * [(one, signal.SIGURG) for one in gets]
+
+
+def test_a_process_that_dies_under_several_keys(app, lock_server, caplog, monkeypatch):
+    """Each lock is asked whether a newer task waits; none does, and nothing is said."""
+    monkeypatch.setattr(recovery, "is_alive", lambda _pid: False)
+    task = declare(app, never, lock_key=["k", "l"], lock_on_cancel="raise")
+    request = arrived(task)
+    request.worker_pid = os.getpid() + 1
+    error = WorkerLostError("killed")
+    request.on_failure(SimpleNamespace(exception=error, exc_info=None, traceback=""))
+    assert "was cancelled" not in caplog.text
+    assert app.AsyncResult("1").state == "FAILURE"
 
 
 def test_a_worker_without_locks_looks_for_nothing(app):
