@@ -20,7 +20,7 @@ ARGS   ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit check docs site screenshots bench road proof faults test-all clean
+.PHONY: help demo test unit check docs site words screenshots bench road proof faults test-all clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,10 +53,13 @@ docs: $(SITE)  ## build the documentation into docs/_build; warnings are errors
 site: docs  ## look at the built documentation with a browser: phone, dark mode, links, search
 	@DOCS_SITE=docs/_build $(PYTEST) tests/site $(ARGS)
 
+words: $(STAMP)  ## count the words that users are asked to read
+	@$(BIN)/python -m tests.docs.words
+
 screenshots: $(SITE)  ## take the pictures of the page of locks for the documentation again
 	@$(BIN)/python -m tests.site.screenshots
 
-bench: $(PAGES)  ## measure beside the peers, and write docs/benchmarks.md; ARGS="--url redis://..."
+bench: $(PAGES)  ## measure beside the peers, and write docs/inside/benchmarks.md; ARGS="--url redis://..."
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 road: $(PAGES)  ## count what each journey passes, from a task to its socket; ARGS=-v names the modules

@@ -1,5 +1,5 @@
 """
-Measure what docs/benchmarks.md shows and write it, or run the benchmarks that are named.
+Measure what docs/inside/benchmarks.md shows and write it, or run the benchmarks that are named.
 
     python -m benchmarks [--quick] [--url URL [--waiters N]] [--render] [name ...]
 

@@ -1,5 +1,5 @@
 """
-Write docs/benchmarks.md and its plots, from what the sections have measured.
+Write docs/inside/benchmarks.md and its plots, from what the sections have measured.
 
 The figures are kept in measured.json, with when and on what each section was measured: a section
 can be measured again by itself, and the page be written again without measuring.
@@ -42,7 +42,7 @@ SECTIONS: dict[
 }
 KEPT = Path(__file__).with_name("measured.json")
 TEXT = Path(__file__).with_name("page.md")
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "inside" / "benchmarks.md"
 PLOTS = ROOT / "docs" / "_static" / "benchmarks"
 OURS = locks.OURS
 NAMES = {  # of the floors
@@ -232,7 +232,7 @@ def number(value: float) -> str:
 
 def picture(name: str, alt: str) -> str:
     """Show a plot, light or dark as the reader's system is."""
-    source = f"_static/benchmarks/{name}"
+    source = f"../_static/benchmarks/{name}"
     return (
         "<picture>\n"
         f'<source media="(prefers-color-scheme: dark)" srcset="{source}-dark.svg">\n'

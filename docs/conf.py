@@ -11,7 +11,10 @@ import os
 import re
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from sphinx.addnodes import toctree
+from sphinx.environment.adapters.toctree import TocTree
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -70,6 +73,7 @@ html_title = "celery-dislock"
 html_static_path = ["_static"]
 html_favicon = "_static/favicon.svg"
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "scorer.js")
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
@@ -96,7 +100,8 @@ mermaid_init_config = {
 
 def setup(app: Sphinx) -> None:
     """Change what the theme made of each page."""
-    app.connect("html-page-context", _give_captions_a_level, priority=900)  # after the theme
+    app.connect("html-page-context", _navigate_inside, priority=100)  # before the theme
+    app.connect("html-page-context", _give_captions_a_level, priority=900)  # after it
     app.connect("source-read", _index)
 
 
@@ -104,6 +109,17 @@ def _index(_app: Sphinx, _page: str, source: list[str]) -> None:
     """Make an index entry of a comment ``<!-- index: 409 -->``: the search knows no numbers."""
     entry = r"```{index} single: \1\n```"
     source[0] = re.sub(r"^<!-- index: (.+) -->$", entry, source[0], flags=re.MULTILINE)
+
+
+def _navigate_inside(
+    app: Sphinx, page: str, _template: str, context: dict[str, Any], _tree: object
+) -> None:
+    """Give the pages of ``inside/`` a menu of their own: they are in no menu of users."""
+    if page.startswith("inside/"):
+        tree = TocTree(app.env)
+        (menu,) = app.env.get_doctree("inside/index").findall(toctree)
+        resolved = tree.resolve(page, app.builder, menu, titles_only=True, includehidden=True)
+        context["toctree"] = lambda **_: app.builder.render_partial(resolved)["fragment"]
 
 
 def _give_captions_a_level(

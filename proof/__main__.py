@@ -6,7 +6,7 @@ Prove it: run the workloads under faults, and judge what their history shows.
     python -m proof --controls [--simulate] [--only NAME] [--minutes 2]
     python -m proof --replay FILE
     python -m proof --peers [--minutes 2] [--seed 7] [--keep FOLDER]
-    python -m proof --page docs/proof.md
+    python -m proof --page docs/inside/proof.md
 
 With --record what comes of it is added to the results that the page is made of.
 """

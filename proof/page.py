@@ -1,4 +1,4 @@
-"""Write the page of the proof, ``docs/proof.md``, from the results that were kept."""
+"""Write the page of the proof, ``docs/inside/proof.md``, from the results that were kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from proof.results import Result
 
 TEMPLATE = Path(__file__).with_suffix(".md")
-GUARANTEES = Path(__file__).parents[1] / "docs" / "guarantees.md"
+DOCS = Path(__file__).parents[1] / "docs"
+GUARANTEES = (DOCS / "guarantees.md", DOCS / "inside" / "guarantees.md")
 SERVERS = {
     "redis": "one Redis",
     "lasting": "one Redis that keeps its data",
@@ -31,7 +32,7 @@ FENCED = (
     "holds while the server keeps its data and its clock is right, and only with fencing otherwise"
 )
 
-# The promises of docs/guarantees.md, by their first words, and what the checker calls their parts.
+# The promises of these pages, by their first words, and what the checker calls their parts.
 PROMISES: dict[str, tuple[str, ...]] = {
     "**At most one live lease": ("exclusion", "token", "written"),
     "**No expiry to guess": ("kept",),
@@ -191,7 +192,7 @@ def _verdict(runs: Sequence[Result], simulations: Sequence[Result], parts: Seque
 
 def quoted(start: str) -> str:
     """Return the paragraph, or the row of a table, of the guarantees that begins so."""
-    text = GUARANTEES.read_text("utf-8")
+    text = "".join(page.read_text("utf-8") for page in GUARANTEES)
     assert start in text, start
     paragraph = start + text.partition(start)[2].partition("\n\n")[0]
     if start.startswith("|"):

@@ -4,7 +4,7 @@ Simulate: the real client and the real scripts, in one process, under a clock th
 A history is a list of steps.  A step starts a thread, lets one go on up to where it waits, lets
 time pass, or lets something go wrong; the seed chooses the steps, and what each thread is up to.
 Steps that do not apply are skipped, so any part of the list is a history, too.  What must be so is
-what ``docs/guarantees.md`` says, in terms of what clients were told:
+what ``docs/inside/guarantees.md`` says, in terms of what clients were told:
 
 * no two clients trust leases at the same time that the lock does not admit together;
 * a fencing token is larger than all before it, and a lease keeps its own;

@@ -1,6 +1,6 @@
 """Every way in which an execution can end: its lock is freed by that, once, and no other's is.
 
-The rows of the table in docs/guarantees.md, in its order (those about options are in
+The rows of the table in docs/inside/guarantees.md, in its order (those about options are in
 tests/integration/test_releases.py), with Redis as broker, and with RabbitMQ as well if the broker
 has a part in it.
 The lock's expiry is longer than any wait here, so a lock that gets free was released; where the

@@ -75,8 +75,8 @@ def runs_of_the_package() -> set[str]:
 
 
 def test_every_promise_of_a_table_has_its_test():
-    """The last column of each such table in docs/guarantees.md names tests that exist."""
-    text = (DOCS / "guarantees.md").read_text("utf-8")
+    """The last column of each such table in docs/inside/guarantees.md names tests that exist."""
+    text = (DOCS / "inside" / "guarantees.md").read_text("utf-8")
     tables = re.findall(r"^\|.*\| test \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
     assert len(tables) == len(re.findall(r"\| test \|$", text, re.MULTILINE)) > 1
     tests = "".join(
@@ -111,7 +111,7 @@ def test_every_word_of_the_glossary_is_linked_from_another_page():
 
 def test_the_life_of_an_execution_shows_every_strategy():
     """The diagram has an arrow for each strategy in the table of strategies, and each is one."""
-    text = (DOCS / "explanation" / "execution.md").read_text("utf-8")
+    text = (DOCS / "inside" / "execution.md").read_text("utf-8")
     table = (DOCS / "reference" / "strategies.md").read_text("utf-8")
     labels = re.findall(r"^ *strategy -- (.*?) -->", text, re.MULTILINE)
     drawn = {word for label in labels for word in re.findall(r"\b[a-z]+\b", label)}
@@ -179,7 +179,7 @@ def test_the_log_lines_of_the_operators_page_are_those_of_the_code():
 
 def test_the_diagram_of_the_packages_is_the_contract_of_the_build():
     """The page draws the floors of import-linter, in their order, and no others."""
-    text = (DOCS / "explanation" / "packages.md").read_text("utf-8")
+    text = (DOCS / "inside" / "packages.md").read_text("utf-8")
     (diagram,) = re.findall(r"```mermaid\nflowchart TD\n(.*?)```", text, re.DOTALL)
     arrows = [line.strip().split(" --> ") for line in diagram.splitlines()]
     floors = [[name.split(" & ") for name in arrow] for arrow in arrows]
@@ -188,6 +188,6 @@ def test_the_diagram_of_the_packages_is_the_contract_of_the_build():
 
 def test_the_table_of_the_packages_names_each_once():
     """The page says of each package and module what it is for, top floor first."""
-    text = (DOCS / "explanation" / "packages.md").read_text("utf-8")
+    text = (DOCS / "inside" / "packages.md").read_text("utf-8")
     names = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert names == [name for floor in layers() for name in floor]

@@ -11,7 +11,7 @@ import celery_dislock
 from celery_dislock.scripts import names
 
 PACKAGE = Path(celery_dislock.__file__).parent
-REFERENCE = PACKAGE.parent / "docs" / "reference" / "redis.md"
+REFERENCE = PACKAGE.parent / "docs" / "inside" / "redis.md"
 LUA = {file.stem: file.read_text("utf-8") for file in PACKAGE.rglob("*.lua")}
 ENDINGS = {
     ":line": "zset",
