@@ -17,6 +17,15 @@ EXPECTED = {
     "fakeredis": {"how-to/test-your-tasks"},
     "latest wins": {"how-to/cancel-what-runs"},
     "cancel the running": {"how-to/cancel-what-runs"},
+    "throttle": {"how-to/limit-what-runs"},
+    "per minute": {"how-to/limit-what-runs"},
+    "tenant": {"how-to/limit-what-runs"},
+    "debounce": {"how-to/send-once"},
+    "preload": {"how-to/lock-in-python"},
+    "gunicorn": {"how-to/lock-in-python"},
+    "sentry": {"faq"},
+    "one at a time": {"how-to/queue", "guide"},
+    "acks_late": {"how-to/long-tasks"},
 }
 
 
