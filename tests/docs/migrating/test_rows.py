@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.docs.page import DOCS
 
-TESTS = r"(?:<!-- (test_\w+(?:, test_\w+)*) -->|\| `(test_\w+)`) \|$"  # of a row: unseen, or a column
+# At the end of a row: in a comment that nobody sees, or a column.
+TESTS = r"(?:<!-- (test_\w+(?:, test_\w+)*) -->|\| `(test_\w+)`) \|$"
 PAGES = (DOCS / "migrating.md", DOCS / "inside" / "other-libraries.md")
 
 
