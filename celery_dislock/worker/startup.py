@@ -134,7 +134,7 @@ def about_server(info: Mapping[str, str]) -> list[str]:
 
 
 def evicts(info: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what is wrong, and what to do, if a server evicts keys when its memory is full."""
+    """Find a policy that may evict locks.  Returns what is wrong, and what to do."""
     policy = info.get("maxmemory_policy", "noeviction")
     if policy == "noeviction" or not int(info.get("maxmemory", 0)):
         return None
@@ -146,7 +146,7 @@ def evicts(info: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def is_replica(info: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what is wrong, and what to do, if a server is a replica."""
+    """Find a replica, which takes no locks.  Returns what is wrong, and what to do."""
     if info.get("role") != "slave":
         return None
     return (

@@ -11,6 +11,7 @@ import pytest
 
 import celery_dislock
 from celery_dislock.config.settings import task_options
+from tests.docs import tables
 from tests.docs.page import DOCS, PAGES, ROOT, blocks_of, without_code
 
 # "So long a task waits ...", "whoever comes first", "the lock is to be released"
@@ -86,6 +87,19 @@ def test_every_promise_of_a_table_has_its_test():
         (cell,) = re.findall(r"\| (`\w+`(?:, `\w+`)*) \|$", row)
         named = re.findall(r"\w+", cell)
         assert [name for name in named if f"def {name}(" not in tests] == [], row
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
+def test_the_tables_are_those_of_the_code(page):
+    """Each option, command, event, metric or error is described where it is declared."""
+    text = page.read_text("utf-8")
+    assert tables.fresh(text) == text, "run make tables"
+
+
+def test_every_table_that_is_made_is_on_one_page():
+    """None is made for nothing, and nobody has to keep two of them in mind."""
+    found = [name for page in tables.PAGES for _, name, _ in tables.BLOCK.findall(page.read_text())]
+    assert sorted(found) == sorted(tables.TABLES)
 
 
 def test_the_events_that_are_sent_are_described():
