@@ -237,17 +237,19 @@ BY_ROWS = (server.members, workers.each, locks.troubles)  # judge by rows
 
 def troubles() -> str:
     """What can be wrong with a lock."""
-    rows = {
-        one.name: (
-            f"`{one.name}`",
-            f"`{one.check}`",
-            one.finding.args[0],
-            first_sentence(one.is_so.__doc__) or f"{shown(one.what)}.",
-            shown(one.remedy),
+    rows: dict[str, tuple[str, ...]] = {}
+    for one in TROUBLES:
+        rows.setdefault(
+            one.name,
+            (
+                f"`{one.name}`",
+                f"`{one.check}`",
+                one.finding.args[0],
+                first_sentence(one.is_so.__doc__) or f"{shown(one.what)}.",
+                shown(one.remedy),
+            ),
         )
-        for one in reversed(TROUBLES)
-    }
-    return table("`TROUBLE` | check | level | when | what to do", [*rows.values()][::-1])
+    return table("`TROUBLE` | check | level | when | what to do", rows.values())
 
 
 # Commands and their options.
@@ -326,7 +328,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "lease": lease,
     "commands": commands,
     "options of several commands": shared_options,
-    **{f"options of {name}": partial(options_of, one.params) for name, one in COMMANDS.items()},
+    **{
+        f"options of {name}": partial(options_of, one.params)
+        for name, one in COMMANDS.items()
+        if name not in {"show", "pause", "resume"}  # they have those that others have
+    },
     "states": states,
     "troubles": troubles,
     "checks of the server": partial(checks, server),
