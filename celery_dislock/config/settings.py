@@ -221,6 +221,8 @@ def _check_rate(owner: str, options: TaskOptions) -> None:
         remedy = "a retry that keeps its lease is not counted: leave it out, or the rate"
         raise refused(owner, "lock_hold_on_retry", options.lock_hold_on_retry, remedy)
     if any(one.rate and one.rate.most >= STARTS_MANY for one in options.terms):
+        #: WARNING: 10,000 or more in a window take 100 KB or more for each key. -> Use a smaller
+        #: window, or leave it.
         logger.warning(
             "%s has a rate of very many starts: the lock server keeps the time of each, in ten "
             "bytes.",
@@ -376,6 +378,8 @@ def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:
         else:
             if given not in _ignored:
                 _ignored.add(given)
+                #: WARNING: The configuration was written for a later version. -> Update the
+                #: package, or remove the setting.
                 logger.warning(
                     "The setting %s does not exist in this version of celery-dislock, and is "
                     "ignored.",

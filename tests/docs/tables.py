@@ -8,11 +8,14 @@ help text.  A row says it in one line; what needs more belongs on a page about a
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from dataclasses import fields
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -319,6 +322,79 @@ def options_for_celery(command: str) -> str:
     return options_of(plugin._command(command)[1])
 
 
+# Log lines.
+
+
+class Line(NamedTuple):
+    """
+    A log line.
+
+    Attributes:
+        level: Its level.
+        text: Its first words, with "…" for what is filled in.
+        meaning: What it means, and what to do.
+        file, row: Where the comment about it ends.
+    """
+
+    level: str
+    text: str
+    meaning: str
+    file: Path
+    row: int
+
+
+def first_words(node: ast.AST) -> str:
+    """Return the first words of the text that a node of a program is, or ""."""
+    if isinstance(node, ast.JoinedStr):
+        parts = (one.value if isinstance(one, ast.Constant) else "…" for one in node.values)
+        text = "".join(map(str, parts))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        text = node.value
+    else:
+        return ""
+    text = re.sub(r"'?(?:%(?:\.\d)?[srdfg]|\{[^{}]*\})'?", "…", text)
+    return textwrap.shorten(text.replace("…[…]", "…"), FIRST_WORDS, placeholder=" …")
+
+
+@cache
+def lines() -> list[Line]:
+    """Return all lines that the code describes, in the order of their words."""
+    found: dict[tuple[str, str], Line] = {}
+    for file in sorted(Path(celery_dislock.__file__).parent.rglob("*.py")):
+        source = file.read_text("utf-8")
+        texts = sorted(
+            (node.lineno, node.col_offset, first_words(node))
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, (ast.Constant, ast.JoinedStr)) and " " in first_words(node)
+        )
+        for block in ABOUT_LINES.finditer(source):
+            row = source[: block.end()].count("\n")
+            told = " ".join(line.strip().removeprefix("#: ") for line in block[0].splitlines())
+            for level, text, meaning in ABOUT_LINE.findall(told):
+                of_code = next(words for at, _, words in texts if at > row)
+                words = re.sub(r"(?:[ :;,.]*…)+\.?$", " …", text or of_code)  # filled in at the end
+                found[level, words] = Line(level, words, shown(meaning), file, row)
+    return sorted(found.values(), key=lambda line: re.findall(r"[a-z]+", line.text.lower()))
+
+
+FIRST_WORDS = 90  # characters of a line that are shown
+LEVELS = "INFO|WARNING|ERROR"
+ABOUT_LINES = re.compile(rf"^ *#: (?:{LEVELS})\b.*\n(?: *#: .*\n)*", re.MULTILINE)
+ABOUT_LINE = re.compile(rf"({LEVELS})(?: `([^`]*)`)?: (.*?)(?= (?:{LEVELS})(?: `|: )|$)")
+SUBJECTS = ("Beat", "Command", "Lock", "Task")  # with which lines begin
+
+
+def log_lines(subject: str) -> str:
+    """The log lines that begin with a word, or with no other of these."""
+    rows = []
+    for line in lines():
+        word = re.match(r"[A-Za-z]*", line.text.removeprefix("Parked ").capitalize())
+        its = next((one for one in SUBJECTS if word and word[0] in {one, f"{one}s"}), "")
+        if its == subject:
+            rows.append((f"`{line.text}`", line.level, line.meaning.replace("->", "→")))
+    return table("line | level | what it means → what to do", rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options of a task": options_of_a_task,
     "settings of an app": settings_of_an_app,
@@ -338,6 +414,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "checks of the server": partial(checks, server),
     "checks of the workers": partial(checks, workers),
     "checks of the locks": partial(checks, locks),
+    **{f"log lines: {one}": partial(log_lines, one) for one in SUBJECTS},
+    "log lines": partial(log_lines, ""),
     "events": events_of_a_task,
     "signals": signals_of_a_lock,
     "errors": errors,

@@ -19,6 +19,8 @@ AVOIDED = (
     r"\bso (?:long|many) (?:a|an|the|tasks?|may|at)\b|\bwhoever\b|\bas above\b"
     r"|\bwhat is left of\b|\bor nearly so\b|\b(?:is|are) to be\b|\bby nobody\b"
 )
+LOGS = [f"logger.{level}" for level in ("info", "warning", "error", "exception")]
+FEW = 2  # words of a text of which others fill in what it says: "Task … …"
 WITH_SEQUENCES = [page for page in PAGES if "sequenceDiagram" in page.read_text("utf-8")]
 
 
@@ -73,6 +75,14 @@ def runs_of_the_package() -> set[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 runs |= runs_of_words(node.value)
     return runs
+
+
+def logged(node: ast.expr) -> str:
+    """Return the first words of what a call logs that operators see; "": it logs nothing."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+    if not is_call or ast.unparse(node.func) not in LOGS:
+        return ""
+    return tables.first_words(node.args[0])
 
 
 def test_every_promise_of_a_table_has_its_test():
@@ -189,6 +199,21 @@ def test_the_log_lines_of_the_operators_page_are_those_of_the_code():
         if len(runs & known) * 2 < len(runs):
             unknown.append(line)
     assert unknown == []
+
+
+def test_every_line_that_is_logged_is_described():
+    """The comment above it says what it means, or that above another one with the same words."""
+    described = {(line.file, line.row) for line in tables.lines()}
+    words = [line.text.removesuffix(" …") for line in tables.lines()]
+    missing = []
+    for file in (ROOT / "celery_dislock").rglob("*.py"):
+        tree = ast.parse(file.read_text("utf-8"))
+        for statement in (one for one in ast.walk(tree) if isinstance(one, ast.Expr)):
+            text = logged(statement.value)
+            is_told = (file, statement.lineno - 1) in described or text.startswith(tuple(words))
+            if len(re.findall(r"\w+", text)) > FEW and not is_told:
+                missing.append(f"{file.name}:{statement.lineno}: {text}")
+    assert missing == []
 
 
 def test_the_diagram_of_the_packages_is_the_contract_of_the_build():
