@@ -11,6 +11,7 @@ import pytest
 
 import celery_dislock
 from celery_dislock.config.settings import task_options
+from celery_dislock.operating import why
 from tests.docs import tables
 from tests.docs.page import DOCS, PAGES, ROOT, blocks_of, without_code
 
@@ -214,6 +215,19 @@ def test_every_line_that_is_logged_is_described():
             if len(re.findall(r"\w+", text)) > FEW and not is_told:
                 missing.append(f"{file.name}:{statement.lineno}: {text}")
     assert missing == []
+
+
+def test_the_states_that_why_tells_are_described():
+    """All of them, and no other: programs read them."""
+    told = {name.strip("`") for name, _ in tables.defined(why.__doc__)}
+    code = "".join(
+        file.read_text("utf-8")
+        for file in Path(why.__file__).parent.glob("*.py")
+        if file.name != "__init__.py"
+    )
+    given = set(re.findall(r'(?:\.answer|\btell)\(\s*"([a-z ]+)"', code))
+    assert given <= told
+    assert [name for name in told if f'"{name}"' not in code] == []
 
 
 def test_the_diagram_of_the_packages_is_the_contract_of_the_build():

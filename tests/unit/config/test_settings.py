@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from celery_dislock.config.settings import (
 )
 from celery_dislock.exceptions import SettingsError
 
-DOCS = Path(__file__).parents[3] / "docs"
 SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from pathlib import Path
 from threading import Event
 
 import pytest
@@ -17,9 +16,6 @@ from celery_dislock.operating.cli.doctor import ask_workers, findings
 from celery_dislock.operating.site import ANSWERS_WITHIN
 from tests.staged import holder, lock, place
 from tests.unit.operating.examining import EXPORT
-
-DOCS = Path(__file__).parents[3] / "docs"
-
 
 TIMEOUT = {**EXPORT, "lock_watchdog_timeout": 60.0}
 LIMITED = {**EXPORT, "lock_limit": 3}
