@@ -38,7 +38,7 @@ lock_renewed = Signal(name="lock_renewed", providing_args={"lease"})
 lock_lost = Signal(name="lock_lost", providing_args={"lease", "reason"})
 #: ``max_renew_times`` renewals are done; once per lease.
 lock_capped = Signal(name="lock_capped", providing_args={"lease"})
-#: A newer task waits, and the body was told: ``lease.superseded``; once per lease.
+#: A newer task waits (``lease.superseded``), and the body was told of it; once per lease.
 lock_superseded = Signal(name="lock_superseded", providing_args={"lease"})
-#: The lease is over, after the body; ``expiring``: it is left to expire.
+#: The lease is over; after the body. If ``expiring``, it is left to expire.
 lock_released = Signal(name="lock_released", providing_args={"lease", "expiring"})
