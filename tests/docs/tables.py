@@ -75,16 +75,13 @@ def comment_above(source: str, declared: str) -> str:
 def declared(kind: Any) -> str:
     """Make the table of options or settings: each field, and the comment above it."""
     source, default = inspect.getsource(kind), kind()
-    rows = (
-        (
-            f"`{one.name}`",
-            f"`{getattr(default, one.name)!r}`",
-            one.metadata["unit"],
-            comment_above(source, f"{one.name}: "),
-        )
-        for one in fields(kind)
-    )
-    return table("name | default | unit | meaning", rows)
+    rows = []
+    for one in fields(kind):
+        value, unit = getattr(default, one.name), one.metadata["unit"]
+        shown_unit = f" ({unit})" if unit and value is None else f" {unit}"
+        meaning = comment_above(source, f"{one.name}: ")
+        rows.append((f"`{one.name}`", f"`{value!r}`{shown_unit}".strip(), meaning))
+    return table("name | default | meaning", rows)
 
 
 def options_of_a_task() -> str:
@@ -219,12 +216,17 @@ def states() -> str:
 
 
 def _row(one: Row) -> tuple[str, ...]:
-    return f"`{one.check}`", one.finding.args[0], f"{shown(one.what)}.", shown(one.remedy)
+    return f"`{one.check}` {_level(one)}", f"{shown(one.what)}.", shown(one.remedy)
+
+
+def _level(one: Row) -> str:
+    level: str = one.finding.args[0]
+    return level
 
 
 def _function(check: str, finds: Callable[..., Any]) -> tuple[str, ...]:
     what = first_sentence(finds.__doc__).removeprefix("Find ")
-    return f"`{check}`", "", f"{what[:1].upper()}{what[1:]}", ""
+    return f"`{check}`", f"{what[:1].upper()}{what[1:]}", ""
 
 
 def checks(module: Any) -> str:
@@ -232,7 +234,7 @@ def checks(module: Any) -> str:
     found = [_function(*one) for one in module.CHECKS if one[1] not in BY_ROWS]
     found += [_function(*one) for one in getattr(module, "AS_AT_START", {}).items()]
     found += map(_row, getattr(module, "ROWS", MENTIONED))
-    return table("check | level | finds | what to do", sorted(found, key=lambda one: one[0]))
+    return table("check and level | finds | what to do", sorted(found, key=lambda one: one[0]))
 
 
 BY_ROWS = (server.members, workers.each, locks.troubles)  # judge by rows
@@ -246,13 +248,12 @@ def troubles() -> str:
             one.name,
             (
                 f"`{one.name}`",
-                f"`{one.check}`",
-                one.finding.args[0],
+                f"`{one.check}` {_level(one)}",
                 first_sentence(one.is_so.__doc__) or f"{shown(one.what)}.",
                 shown(one.remedy),
             ),
         )
-    return table("`TROUBLE` | check | level | when | what to do", rows.values())
+    return table("`TROUBLE` | doctor's check | when | what to do", rows.values())
 
 
 # Commands and their options.
@@ -391,8 +392,8 @@ def log_lines(subject: str) -> str:
         word = re.match(r"[A-Za-z]*", line.text.removeprefix("Parked ").capitalize())
         its = next((one for one in SUBJECTS if word and word[0] in {one, f"{one}s"}), "")
         if its == subject:
-            rows.append((f"`{line.text}`", line.level, line.meaning.replace("->", "→")))
-    return table("line | level | what it means → what to do", rows)
+            rows.append((f"`{line.text}` {line.level}", line.meaning.replace("->", "→")))
+    return table("line and level | what it means → what to do", rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -162,7 +162,7 @@ def rights(facts: Facts) -> Iterator[Finding]:
 
 
 def writes(facts: Facts) -> Iterator[Finding]:
-    """Find a server that refuses writes: its memory is full, its disk fails, replicas miss."""
+    """Find a server that refuses writes: its memory or disk is full, or replicas are missing."""
     yield from map(_refused, (one for one in facts.complaints if one.passes))
 
 
