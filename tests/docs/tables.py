@@ -276,14 +276,18 @@ def _help(one: click.Option) -> str:
 
 
 def _usage(command: click.Command) -> str:
+    """Write a command with its arguments; its name leads to its section."""
     pieces = []
     for one in command.params:
         if isinstance(one, click.Argument):
             name = (one.metavar or one.name or "").upper().strip("[]")
             pieces.append(f"-- {name}" if one.nargs < 0 else name if one.required else f"[{name}]")
-    return " ".join([command.name or "", *pieces])
+    anchor = TOGETHER if f"{command.name}" in TOGETHER.split("-") else command.name
+    arguments = " ".join(pieces)
+    return f"[`{command.name}`](#{anchor})" + (f" `{arguments}`" if arguments else "")
 
 
+TOGETHER = "pause-resume-and-limit"  # have one section
 COMMANDS = dict(group.commands)
 
 
@@ -299,16 +303,23 @@ def _shared() -> dict[tuple[str, str], list[str]]:
 
 def commands() -> str:
     """The commands."""
-    rows = ((f"`{_usage(one)}`", shown(one.short_help or "")) for one in COMMANDS.values())
+    rows = ((_usage(one), shown(one.short_help or "")) for one in COMMANDS.values())
     return table("`celery -A proj dislock` | what it does", rows)
 
 
 def shared_options() -> str:
     """The options of several commands."""
-    rows = (
-        (*option, ", ".join(f"`{name}`" for name in whose)) for option, whose in _shared().items()
-    )
+    rows = ((*option, _named(whose)) for option, whose in _shared().items())
     return table("option | what it does | of", rows)
+
+
+def _named(whose: Sequence[str]) -> str:
+    """Name commands, or those few that are left."""
+    others = [name for name in COMMANDS if name not in whose]
+    few = len(others) < len(whose) / 2
+    return ("all but " if few else "") + ", ".join(
+        f"`{name}`" for name in (others if few else whose)
+    )
 
 
 def options_of(params: Iterable[click.Parameter]) -> str:
