@@ -75,8 +75,8 @@ class AppSettings:
     #: start-up. False (`--no-dislock`): no task locks. None: only tasks of the class SingletonTask
     #: lock.
     dislock_enabled: bool | None = declare(None, optional(yes_or_no))
-    #: URL of the lock server, or a list of three or more servers of which a majority decides. None:
-    #: the broker if it is a Redis, else the result backend if that is one.
+    #: URL of the lock server; three or more URLs: independent servers, of which a majority decides.
+    #: None: the broker if it is a Redis, else the result backend if that is one.
     dislock_url: str | tuple[str, ...] | None = declare(
         None, optional(one_or_several_urls), secret=True
     )
