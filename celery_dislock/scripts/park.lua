@@ -95,12 +95,21 @@ local function in_line()
   return answer
 end
 
--- The first of these locks that does not admit this task.  With *whenever*, a lock for which it is only too early
--- counts as one that admits it.
-local function refusing(stations, whenever)
+-- The first of these locks that does not admit this task.
+local function refusing(stations)
   for nth, station in ipairs(stations) do
     local at = nth == 1 and lock or open_whole(station.name)
-    if not admits(at, station.terms) and not (whenever and at.early) then return at end
+    if not admits(at, station.terms) then return at end
+  end
+end
+
+-- Whether a task loses what it has passed, as an operator has lowered the limit since.  Its own limit was judged then:
+-- others may have come since, on terms that admit more.
+local function is_over_limit(stations)
+  for nth, station in ipairs(stations) do
+    local at = nth == 1 and lock or open_whole(station.name)
+    local limit = limit_set(count_leases(at))
+    if is_hidden(at) or limit and not has_room(at, station.terms, limit) then return true end
   end
 end
 
@@ -240,7 +249,7 @@ local function parked_before(record)
   local early, its = starts_when(stations)
   if parked and early > 0 and early <= SOON_US then return not_yet(math.ceil(early / 1000), parked, its) end
   forget(lock, ticket)
-  if parked and (early > 0 or refusing(stations, true)) then  -- an operator has changed a limit or a rate
+  if parked and (early > 0 or is_over_limit(stations)) then  -- an operator has changed a limit or a rate
     return put_in_line(parked.joined, stations, parked.home, parked.message)
   end
   local answer = claim(parked and parked.joined or now_us, stations)
