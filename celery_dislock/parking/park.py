@@ -27,7 +27,6 @@ from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import Conflict, in_words
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
-from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
@@ -85,11 +84,9 @@ class Parking:
         if isinstance(answer, Parked):
             holder, held_for = in_words(answer.holder), answer.held_for
             #: INFO `Task … parked: place … in line for lock …, held by …, for … so far.`: A
-            #: conflict, with "queue" or "cancel".
-            parked = TaskParked(
-                f"parked: place {answer.place} in line for lock {answer.key!r}, "
-                f"{'' if answer.early else 'held by '}{holder}{so_far(held_for)}"
-            )
+            #: conflict, with "queue" or "cancel". If only a rate is in the way: `its turn … comes
+            #: in … s`.
+            parked = TaskParked(f"parked: {answer.where}")
             since = {} if held_for is None else {"held_for": held_for}
             parked.about = {"key": answer.key, "place": answer.place, "holder": holder, **since}
             delivery.logged(parked, f"{parked}.")
