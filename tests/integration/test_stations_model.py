@@ -364,7 +364,12 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("rule", BROKEN)
+RARE = {"circles stay closed", "what is dropped keeps its units"}
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(one, marks=pytest.mark.slow if one in RARE else ()) for one in BROKEN]
+)
 def test_a_broken_rule_is_found(rule):
     """Without this rule some history fails: what checks them can."""
     was, is_ = BROKEN[rule]
