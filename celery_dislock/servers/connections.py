@@ -60,8 +60,9 @@ AROUND = re.compile(
     r"^Error running script \(.*?\): (@?user_script:\d+: )*|dislock: "
     r"| script: \w+, on @user_script.*$"
 )
-# Part of the error of a script that misses a key because the slot is being moved.
-ON_ANOTHER_NODE = "attempted to access a non local key"
+# Part of the error of a script that misses a key because the slot is being moved.  Valkey 9 begins
+# with it, in a capital letter.
+ON_ANOTHER_NODE = "to access a non local key"
 
 INCOMPLETE = object()  # a reply
 PUSHED = getattr(hiredis, "PushNotification", ())  # what RESP3 lets a server tell unasked
