@@ -17,6 +17,10 @@ EXPECTED = {
     "fakeredis": {"how-to/test-your-tasks"},
     "latest wins": {"how-to/cancel-what-runs"},
     "cancel the running": {"how-to/cancel-what-runs"},
+    "keyprefix": {"how-to/set-up-the-lock-server"},
+    "Dragonfly": {"what-it-runs-on"},
+    "quorum queue": {"what-it-runs-on"},
+    "liveness probe": {"how-to/kubernetes"},
 }
 
 
