@@ -20,7 +20,7 @@ ARGS   ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit check docs site words screenshots bench road proof faults test-all clean
+.PHONY: help demo test unit check docs site tables words screenshots bench road proof faults release test-all clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ docs: $(SITE)  ## build the documentation into docs/_build; warnings are errors
 site: docs  ## look at the built documentation with a browser: phone, dark mode, links, search
 	@DOCS_SITE=docs/_build $(PYTEST) tests/site $(ARGS)
 
+tables: $(STAMP)  ## write the tables that are made from the code into the documentation
+	@$(BIN)/python -m tests.docs.tables
+
 words: $(STAMP)  ## count the words that users are asked to read
 	@$(BIN)/python -m tests.docs.words
 
@@ -70,6 +73,9 @@ proof: $(PAGES)  ## run workloads under faults, and judge their history; ARGS="-
 
 faults: $(PAGES)  ## run every fault test, and all slow tests
 	@$(PYTEST) -m "faults or slow" $(ARGS)
+
+release: $(PAGES)  ## build what is tagged, install it in a fresh environment, and try it there
+	@.ci/release
 
 test-all:  ## run the tests on every Python here, 3.10 to 3.13, with the oldest and newest Celery
 	@.ci/test-all $(ARGS)

@@ -83,7 +83,7 @@ EARLY = "too early"  # the text in place of a holder if the next start may not b
 
 @dataclass(eq=False, repr=False)
 class LockHeldError(DislockError):
-    """The lock is held by another owner; the body was not run.
+    """The lock is held, or it is too early for its rate; the body was not run.
 
     It can also mean that the caller would wait for itself: it holds one of the keys, but on other
     terms or together with other keys, or asks outside of the block that holds it.
@@ -135,7 +135,7 @@ class DuplicateTaskError(DislockError):
 
 @dataclass(eq=False, repr=False)
 class NoResultError(DislockError):
-    """A caller waits for the result of the task whose message was there, and none is expected.
+    """``get()`` of a duplicate's result: no result of the first task can come any more.
 
     Attributes:
         key: The key of the lock.
@@ -153,7 +153,9 @@ class NoResultError(DislockError):
 
 @dataclass(eq=False, repr=False)
 class TaskCrashedError(DislockError):
-    """The process of this task has died at each delivery, and the task is not delivered again.
+    """The process of this task has died as often as ``lock_crash_limit`` admits.
+
+    The task is not delivered again.
 
     Attributes:
         task: Name of the task.

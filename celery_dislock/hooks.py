@@ -392,6 +392,8 @@ def guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
             guard_tasks(sender)
         except SettingsError as exc:  # Celery would log it with a traceback
             if not sender.loader.worker_initialized:  # in a worker the start-up step reports it
+                #: ERROR: In a client with `dislock_enabled=True`, an option of a task is wrong;
+                #: workers with this code do not start. -> Correct the option.
                 logger.error("This process does not lock all tasks with a lock_key: %s", exc)  # noqa: TRY400
 
 

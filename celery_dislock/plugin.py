@@ -270,27 +270,25 @@ class Dislock:
         Make the lock of a key for plain Python: the same lock that tasks with this key take.
 
         Does not take the lock, and sends no command.  The watchdog keeps the lease alive, and the
-        lease has the same signals and errors as a task's.
+        lease has the same signals and errors as a task's.  Of an option that is not given, or None,
+        the app's setting for tasks applies, else the default.
 
         Args:
             key: The key, such as ``export:7``, or a list of keys, of which all or none are taken.
-            mode: "exclusive" or "shared".  This and the next options are the task options of the
-                same name with ``lock_``.  None: the app's setting, else the default.
-            limit: Maximum number of leases at a time, > 0.
-            rate: How often the lock is taken at most, in the whole fleet: "100/m", "5/10s".  With
-                it and without a *limit*, any number of leases.
-            watchdog_timeout: Expiry of the lease in seconds, > 0, or a timedelta; renewed after
-                each third of it.
-            max_renew_times: Number of renewals after which the lease is left to expire; 0 or
-                less: no cap.
+            mode: "exclusive" or "shared": the two sides of a read-write lock.
+            limit: Maximum number of exclusive leases at a time, > 0.  None: 1, or with a ``rate``
+                any number.
+            rate: How often the lock is taken at most, in the whole fleet: "100/m", "5/10s".
+            watchdog_timeout: Expiry of the lease in seconds, > 0, or a timedelta; the default is
+                30.  It is renewed after each third of it.
+            max_renew_times: Number of renewals after which the lease is left to expire; the default
+                is 360.  0 or less: no cap.
             expire: A fixed expiry in seconds, > 0, or a timedelta, instead of the watchdog.
             on_lost: "warn" logs the loss.  "raise" also raises LockLostError in the body of the
                 ``with`` block.  None: "warn", whatever the app's setting.
-            on_cancel: What happens when a task with ``lock_on_conflict="cancel"`` waits for this
-                lock.  "raise": SupersededError is raised in the body of the ``with`` block.
-                "warn": ``lease.superseded`` names the task, and ``lease.ensure_held()`` raises
-                SupersededError.  None: the body goes on.  The body is told at the next renewal,
-                after a third of the timeout at most.
+            on_cancel: What happens when a newer task with "cancel" waits for this lock: "raise"
+                raises SupersededError in the body of the ``with`` block, "warn" sets
+                ``lease.superseded``.  None: nothing.
             timeout: Maximum seconds, >= 0, or a timedelta, that ``with`` waits for the lock before
                 it raises LockHeldError.  None: no limit.
             fair: False: pass the waiters in line if the lock admits one more lease.

@@ -12,18 +12,6 @@ Receivers of ``lock_renewed``, ``lock_lost``, ``lock_capped`` and ``lock_superse
 the watchdog's thread or greenlet, so keep them short.  No signal is sent when a dead process's
 lease is released by another process.  An exception of a receiver is logged by Celery's dispatcher,
 and changes nothing else.
-
-===================  =================================================================
-signal               arguments
-===================  =================================================================
-``lock_acquired``    ``lease``
-``lock_conflict``    ``conflict``: key, holder and remaining seconds; ``task_id``; for tasks only
-``lock_renewed``     ``lease``, sent after each renewal
-``lock_lost``        ``lease``, ``reason``; once per lease
-``lock_capped``      ``lease``; once per lease, when ``max_renew_times`` renewals are done
-``lock_superseded``  ``lease``; once per lease, when a newer task waits for it to end
-``lock_released``    ``lease``, ``expiring``: True if the lease is left to expire
-===================  =================================================================
 """
 
 from __future__ import annotations
@@ -40,10 +28,17 @@ __all__ = [
     "lock_released",
 ]
 
+#: The lock was taken; before the body.
 lock_acquired = Signal(name="lock_acquired", providing_args={"lease"})
+#: A task found its lock held, whatever its strategy; once per delivery.
 lock_conflict = Signal(name="lock_conflict", providing_args={"conflict", "task_id"})
+#: The lease was renewed.
 lock_renewed = Signal(name="lock_renewed", providing_args={"lease"})
+#: The lease can no longer be trusted, which ``reason`` explains; once per lease.
 lock_lost = Signal(name="lock_lost", providing_args={"lease", "reason"})
+#: ``max_renew_times`` renewals are done; once per lease.
 lock_capped = Signal(name="lock_capped", providing_args={"lease"})
+#: A newer task waits (``lease.superseded``), and the body was told of it; once per lease.
 lock_superseded = Signal(name="lock_superseded", providing_args={"lease"})
+#: The lease is over; after the body. If ``expiring``, it is left to expire.
 lock_released = Signal(name="lock_released", providing_args={"lease", "expiring"})

@@ -155,7 +155,7 @@ class Durations:
         if not arguments or not keys[0].endswith("}"):  # of something else than a lock
             return
         self._terms(script, keys, arguments)
-        at = {name: self._at(name, script, arguments) for name in self.net.touched(keys)}
+        at = {name: self._at(name, script, keys, arguments) for name in self.net.touched(keys)}
         if script in ACQUIRES and len(keys) > 1:
             taken, there = zip(*(at[name] for name in keys), strict=True)
             self._several(keys, arguments, reply, taken, there)
@@ -177,7 +177,9 @@ class Durations:
                 lock.most = max(lock.most, int(limit))
                 lock.is_shared = lock.is_shared or mode == "s"
 
-    def _at(self, name: str, script: Script, arguments: Sequence[Any]) -> tuple[bool, bool]:
+    def _at(
+        self, name: str, script: Script, keys: Sequence[str], arguments: Sequence[Any]
+    ) -> tuple[bool, bool]:
         """Judge one lock; returns whether the asker was given it, and has it."""
         lock = self.locks[name]
         before, was = self._live(name), lock.until
@@ -189,7 +191,7 @@ class Durations:
         goes_on = script is scripts.TAKE_OVER  # with what began when another was granted it
         for one in live - before - ({asker} & lock.granted.keys() if goes_on else set()):
             self._new(name, lock, one, asker)
-        if script in RELEASES:
+        if script in RELEASES and name in keys:
             if left := self._left(lock, before & {asker}) & live:
                 self.fail("at least", f"{left} are done, and have {name} until {lock.until}")
         elif script is scripts.RELEASE_DEAD:  # what is left of them is judged at the end

@@ -75,6 +75,13 @@ class Room(NamedTuple):
     replaced: set[str]
 
 
+def stands_at(nth: int, reply: Sequence[Any], arguments: Sequence[Any]) -> bool:
+    """Return whether a waiter stands in line at its nth lock: not if its own task has that."""
+    task, at, _ = arguments[0].partition("@")
+    of_task = at and reply[0] == REFUSED and reply[3].startswith(f"{task}@".encode())
+    return bool(reply[:2] == [REFUSED, nth] and arguments[4] and not of_task)
+
+
 class Order:
     """
     The lines of a lock server.
@@ -88,6 +95,7 @@ class Order:
         self.net, self.fail = net, fail
         self.lines: dict[str, Line] = defaultdict(Line)
         self.tickets: dict[tuple[str, str], list[str]] = {}  # by first lock and name: the locks
+        self.refused: set[str] = set()  # owners that were told that the line is full
         self.requests = 0
 
     def lost(self) -> None:
@@ -120,6 +128,7 @@ class Order:
         replaced = {f"{one.decode()}#" for one in made_room}
         for one in replaced:
             self.lines[keys[0]].waits.pop(one, None)
+        stood = {name: set(self.lines[name].waits) for name in names}
         self.move()
         asker = str(arguments[script is scripts.TAKE_OVER])
         passes = script is scripts.TAKE_OVER or (script in ACQUIRES and not arguments[5])
@@ -129,18 +138,32 @@ class Order:
             if asks:
                 locks = self.tickets.get((keys[0], asks["ticket"]), keys)
                 mine = member(locks, asks["ticket"], name)
-            self.judge(name, before[name], asker, mine, passes=passes)
+            self.judge(name, before[name], stood[name], asker, mine, passes=passes)
             for one in [one for one in line.live(now) if one[-1] != "#"]:
                 line.waits.pop(one, None)
-            if script in ACQUIRES and reply[:2] == [REFUSED, nth] and arguments[4]:
+            if script in ACQUIRES and stands_at(nth, reply, arguments):
                 self.waits(line, arguments[0], now + arguments[4])
-        if asks:
+        if asks and not self.is_told_again(asker, reply):
             room = Room(asks["most"], waiting, replaced)
             self.parks(keys, asks["ticket"], room, reply)
             self.move()
 
-    def judge(self, name: str, before: set[str], asker: str, mine: str, *, passes: bool) -> None:
-        """Judge whether somebody was let in before his time; *mine*: the asker, as in line."""
+    def is_told_again(self, asker: str, reply: Sequence[Any]) -> bool:
+        """Return whether a late request is told, as the first one was, that the line was full."""
+        before = asker in self.refused
+        if reply[0] == FULL:
+            self.refused.add(asker)
+        return before and reply[0] == FULL
+
+    def judge(
+        self, name: str, before: set[str], stood: set[str], asker: str, mine: str, *, passes: bool
+    ) -> None:
+        """
+        Judge whether somebody was let in before his time; *mine*: the asker, as in line.
+
+        Before the request some had the lock, and some stood in line: who came back to an old place
+        by this request could not be let in by it.
+        """
         line, now = self.lines[name], self.net.now_ms
         live = line.live(now)
         new = {one for one in live - before if one[0] != "~"}
@@ -151,7 +174,7 @@ class Order:
         waiting = {
             one: line.came[one]
             for one, until in line.waits.items()
-            if until > now and one not in live | before | new | line.unknown
+            if until > now and one in stood - live - before - new - line.unknown
         }
         for one in new - line.unknown:
             since = line.came.get(one, self.requests)

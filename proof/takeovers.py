@@ -4,7 +4,7 @@ Judge the tasks of a simulation that cancel each other.
 * Where a lock admits one at a time, no task begins after one that was sent later has begun, unless
   the server has lost data in between.
 * Of those that were sent the newest ends as SUCCESS, unless one that was newer was dropped: it may
-  have been told to end for that one.
+  have been told to end for that one.  Nor need it if a task of another strategy took its place.
 * Who ends as REVOKED was dropped, or names one that was sent later; who has lost its place in line
   says so, and there is one.
 
@@ -120,8 +120,13 @@ class TakeOvers:
         elif state == "REVOKED":
             named = NAMED.search(reason)
             others = {named[1]} & self.cancel if named else self.sent if PASSED in reason else set()
-            if not any(self.may_replace(one, task) for one in others - {task}):
+            newer = {one for one in others - {task} if self.may_replace(one, task)}
+            if not newer:
                 self.fail(f"task {task} is revoked, and not for one that was sent later: {reason}")
+            if (
+                newer - self.cancel
+            ):  # one that does not cancel may have taken its place in a full line
+                self.excused.add(task)
 
     def end(self) -> None:
         """Judge what has become of the newest of each lock, now that all have ended."""

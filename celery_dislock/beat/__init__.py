@@ -195,6 +195,7 @@ class BeatLock:
                 reasons.NO_SCHEDULE, type(exc).__name__, exc, level=logging.ERROR
             ) from exc
         self._said = ""
+        #: INFO: This beat sends from now on.
         logger.info("Beat leads, lock %r.", self._lock.key)
 
     def _goes_on(self, pause: float = 0.0) -> None:

@@ -131,10 +131,8 @@ def declare(default: Any, check: Check, *, unit: str = "", secret: bool = False)
 class TaskOptions:
     """How a task takes its lock; see the reference page for each option's meaning."""
 
-    #: The name of the lock: a template such as `export:<corp_id>`, a callable that takes the task's
-    #: arguments, or a list of them. A list takes all of its keys or none; `Key('tenant:<t>',
-    #: limit=3)` in it has a limit of its own. None on a SingletonTask: the task's name and a digest
-    #: of all its arguments. False: this task takes no lock.
+    #: Name of the lock: a template such as `export:<corp_id>`, a callable, or a list of them. None
+    #: on a SingletonTask: the task's name and a digest of all arguments. False: no lock.
     lock_key: (
         str
         | Callable[..., str]
@@ -145,8 +143,8 @@ class TaskOptions:
     #: Expiry of the lease, set when the lock is acquired and reset at each renewal. The watchdog
     #: renews after each third of it.
     lock_watchdog_timeout: float = declare(30.0, seconds(above=0), unit="s")
-    #: The cap: the watchdog stops after this number of renewals, and `lock_on_cap` applies. 0 or
-    #: less: no cap. With the default timeout, 360 renewals take one hour.
+    #: The cap: number of renewals after which the watchdog stops, and `lock_on_cap` applies. 0 or
+    #: less: no cap. 360 renewals of the default timeout take one hour.
     max_renew_times: int = declare(360, whole_number)
     #: A fixed expiry instead of the watchdog: set once, never renewed.
     lock_expire: float | None = declare(None, optional(seconds(above=0)), unit="s")
@@ -158,83 +156,67 @@ class TaskOptions:
     #: Minimum time for which the lock is held, counted from its acquisition, even if the task ends
     #: sooner.
     lock_at_least_for: float = declare(0.0, seconds(at_least=0), unit="s")
-    #: What a task does when its lock is held. `skip`: it does not run and ends as REVOKED. `raise`:
-    #: it fails with LockHeldError. `retry`: it is sent again later under its own id. `wait`: it
-    #: waits in line and occupies its worker slot. `queue`: it is parked in line and occupies no
-    #: slot; with several keys it passes one after the other, not in a cluster. `cancel`: the newest
-    #: takes over: it is parked, those in line end as REVOKED, and the task that runs is told to
-    #: stop (`lock_on_cancel`). `reject`: its message goes to the broker's dead-letter exchange. A
-    #: callable takes the task and the conflict, and returns one of these names but `cancel`. With
-    #: `lock_unique_until='start'` or `lock_on_duplicate='replace'` the default is `queue` (`retry`
-    #: with several keys in a cluster): a message that was sent while an older one ran is not lost.
+    #: What a task does when its lock is held: `skip`, `raise`, `retry`, `wait`, `queue`, `cancel`,
+    #: `reject`, or a callable that returns one of these names but `cancel`.
     lock_on_conflict: str | Callable[[Any, Any], str | None] = declare("skip", lock_on_conflict)
     #: Maximum wait with `lock_on_conflict='wait'`. On timeout the task fails as with `raise`.
     lock_wait_timeout: float = declare(10.0, seconds(at_least=0), unit="s")
-    #: Maximum number of parked tasks per key with `lock_on_conflict='queue'`. The task that runs,
-    #: or whose turn it is, does not count. None: no limit.
+    #: Maximum number of parked tasks per key with `lock_on_conflict='queue'`, not counting the one
+    #: that runs or has its turn. None: no limit.
     lock_queue_limit: int | None = declare(None, optional(number_from(1)))
     #: Maximum total size of the messages that are parked per key.
     lock_queue_bytes: int = declare(2**26, number_from(1), unit="bytes")
-    #: Which task is dropped when the line is full: `skip` drops the newcomer, `replace` drops the
-    #: oldest task in line. The dropped task ends as REVOKED.
+    #: Which task is dropped when the line is full, and ends as REVOKED: `skip` drops the newcomer,
+    #: `replace` the oldest in line.
     lock_queue_overflow: str = declare("skip", one_of("skip", "replace"))
-    #: What happens to a body that runs when a newer task of its key waits for it to end. `raise`:
-    #: SupersededError is raised in it. `terminate`: the body is stopped even if it catches
-    #: Exception. `warn`: it is not stopped, but may ask `lease.superseded`. None: `raise` with
-    #: `lock_on_conflict='cancel'`, else it goes on.
+    #: What happens to a running body when a newer task of its key waits for it: `warn`, `raise`
+    #: (SupersededError in the body) or `terminate`. None: `raise` with `lock_on_conflict='cancel'`,
+    #: else nothing.
     lock_on_cancel: str | None = declare(None, optional(one_of("warn", "raise", "terminate")))
-    #: Seconds from when the body is told until it is stopped as with `terminate`, if it still runs.
-    #: None: it is not.
+    #: Time from telling the body until it is stopped as with `terminate`, if it still runs. None:
+    #: it is not stopped.
     lock_cancel_after: float | None = declare(None, optional(seconds(above=0)), unit="s")
-    #: Seconds from the acquisition in which the body is not told.
+    #: Time from the acquisition during which the body is not told of a newer task.
     lock_cancel_not_before: float = declare(0.0, seconds(at_least=0), unit="s")
-    #: Maximum time of retries with `lock_on_conflict='retry'`, counted from the first conflict. On
-    #: timeout the task fails as with `raise`.
+    #: Maximum time of retries with `lock_on_conflict='retry'`, counted from the first conflict.
+    #: Then the task fails as with `raise`.
     lock_retry_for: float = declare(3600.0, seconds(above=0), unit="s")
-    #: True: when the task retries, its lease is kept for the retry, which takes it over. The lease
-    #: ends one timeout after the countdown. False: the lock is released before the retry is sent.
+    #: True: when the task retries, its lease is kept for the retry, until one timeout after the
+    #: countdown. False: the lock is released before the retry is sent.
     lock_hold_on_retry: bool = declare(False, yes_or_no)
     #: True: a redelivery of a task that has already succeeded is acknowledged without running.
     lock_dedupe_redelivered: bool = declare(False, yes_or_no)
     #: How long `lock_dedupe_redelivered` remembers that a task has succeeded.
     lock_dedupe_for: float = declare(3600.0, seconds(above=0), unit="s")
-    #: Number of times that a task may kill its process and come back, with `acks_late` and
-    #: `reject_on_worker_lost`: the last time it fails with TaskCrashedError. None: any number.
+    #: How often a task with `acks_late` and `reject_on_worker_lost` may kill its process: the last
+    #: time it fails with TaskCrashedError. None: any number.
     lock_crash_limit: int | None = declare(None, optional(number_from(1)))
-    #: What happens when the lease is lost and the body still runs. `warn`: a log line. `raise`:
-    #: LockLostError is raised in the body. `terminate`: the body is stopped even if it catches
-    #: Exception.
+    #: What happens to a running body when its lease is lost: `warn` logs it, `raise` raises
+    #: LockLostError in the body, `terminate` stops it even if it catches Exception.
     lock_on_lost: str = declare("warn", one_of("warn", "raise", "terminate"))
-    #: What happens when the cap is reached and the body still runs. `expire`: the lease expires
-    #: while the body goes on. `raise` and `terminate`: as for `lock_on_lost`.
+    #: What happens to a running body at the cap: `expire` lets the lease expire, and the body goes
+    #: on; `raise` and `terminate` as for `lock_on_lost`.
     lock_on_cap: str = declare("expire", one_of("expire", "raise", "terminate"))
-    #: The two sides of a read-write lock. `exclusive`: one lease at a time, or `lock_limit` of
-    #: them. `shared`: any number of leases, but none beside an exclusive one. A waiting task keeps
-    #: later tasks of the other mode from passing it.
+    #: Side of a read-write lock. `exclusive`: one lease at a time, or `lock_limit` of them.
+    #: `shared`: any number, but none beside an exclusive one.
     lock_mode: str = declare("exclusive", one_of("exclusive", "shared"))
-    #: Maximum number of exclusive leases at a time: a counting semaphore. If the limit changes
-    #: while the lock is held, present holders keep their leases, and each acquisition is judged by
-    #: its own limit. None: the task takes no lock when it runs, and is only unique when it is sent
-    #: (`lock_unique_until`).
+    #: Maximum number of exclusive leases at a time: a counting semaphore. None: the task takes no
+    #: lock, and is only unique when it is sent (`lock_unique_until`).
     lock_limit: int | None = declare(1, optional(number_from(1, LIMIT_MOST)))
-    #: How often the lock is taken at most, in the whole fleet: `'100/m'`, `'5/10s'`; of s, m, h and
-    #: d. In any window of that length at most so many bodies begin, by the lock server's clock. A
-    #: task that comes too early is treated as `lock_on_conflict` says. Without a `lock_limit` any
-    #: number may run at a time.
+    #: Maximum number of starts in any window, in the whole fleet: `'100/m'`, `'5/10s'`; of s, m, h
+    #: and d. Too early is a conflict. Without a `lock_limit`, any number may run.
     lock_rate: Rate | None = declare(None, optional(Rate.of))
-    #: No second message of the same key is sent. `start`: while one waits. `end`: while one waits
-    #: or runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. None: every message
-    #: is sent.
+    #: No second message of the key is sent. `start`: while one waits. `end`: while one waits or
+    #: runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. None: all are sent.
     lock_unique_until: str | None = declare(None, optional(one_of(*UNIQUE_UNTIL)))
     #: How long a key stays reserved if no worker renews the reservation, counted from the ETA or
     #: countdown if there is one.
     lock_unique_for: float = declare(3600.0, seconds(above=0), unit="s")
-    #: What `delay()` does if a message of the key is there already. `return`: it returns the
-    #: AsyncResult of that message, with `duplicate` True. `raise`: DuplicateTaskError. `replace`:
-    #: it sends the new message, and the older one ends as REVOKED.
+    #: What `delay()` does with a duplicate: `return` returns the first one's result, `raise` raises
+    #: DuplicateTaskError, `replace` sends it and ends the older one as REVOKED.
     lock_on_duplicate: str = declare("return", one_of("return", "raise", "replace"))
-    #: With `lock_on_duplicate='replace'`: seconds after the first of several messages that replace
-    #: each other until which the newest is postponed by its ETA or countdown. None: no limit.
+    #: With `lock_on_duplicate='replace'`: time from the first of a burst of messages until its
+    #: newest is not postponed any more by an ETA or countdown. None: no limit.
     lock_replace_for: float | None = declare(None, optional(seconds(above=0)), unit="s")
 
     @cached_property

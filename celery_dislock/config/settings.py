@@ -71,20 +71,17 @@ STARTS_MANY = 10_000  # in the window of a rate
 class AppSettings:
     """Settings that all locks of one app share."""
 
-    #: True: every task with a `lock_key` locks, whatever its base class, and a worker checks the
-    #: lock server at start-up (`--dislock`). False: no task takes a lock (`--no-dislock`). None:
-    #: only tasks with the base class SingletonTask lock.
+    #: True (`--dislock`): every task with a `lock_key` locks, and workers check the lock server at
+    #: start-up. False (`--no-dislock`): no task locks. None: only tasks of the class SingletonTask
+    #: lock.
     dislock_enabled: bool | None = declare(None, optional(yes_or_no))
-    #: URL of the lock server: redis://, rediss://, unix://, sentinel://, redis+cluster:// or
-    #: rediss+cluster://. A list of three or more URLs names independent servers, of which a
-    #: majority decides. memory:// is a server inside the process, for eager tasks and tests. None:
-    #: the broker if it is a Redis, else the result backend if that is one.
+    #: URL of the lock server; three or more URLs: independent servers, of which a majority decides.
+    #: None: the broker if it is a Redis, else the result backend if that is one.
     dislock_url: str | tuple[str, ...] | None = declare(
         None, optional(one_or_several_urls), secret=True
     )
-    #: What a task does when the lock server does not answer. `retry`: it is put off, under its own
-    #: id and with its own retries unspent. `raise`: it fails with StoreError. `run`: it runs
-    #: without its lock.
+    #: What a task does when the lock server does not answer: `retry` puts it off and spends none of
+    #: its retries, `raise` fails it with StoreError, `run` runs it without its lock.
     dislock_on_unavailable: str = declare("retry", one_of("retry", "raise", "run"))
     #: First part of every name in Redis: `<prefix>:{<key>}`. On a Redis of Celery's own, the
     #: `global_keyprefix` that Celery has there stands before it.
@@ -95,18 +92,16 @@ class AppSettings:
     #: Number of replicas that must confirm an acquisition within one second. If fewer confirm, the
     #: lock is given back, and the lock server counts as away.
     dislock_min_replicas: int = declare(0, number_from(0))
-    #: Whether a prefork worker's main process renews the lock of a task whose pool process is alive
-    #: but does not renew it: the body holds the GIL, or the process was stopped. False: such a task
-    #: loses its lock after the timeout.
+    #: Whether a prefork worker's main process renews the lock of a task whose process was stopped,
+    #: or whose body holds the GIL. False: such a task loses its lock.
     dislock_renew_for_stalled: bool = declare(True, yes_or_no)
-    #: Whether processes count what they do with locks, for metrics. They add their counts up on the
+    #: Whether processes count what they do with locks, for metrics, and add their counts up on the
     #: lock server every few seconds.
     dislock_metrics: bool = declare(False, yes_or_no)
     #: Key of the lock that `celery beat --dislock` leads by: of all beats with one key, one sends.
     dislock_beat_key: str = declare("beat", text)
-    #: Expiry of that lock, renewed after each third of it: the longest silence after the beat that
-    #: sends was killed. Also the difference from the lock server's clock from which on a beat does
-    #: not send.
+    #: Expiry of that lock: the longest silence after the leading beat was killed. A beat whose
+    #: clock differs by more from the lock server's does not send.
     dislock_beat_timeout: float = declare(30.0, seconds(above=0), unit="s")
     #: Whether a beat that takes over sends, once for each entry, what became due while none sent.
     #: False: such an entry waits for its next time.
@@ -226,6 +221,8 @@ def _check_rate(owner: str, options: TaskOptions) -> None:
         remedy = "a retry that keeps its lease is not counted: leave it out, or the rate"
         raise refused(owner, "lock_hold_on_retry", options.lock_hold_on_retry, remedy)
     if any(one.rate and one.rate.most >= STARTS_MANY for one in options.terms):
+        #: WARNING: 10,000 or more in a window take 100 KB or more for each key. -> Use a smaller
+        #: window, or leave it.
         logger.warning(
             "%s has a rate of very many starts: the lock server keeps the time of each, in ten "
             "bytes.",
@@ -381,6 +378,8 @@ def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:
         else:
             if given not in _ignored:
                 _ignored.add(given)
+                #: WARNING: The configuration was written for a later version. -> Update the
+                #: package, or remove the setting.
                 logger.warning(
                     "The setting %s does not exist in this version of celery-dislock, and is "
                     "ignored.",

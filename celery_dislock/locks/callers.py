@@ -409,6 +409,9 @@ def _terms(options: TaskOptions, names: list[str]) -> str:
 @lru_cache(1000)  # keys that are remembered as warned of
 def warn_of_wait(key: str, thread: str, hint: str) -> None:
     """Log once that a thread may begin to wait for itself."""
+    #: WARNING `… waits without a limit for lock …: this very thread has entered it and not left it:
+    #: …`: A thread may wait for itself; once per process and key. -> If it hangs, give the inner
+    #: code the lease, or a `timeout`.
     logger.warning(
         "%s waits without a limit for lock %r: %s. If nobody else does that, it waits for itself.",
         *(thread, key, hint),

@@ -150,6 +150,8 @@ class Channel:
     def lost(self, lease: Lease) -> None:
         """Tell that a lease is lost, after ``lock_on_lost`` was applied to the body."""
         action, reason = lease.driver.options.lock_on_lost, lease.why_ended
+        #: ERROR: The body runs without its lock, and another task may start. -> With
+        #: `lock_on_lost="warn"`, see whether two runs did harm.
         logger.error(
             "Lock %r of %s is lost: %s. Another execution may hold it by now; lock_on_lost=%r.",
             *(lease.key, in_words(lease.holder), reason, action),
@@ -165,6 +167,8 @@ class Channel:
     def capped(self, lease: Lease) -> None:
         """Tell that a lease has reached its cap, after ``lock_on_cap`` was applied to the body."""
         action = lease.driver.options.lock_on_cap
+        #: WARNING: The task hangs, or takes longer than its cap. -> Correct the task, or raise
+        #: `max_renew_times`.
         logger.warning(
             "Lock %r of %s was renewed %d times, its cap, and ends in %.1f s; lock_on_cap=%r.",
             *(lease.key, in_words(lease.holder), lease.renewals, lease.remaining, action),
@@ -178,6 +182,7 @@ class Channel:
 
     def superseded(self, action: str, lease: Lease) -> None:
         """Tell that a newer task waits for a lease, after this action was applied to the body."""
+        #: INFO: The newest task of the key cancels this one; its body is stopped as the line says.
         logger.info(
             "Task %s, which was sent later, waits for lock %r of %s; lock_on_cancel=%r.",
             *(plain(lease.superseded), lease.key, in_words(lease.holder), action),
@@ -193,6 +198,8 @@ class Channel:
     def abandoned(self, lease: Lease) -> None:
         """Tell that the owner of a lease has ended without releasing it."""
         self._ended(lease)
+        #: WARNING: A thread, greenlet or asyncio task ended without releasing its lock, and nobody
+        #: else can. -> Use a `with` block there.
         logger.warning(
             "Lock %r of %s is renewed no more and ends in %.1f s: its owner has ended "
             "without releasing it.",
@@ -241,6 +248,8 @@ class Channel:
             except THROWN:  # by a signal handler, into the body that runs here
                 raise
             except Exception:
+                #: ERROR: A bug in this package; a count or an event is missing. -> Report the
+                #: traceback.
                 logger.exception("Unexpected error in telemetry; locks are not affected.")
 
 

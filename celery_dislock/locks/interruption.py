@@ -412,6 +412,8 @@ class Running:
     def _kill(self, lease: Lease) -> None:
         with self._mutex:
             if not self._ended:
+                #: ERROR: `terminate`, and the body has not stopped within a second; the main
+                #: process frees the lock.
                 logger.error(
                     "Killing process %d: %s does not stop: %s.",
                     *(os.getpid(), in_words(lease.holder), why_stopped(lease)),

@@ -119,7 +119,7 @@ class Lease:
             then the lease ends with its expiry.
         reservation: The reservation of its key, which is renewed with it; None: none.
         superseded: Id of a newer task of the key that waits for this lease to end; empty: none
-            does, as far as this process knows.
+            that this process knows of.
         told_at: Time at which the body was told of the newer task, on this process's clock; None:
             it was not told.
         stops: Whether the body, which did not end then, was terminated: ``lock_cancel_after``.

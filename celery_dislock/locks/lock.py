@@ -237,6 +237,8 @@ class Lock:
             raise error
         first, most = UNHEARD
         if times == UNSAID + 1:
+            #: WARNING: A wait for a hand-off has failed twice; the task keeps its place in line,
+            #: and polls. -> Follow the reason.
             logger.warning(
                 "Lock %r: waiting to be woken failed; asking again every %g s at most: %s",
                 *(self.key, most, error),
@@ -321,6 +323,8 @@ class Lock:
             done = True
         except StoreError as exc:
             self.release_late(lease.owner, ending)
+            #: WARNING: The lock server went away at the end of a task; the lock is released within
+            #: seconds of its return.
             logger.warning(
                 "Lock %r of %s could not be released and ends by itself within %.1f s, or when the "
                 "lock server answers again: %s",
@@ -402,6 +406,8 @@ class Lock:
                 return False
             level = logging.DEBUG if self._is_unheard else logging.WARNING
             self._is_unheard = True
+            #: WARNING: Somebody stopped waiting while the lock server was away; the lock may be
+            #: granted to it, and expires.
             logger.log(
                 level,
                 "Lock %r may stay taken for up to %.1f s with no live holder, since %s gave it up "

@@ -202,6 +202,8 @@ class Loop:
 
     def _survive(self, doing: str, exc: BaseException) -> None:
         self.errors += 1
+        #: ERROR: One of your signal receivers has raised, or this package has a bug. -> Read the
+        #: traceback.
         message = "Unexpected error while %s; the watchdog goes on."
         self._report_to(partial(logger.error, message, doing, exc_info=exc))
 

@@ -306,6 +306,7 @@ class Process:
             quick.close()
         self.store.close()
         if watched:
+            #: WARNING: `dislock.close()` was called before the release. -> Release first.
             logger.warning(
                 "Closed while this process held %d lock(s): they are no longer renewed, and end "
                 "with their expiry unless they are released before.",
@@ -316,6 +317,9 @@ class Process:
         """Warn once if gevent or eventlet patched this process after its first lock."""
         if not self._warned and patched_by() != self._patched:
             self._warned = True
+            #: WARNING `gevent patched this process after its first lock was used: …`: The
+            #: connections made before block all greenlets. -> Patch before anything else is
+            #: imported.
             logger.warning(
                 "%s patched this process after its first lock was used: the watchdog and the "
                 "connections made before are not patched, and block all greenlets. Patch first, "
@@ -328,6 +332,8 @@ class Process:
         if isinstance(error, DamagedLockError):
             self._report_damage(error)
         elif self._outage.begins(error):
+            #: WARNING: The lock server is away, or refuses; once per process and outage. -> Check
+            #: the lock server: the reason follows.
             logger.warning("While this lasts no task can take a lock: %s", error)
 
     def _report_damage(self, error: DamagedLockError) -> None:
@@ -336,11 +342,14 @@ class Process:
         if len(self._damaged) >= DAMAGED_MOST:
             self._damaged.clear()
         self._damaged.add(error.lock)
+        #: ERROR: Another program has written under one of the lock's names; once per process and
+        #: lock. -> Rename or delete the key that the line names.
         logger.error("Tasks of one lock cannot run, other locks are not affected: %s.", error)
 
     def lock_server_answered(self, *, took: bool = True) -> None:
         """Log the end of an outage, if there was one; *took*: whether a free lock was taken."""
         if self._outage.lasts and self._outage.ends(took=took):
+            #: INFO: The outage is over for tasks.
             logger.info("The lock server %s answers again.", self.store.server)
 
     def owner_name(self, start: str) -> str:

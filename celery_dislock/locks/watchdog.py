@@ -343,9 +343,12 @@ class Watchdog(Loop):
         if errors:
             self.failures += 1
             if self.failures == 1:
+                #: WARNING: The lock server is away; leases last for the rest of their timeout; once
+                #: per process and outage. -> Check the lock server.
                 message = "Cannot renew %d lock(s), trying again: %s"
                 self.report(logger.warning, message, len(errors), errors[0])
         elif self.failures:
+            #: INFO: The outage is over for leases that were not lost.
             message = "Locks are renewed again, after %d failed tries."
             self.report(logger.info, message, self.failures)
             self.failures = 0

@@ -75,6 +75,7 @@ def end_reservation(reservations: Reservations, reservation: Reservation, task: 
     try:
         reservations.end(reservation)
     except StoreError as exc:
+        #: WARNING: The lock server went away at the end of a unique task.
         logger.warning(
             "Task %s has ended, and its key %r stays reserved until that expires: %s",
             *(task, key_of(reservation.lock), exc),

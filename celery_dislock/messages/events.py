@@ -4,6 +4,25 @@ A worker's main process has a dispatcher, which knows whether anybody wants even
 sends the events about the end of a delivery; see :mod:`celery_dislock.tasks.request`.  Other
 processes have no dispatcher: a pool process, a command, or a web server.  They open a connection
 for each event, as :meth:`celery.app.task.Task.send_event` does, and always send it.
+
+The events; monitors rely on their fields:
+
+``task-revoked``
+    A task does not run: it is skipped, or a newer one of its key has replaced or cancelled it, or
+    an operator has dropped it.
+    Fields: ``uuid``, ``reason``, ``state``; ``terminated`` and ``expired`` are False, ``signum``
+    is None
+``task-parked``
+    A task is parked.
+    Fields: ``uuid``, ``key``, ``place`` from 1, ``holder`` in words, or `too early: ...`;
+    ``held_for``: seconds, if known
+``task-lock-lost``
+    The lease of a running task can no longer be trusted; once per lease.
+    Fields: ``uuid``, ``key``, ``reason``, ``action``: the task's ``lock_on_lost``
+``task-lock-capped``
+    A running task's lease has had ``max_renew_times`` renewals; once per lease.
+    Fields: ``uuid``, ``key``, ``renewals``, ``ends_in``: seconds until the lease ends, ``action``:
+    the task's ``lock_on_cap``
 """
 
 from __future__ import annotations

@@ -136,6 +136,8 @@ class Notes:
         if notes.parked and notes.parked[1] != ticket_of(request):
             notes.parked = None
         if ignored:
+            #: WARNING: A body has copied `request.headers` into another task, or somebody has
+            #: forged the notes. -> If no body copies headers, find out who can publish.
             logger.warning(
                 "Task %s[%s] has notes in its header 'dislock' that celery-dislock did not write "
                 "for it; they are ignored: %s",

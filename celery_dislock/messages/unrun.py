@@ -90,8 +90,13 @@ def _send_again(delivery: Delivery, delay: float, reason: str) -> float:
             if task.acks_late:  # the broker still has the message
                 rejected = Reject(reason_of(exc), requeue=True)
                 why = f"its broker, which is away: {reason_of(exc)}; {reason}"
+                #: WARNING `Task … will be delivered again by its broker, which is away: …`: An
+                #: `acks_late` task could not be put off; the broker still has its message. ->
+                #: Repair the broker.
                 what = f"will be delivered again by {why}"
                 raise delivery.logged(rejected, what, level=logging.WARNING) from None
+            #: ERROR: The process tries again until the broker is back; if you kill it, the task is
+            #: lost. -> Repair the broker first.
             logger.error(  # noqa: TRY400 -- repeated, and the reason is enough
                 "Task %s cannot be put off, and waits in its slot: the broker is away: %s; %s",
                 *(delivery, reason_of(exc), reason),
@@ -117,5 +122,11 @@ def skip(delivery: Delivery, reason: str) -> NoReturn:
     delivery.end_reservation()
     if not delivery.is_eager or delivery.task.store_eager_result:
         store_end(delivery.task, delivery.request, TaskRevokedError(reason), states.REVOKED)
+    #: INFO `Task … cancelled: a newer message of key … replaces it: task ….`: Its body has ended
+    #: because a newer task of the key has come.
+    #: INFO `Task … skipped: lock … is held by …, for … so far … It does not run.`: A conflict,
+    #: with `lock_on_conflict="skip"`.
+    #: INFO `Task … skipped: a newer message of key … replaces it: task …. It does not run.`: A
+    #: newer task has come before it began, with "cancel" or `lock_on_duplicate="replace"`.
     what = f"cancelled: {reason}" if delivery.began else f"skipped: {reason}. It does not run"
     raise delivery.logged(TaskSkipped(reason), f"{what}.")

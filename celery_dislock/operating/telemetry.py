@@ -196,6 +196,9 @@ class Telemetry(Watcher):
             self.counters.flush(lambda calls: server.run_many(COUNT, calls, within=WITHIN))
             error = self.counters.error
             if error is not None and not self._unsent:
+                #: WARNING: Metrics stand still; locks may work all the same; once per process and
+                #: outage. -> Read the reason: the lock server is away, full, or refuses the
+                #: command.
                 text = "Counts for metrics cannot be sent, and are kept until they can: %s"
                 logger.warning(text, error)
             self._unsent = error is not None

@@ -27,7 +27,6 @@ from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import Conflict, in_words
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
-from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
@@ -84,10 +83,10 @@ class Parking:
         )
         if isinstance(answer, Parked):
             holder, held_for = in_words(answer.holder), answer.held_for
-            parked = TaskParked(
-                f"parked: place {answer.place} in line for lock {answer.key!r}, "
-                f"{'' if answer.early else 'held by '}{holder}{so_far(held_for)}"
-            )
+            #: INFO `Task … parked: place … in line for lock …, held by …, for … so far.`: A
+            #: conflict, with "queue" or "cancel". If only a rate is in the way: `its turn … comes
+            #: in … s`.
+            parked = TaskParked(f"parked: {answer.where}")
             since = {} if held_for is None else {"held_for": held_for}
             parked.about = {"key": answer.key, "place": answer.place, "holder": holder, **since}
             delivery.logged(parked, f"{parked}.")
@@ -98,6 +97,9 @@ class Parking:
             raise parked
         if isinstance(answer, Done):
             delivery.end_reservation()  # kept since the task was put off
+            #: INFO `Task … acknowledged unrun: it has run under lock … before.`: A second copy of a
+            #: parked task. -> If it comes often, the workers of its queue take longer than a turn
+            #: lasts.
             acknowledge(delivery, f"it has run under lock {lock.key!r} before")
         if isinstance(answer, Granted):
             attempt.has_begun = True
@@ -146,6 +148,7 @@ class Parking:
         try:
             delivery.task.backend.store_result(delivery.id, meta, PARKED, request=delivery.request)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client
+            #: WARNING: The result backend is away. -> Repair it.
             logger.warning(
                 "Task %s is parked, and its result does not say so: %s", delivery, reason_of(exc)
             )
@@ -180,6 +183,9 @@ def put_off_later(delivery: Delivery, lines: Lines) -> NoReturn:
     notes.later = notes.later or now
     error = LaterReleaseError(delivery.lock.key)
     if now - notes.later <= LATER_MOST:
+        #: WARNING `Task … put off for … s: what this task has of lock … was written by a later
+        #: release of celery-dislock`: A newer worker has parked it, or kept its lock for a retry;
+        #: it fails after 24 hours. -> Update this worker.
         put_off(delivery, str(error), level=logging.WARNING)
     turn = notes.parked
     if turn is not None:
@@ -188,6 +194,8 @@ def put_off_later(delivery: Delivery, lines: Lines) -> NoReturn:
             try:
                 lines.leave(*turn, task=delivery.sent_to)
             except StoreError as exc:
+                #: WARNING: A later release had parked it, and the lock server is away; it has
+                #: another turn later. -> Check the lock server.
                 logger.warning("Task %s has failed, and stays in line: %s", delivery, exc)
 
         delivery.after_result.append(leave)

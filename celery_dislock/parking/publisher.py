@@ -81,6 +81,8 @@ class Publisher:
             turn = pending.popleft()
             lock, ticket, written, _ = turn
             if written is None:
+                #: ERROR: A failover lost its record, or somebody deleted it. -> Send the task
+                #: again, if you still want it.
                 logger.error(
                     "Parked task %s cannot be run: its message is gone from the lock server. The "
                     "next task in line for %s has its turn.",
@@ -146,9 +148,14 @@ class Publisher:
                 else:  # a worker that knows the task notifies its chord and chain
                     publish(self._app, message, {REPLACED: reason})
                 if lines.leave(lock, ticket) == HAS_LEFT and known:  # otherwise that worker logs it
+                    #: INFO `Task … skipped: a newer task took its place in line for lock …. It does
+                    #: not run.`: The line was full, with `lock_queue_overflow="replace"`.
+                    #: INFO `Task … skipped: dropped by an operator from the line for lock …. It
+                    #: does not run.`: Somebody used `celery dislock drop`, the page or Python.
                     logger.info("Task %s skipped: %s. It does not run.", message, reason)
                     ended[message.headers["id"]] = reason
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
+                #: WARNING: The broker, the result backend or the lock server is away. -> Repair it.
                 logger.warning(
                     "Task %s lost its place in line for lock %r; its result will say so when the "
                     "sweep has tried again: %s",
@@ -173,6 +180,8 @@ class Publisher:
             except NotImplementedError:  # the app stores no results
                 return
             except Exception as exc:  # noqa: BLE001 -- any of the backend's client
+                #: WARNING: No worker claims its turns, and the result backend is away; the next
+                #: sweep asks again. -> Repair the backend.
                 logger.warning("Could not ask for the result of parked task %s: %s", ticket, exc)
                 return
             if state in states.READY_STATES:
@@ -181,6 +190,8 @@ class Publisher:
 
 
 def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: str) -> None:
+    #: WARNING: The process that released the lock cannot reach the broker; the line names each task
+    #: and its lock. -> Repair the broker.
     logger.warning(
         "Parked tasks have their turn, but could not be sent to their queue, and will be sent "
         "again %s: %s: %s",

@@ -426,6 +426,12 @@ def log_unrunnable(what: str, lock: str, why: object, error: StoreError | None =
     becomes = f"is set aside in {aside_of(lock)}"
     if error is not None:
         becomes = f"stays in line until the lock server answers ({error})"
+    #: ERROR `Parked task … for lock … cannot be run, and is set aside in …`: Its message is
+    #: damaged, its task is not registered, another worker has ended it at each turn, or no worker
+    #: of its release has come for a day. -> Put it back or drop it: `celery dislock put-back KEY`.
+    #: ERROR `Parked task … for lock … cannot be run, and stays in line until the lock server
+    #: answers …`: The reason follows, and the lock server is away; it has another turn later. ->
+    #: Check the lock server.
     logger.error(
         "Parked task %s for lock %r cannot be run, and %s: %s", what, key_of(lock), becomes, why
     )

@@ -148,6 +148,7 @@ class Sweep:
             self._process.lock_server_failed(exc)
             self._sweeps = False
         except Exception:
+            #: ERROR: A bug in this package. -> Report the traceback.
             logger.exception("The sweep of parked tasks failed, and will be tried again.")
         else:
             self._process.lock_server_answered(took=self._sweeps and not swept_before)
@@ -184,6 +185,9 @@ class Sweep:
                 self.tell(told)
             process.end_unclaimed(lock, swept.unclaimed)
             for circle in swept.circles:
+                #: WARNING: Two tasks, or two versions of the code, pass the same keys in different
+                #: orders; one comes again last. -> Give the keys the same limits in all tasks;
+                #: after a deploy it stops by itself.
                 logger.warning(
                     "Tasks wait for each other, as they take their locks in different orders: %s. "
                     "%s gives back what it has, and comes again at the end of the line.",

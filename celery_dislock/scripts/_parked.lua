@@ -321,15 +321,17 @@ function give_turn(lock, member)
   return true
 end
 
--- Hand on the locks that tickets have given up.
+-- Hand on the locks that tickets have given up, to whom stands first: perhaps one whose turn has run out.
 local function hand_on_all()
-  while behind[1] do hand_off(table.remove(behind)) end
+  while behind[1] do
+    local lock = table.remove(behind)
+    recall(lock)
+    hand_off(lock)
+  end
 end
 
--- Put tickets whose turn has run out back in line, then hand off.
 local function recall_and_hand_off(lock)
-  recall(lock)
-  hand_off(lock)
+  hand_on_later(lock)
   hand_on_all()
 end
 

@@ -84,7 +84,7 @@ local function give_up(lock)
   if not mine then return end
   drop(lock, mine)
   local seen, line_is_there = pcall(line_exists, lock)
-  if seen and line_is_there then hand_off(lock) end
+  if seen and (recall(lock) or line_is_there) then hand_off(lock) end
 end
 
 local asked = {}

@@ -76,6 +76,22 @@ local function about_lock(state, its, place)
   return {state, turns, its.name, place, lasts, its_owner, its_holder, held}
 end
 
+-- Microseconds until a ticket that has passed all its locks may start, and the lock whose rate sets this time.
+local function starts_when(stations)
+  local early, its = 0, nil
+  for nth, station in ipairs(stations) do
+    local at = station_of(lock, ticket, stations, nth)
+    local wait = starts_in(at, station.terms, 0)
+    if wait > early then early, its = wait, {lock = at, terms = station.terms} end
+  end
+  return early, its
+end
+
+-- A reply about a rate that is in the way of a task that has its turn.
+local function about_rate(state, its, wait_ms)
+  return {state, turns, its.lock.name, NO_PLACE, wait_ms, '', as_holder(ticket, as_early(its.lock, its.terms)), NOT_KNOWN}
+end
+
 -- Answer that the task is in line: this delivery is over.  If it could have claimed a turn, it is marked as done:
 -- a late copy of this request would claim the turn, and nobody would read the reply.
 local function in_line()
@@ -89,18 +105,30 @@ local function in_line()
       break
     end
   end
-  local answer = about_lock(PARKED, its, rank and rank + 1 or waiting())
+  local early, of = 0, nil
+  if parked and redis.call('ZSCORE', lock.handed, ticket) then early, of = starts_when(parked.stations) end
+  local answer = of and about_rate(PARKED, of, math.ceil(early / 1000))
+    or about_lock(PARKED, its, rank and rank + 1 or waiting())
   answer[#answer + 1] = message ~= '' and unreported(lock) or {}
   answer[#answer + 1] = this and rank and supersede(its, this) or {}
   return answer
 end
 
--- The first of these locks that does not admit this task.  With *whenever*, a lock for which it is only too early
--- counts as one that admits it.
-local function refusing(stations, whenever)
+-- The first of these locks that does not admit this task.
+local function refusing(stations)
   for nth, station in ipairs(stations) do
     local at = nth == 1 and lock or open_whole(station.name)
-    if not admits(at, station.terms) and not (whenever and at.early) then return at end
+    if not admits(at, station.terms) then return at end
+  end
+end
+
+-- Whether a task loses what it has passed, as an operator has lowered the limit since.  Its own limit was judged then:
+-- others may have come since, on terms that admit more.
+local function is_over_limit(stations)
+  for nth, station in ipairs(stations) do
+    local at = nth == 1 and lock or open_whole(station.name)
+    local limit = limit_set(count_leases(at))
+    if is_hidden(at) or limit and not has_room(at, station.terms, limit) then return true end
   end
 end
 
@@ -199,19 +227,7 @@ end
 local function not_yet(wait_ms, parked, its)
   keep_units(lock, ticket, parked.stations, #parked.stations + 1, wait_ms + ttl, parked.times == 1)
   redis.call('ZADD', lock.handed, now + wait_ms + ttl, ticket)
-  local early = as_holder(ticket, as_early(its.lock, its.terms))
-  return {REFUSED, turns, its.lock.name, NO_PLACE, wait_ms, '', early, NOT_KNOWN}
-end
-
--- Microseconds until a ticket that has passed all its locks may start, and the lock whose rate sets this time.
-local function starts_when(stations)
-  local early, its = 0, nil
-  for nth, station in ipairs(stations) do
-    local at = station_of(lock, ticket, stations, nth)
-    local wait = starts_in(at, station.terms, 0)
-    if wait > early then early, its = wait, {lock = at, terms = station.terms} end
-  end
-  return early, its
+  return about_rate(REFUSED, its, wait_ms)
 end
 
 -- Whether the ticket has passed all its locks, and still keeps them.
@@ -240,7 +256,7 @@ local function parked_before(record)
   local early, its = starts_when(stations)
   if parked and early > 0 and early <= SOON_US then return not_yet(math.ceil(early / 1000), parked, its) end
   forget(lock, ticket)
-  if parked and (early > 0 or refusing(stations, true)) then  -- an operator has changed a limit or a rate
+  if parked and (early > 0 or is_over_limit(stations)) then  -- an operator has changed a limit or a rate
     return put_in_line(parked.joined, stations, parked.home, parked.message)
   end
   local answer = claim(parked and parked.joined or now_us, stations)

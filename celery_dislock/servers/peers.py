@@ -143,6 +143,8 @@ class Peer(Node):
             if not self.failures:
                 self.failures = 1
                 self._retry_at = self._clock() + RETRY_AFTER
+                #: WARNING: One of several servers has failed; that alone loses no lock. -> Repair
+                #: it before a majority fails.
                 logger.warning(
                     "Lock server %s failed, the others go on without it: %s",
                     self.name,
@@ -150,6 +152,7 @@ class Peer(Node):
                 )
         elif self.failures:
             self.failures = 0
+            #: INFO: That one of several servers is back.
             logger.info("Lock server %s answers again.", self.name)
 
 

@@ -181,6 +181,7 @@ class Sentinels:
         errors = "; ".join(f"{_at(at)}: {why}" for at, one in heard.items() if (why := _why(one)))
         if answers:
             if self._outage.ends():
+                #: INFO: A Sentinel has answered.
                 logger.info("The Sentinels answer again.")
             self._named = choose(answers)
             self._holds_until = began + CONFIRMED_FOR
@@ -190,6 +191,8 @@ class Sentinels:
             took = self._clock() - began
             self._holds_until = began + max(CONFIRMED_FOR, took * LEFT_ALONE)
             if self._outage.begins():
+                #: WARNING: Locks work, but a failover would not be noticed, and new connections
+                #: cannot be made. -> Check the Sentinels.
                 logger.warning(
                     "No Sentinel answers; %s counts as the master until one does: %s",
                     *(_at(self._named), errors),

@@ -128,6 +128,8 @@ class Acquisition:
         if delivery.notes.since is None:
             delivery.notes.since = time.time()
         if choice == "run" and may_run:
+            #: WARNING: The lock server is away, with `dislock_on_unavailable="run"`. -> See
+            #: afterwards whether two runs did harm.
             logger.warning("Task %s runs without its lock %r: %s", delivery, key, error)
             return
         has_asked = attempt.asked_at is not None
@@ -140,6 +142,8 @@ class Acquisition:
             raise error
         if has_asked:
             notes.given_up = [*notes.given_up, attempt.owner][-OWNERS_MOST:]
+        #: INFO `Task … put off for … s: lock … cannot be had: lock server …`: The lock server is
+        #: away; the task comes again. -> Check the lock server.
         put_off(delivery, f"lock {key!r} cannot be had: {error}", error=error)
 
     def _end_unasked(self) -> None:
@@ -158,6 +162,9 @@ class Acquisition:
         prefix = self._runtime.settings.dislock_prefix
         if notes.parked is not None and not is_under(prefix, notes.parked[0]):
             lock, _ = notes.parked
+            #: WARNING `Task … put off for … s: it has its turn for …, and this worker's locks
+            #: have the prefix …`: `dislock_prefix` was changed while it was parked. -> Let a worker
+            #: with the old prefix run until its lines are empty.
             reason = f"it has its turn for {lock}, and this worker's locks have the prefix {prefix}"
             put_off(delivery, reason, level=logging.WARNING)
 

@@ -49,6 +49,8 @@ def tell_workers(app: Celery, holders: Iterable[Mapping[str, Any]]) -> None:
         try:
             app.control.broadcast(LOOK, {"task_id": task_id}, destination=[worker])
         except Exception as exc:  # noqa: BLE001 -- any of the broker's client
+            #: INFO: The broker did not take the message to that worker; the task is cancelled a
+            #: third of its timeout later. -> Check the broker.
             logger.info(
                 "Worker %s hears at its next renewal that task %s is cancelled: %s",
                 *(worker, task_id, reason_of(exc)),
@@ -76,6 +78,8 @@ def why_replaced(request: Any) -> str:
         look = Overview(guard.runtime.process.store.lock_server, "").lock
         states = [look(name, most=0) for name in names]
     except Exception as exc:  # noqa: BLE001 -- also any error of a user's callable
+        #: WARNING: Its process died, and the lock server is away; it ends as a task whose process
+        #: was killed. -> Check the lock server.
         logger.warning(
             "Whether task %s[%s] was cancelled is not known: %s",
             *(request.task.name, request.id, reason_of(exc)),

@@ -126,6 +126,8 @@ def _hint(delivery: Delivery, conflict: Conflict) -> str:
 @lru_cache(WARNED_MOST)
 def _warn_of_wait(name: str, key: str, hint: str) -> None:
     """Log once that a task may never get its turn."""
+    #: WARNING: A task has sent another of its own key, which has its turn when the first has ended.
+    #: -> If the first waits for the result in its body, neither ends.
     logger.warning("Tasks %s are parked for lock %r: %s.", name, key, hint)
 
 
@@ -158,6 +160,9 @@ def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess
 def fail(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Fail with a LockHeldError that names the holder."""
     asking.delivery.end_reservation()
+    #: ERROR `Task … raised unexpected: LockHeldError(…)`: Of Celery: a conflict with "raise", or
+    #: with "wait" or "retry" after their maximum time. -> Allow more time;
+    #: `throws=(LockHeldError,)` makes it an INFO line.
     raise _error(asking.delivery, conflict)
 
 
@@ -173,6 +178,10 @@ def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
     if conflict.early and conflict.remaining > left:
         fail(asking, conflict)  # at once: the next start comes too late
     at = conflict.remaining if conflict.early else None
+    #: INFO `Task … put off for … s: lock … is held by …`: A conflict, with "retry".
+    #: INFO `Task … put off for … s: lock … cannot be taken yet, too early: …`: The rate of the
+    #: lock is used up, or it is held back. With other strategies the same words stand in place of
+    #: the holder.
     put_off(delivery, str(error), at_most=min(conflict.remaining, left), at=at, error=error)
 
 
@@ -230,6 +239,9 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
         raise
     if isinstance(answer, Full):
         _count(delivery, conflict, "full")
+        #: INFO `Task … skipped: the line for lock … is full: … tasks wait in it.`:
+        #: `lock_queue_limit` or `lock_queue_bytes` is reached. -> If it comes often, see whether
+        #: workers serve the queue of the first in line.
         reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} tasks wait in it"
         if delivery.notes.parked is not None:  # its record was lost, and others fill the line
             put_off(delivery, reason, error=conflict.error())
@@ -249,6 +261,8 @@ def reject(asking: Acquisition, conflict: Conflict) -> NoReturn:
     if not delivery.is_eager and not CELERY_FAILS_REJECTED:
         task, request = delivery.task, delivery.request
         store_end(task, request, rejection, states.FAILURE, call_errbacks=True)
+    #: INFO `Task … rejected: lock … is held by … Its message goes to the dead-letter exchange, if
+    #: any.`: A conflict, with "reject".
     what = f"rejected: {error}. Its message goes to the dead-letter exchange, if any."
     raise delivery.logged(rejection, what)
 
@@ -298,6 +312,9 @@ def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     """
     if conflict.early:
         put_off(delivery, str(conflict.error()), at=conflict.remaining)
+    #: WARNING `Task … put off for … s: another delivery of this task holds lock …`: The broker
+    #: has delivered a task twice, and the first delivery runs. -> If it comes often, the
+    #: `visibility_timeout` may be too short.
     reason = (
         f"another delivery of this task holds lock {conflict.key!r}: {in_words(conflict.holder)}"
         f"{so_far(conflict.held_for, conflict.renewed)}"

@@ -61,6 +61,8 @@ def count_crash(request: Any, cause: BaseException) -> None:
         server = guard.runtime.process.store.lock_server
         times = server.run(scripts.CRASH, [key], uuid4().hex, milliseconds(KEPT))
     except Exception as exc:  # noqa: BLE001 -- also any error of a user's callable
+        #: WARNING: The lock server is away; the task may run once more than `lock_crash_limit`
+        #: says. -> Check the lock server.
         logger.warning(
             "Task %s[%s] has killed its process, which is not counted; it is delivered again: %s",
             *(task.name, request.id, reason_of(exc)),
@@ -69,6 +71,8 @@ def count_crash(request: Any, cause: BaseException) -> None:
     if times < limit:
         return
     task_id, reason = shown_id(request.id), plain(repr(cause))[:TEXT_MOST]
+    #: ERROR: A task that kills its process each time; Celery's traceback with TaskCrashedError
+    #: follows. -> Find out what kills it, then send it again.
     logger.error(
         "Task %s[%s] (key %s) fails and is not delivered again: its process has died as often as "
         "lock_crash_limit=%d admits, the last time: %s. Find out what kills it, mostly too much "
@@ -85,6 +89,8 @@ def forget_turn(request: Any) -> None:
         names = guard.runtime.lock_names(guard.keys_of(request))
         guard.runtime.process.store.release(names, ticket, Ending(ticket=ticket))
     except Exception as exc:  # noqa: BLE001 -- as above
+        #: WARNING `Task … has ended, but a copy of it may run again: …`: The mark of a task that
+        #: ran could not be set. -> Check the lock server, if the task must not run twice.
         logger.warning(
             "Task %s[%s] has ended, but a copy of it may run again: %s",
             *(request.task.name, request.id, reason_of(exc)),

@@ -181,6 +181,8 @@ def warn_of_orders(
     for other, its in orders.items():
         mine, theirs = [one for one in order if one in its], [one for one in its if one in order]
         if other != name and mine != theirs:
+            #: WARNING: Two tasks of one app may wait for each other, until the sweep lets one begin
+            #: anew. -> Give these keys the same limits in both.
             logger.warning(
                 "Tasks %s and %s take the locks %s in different orders, as their limits differ, "
                 "and may wait for each other: give these keys the same limits in both.",

@@ -59,10 +59,14 @@ def look_for_mark(delivery: Delivery, lease: Lease, store: Store) -> Lease:
         return lease  # no mark, or one of an earlier retry
     if state == ENDED:
         delivery.settle()  # before its message comes again
+        #: WARNING `Task … put off for … s: this task has just succeeded under lock …`: A second
+        #: delivery, a moment after the first has ended.
         reason = f"this task has just succeeded under lock {lock.key!r}"
         put_off(delivery, reason, at_most=lock.timeout, level=logging.WARNING)
     if state == DONE:
         delivery.end_reservation()
+        #: INFO `Task … acknowledged unrun: it has succeeded under lock … before.`: A second
+        #: delivery after a success, with `lock_dedupe_redelivered`.
         acknowledge(delivery, f"it has succeeded under lock {lock.key!r} before")
     return lease
 
@@ -83,6 +87,8 @@ def _mark(delivery: Delivery, store: Store, state: str, seconds: float) -> bool:
     try:
         store.remember(delivery.lock.names[0], delivery.id, mark, seconds)
     except StoreError as exc:
+        #: WARNING: The mark of `lock_dedupe_redelivered` could not be set. -> Check the lock
+        #: server, if the task must not run twice.
         logger.warning("Task %s has succeeded, but a copy of it may run again: %s", delivery, exc)
         return False
     return True

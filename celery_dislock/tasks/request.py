@@ -146,12 +146,18 @@ def release_after_death(request: Any) -> None:
         try:
             if not is_alive(pid):
                 if _release_dead(guard, request, start):
+                    #: INFO `Released the lock of … (key …), whose process … died.`: The next task
+                    #: can start. -> Find out why the process died: often it ran out of memory.
                     logger.info("Released %s.", what)
             elif time.monotonic() < deadline:
                 _soon(release)
         except StoreError as exc:
+            #: WARNING `Could not release the lock of … (key …), whose process … died; it is left
+            #: to expire: …`: The next task waits for one timeout at most. -> Check the lock server.
             logger.warning("Could not release %s; it is left to expire: %s", what, exc)
         except Exception:
+            #: ERROR `Could not release the lock of … (key …), whose process … died; it is left to
+            #: expire.`: A `lock_key` callable or this package has a bug. -> See the traceback.
             logger.exception("Could not release %s; it is left to expire.", what)
 
     release()

@@ -87,6 +87,8 @@ WARNED_MOST = 1000  # locks that are remembered as warned of
 # A message with one of these is part of a larger work, which a dropped message would lose.
 BELONGS_TO_MORE = ("link", "link_error", "chain", "chord", "group_id")
 
+#: WARNING: The lock server did not answer when a message was revoked, dropped, or ran where locks
+#: are off. -> If messages of the key are missed: `celery dislock free KEY`.
 STAYS = "A key may stay reserved until its reservation expires: %s"
 
 logger = logging.getLogger("celery_dislock")
@@ -180,6 +182,8 @@ class Sending(NamedTuple):
         except THROWN:
             raise
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
+            #: WARNING: The `lock_key` cannot be built from these arguments; the task will fail with
+            #: a LockKeyError. -> Correct the call.
             logger.warning(
                 "A message is sent without a reservation, its key is unknown: %s", plain(repr(exc))
             )
@@ -320,6 +324,7 @@ class Sender:
         if found is None:
             _warn_of_later(wanted.lock)
         if self._away_until and self._outage.ends(took=isinstance(found, Reserved)):
+            #: INFO: The lock server answers again.
             logger.info("Messages of unique tasks are reserved again.")
         return found
 
@@ -365,15 +370,21 @@ class Sender:
         if guard.runtime.settings.dislock_on_unavailable == "raise":
             raise error
         if isinstance(error, DamagedLockError):  # the server answers, and other keys are well
+            #: WARNING: Another program has written under the lock's name. -> Rename or delete the
+            #: key that the line names.
             logger.warning("A message is sent without a reservation: %s", error)
             return
         self._away_until = self._clock() + LEAVE_ALONE
         if self._outage.begins(error):
+            #: WARNING: The lock server is away; a key may have several messages meanwhile. -> Check
+            #: the lock server.
             logger.warning("Messages of unique tasks are sent without reservations: %s", error)
 
 
 @lru_cache(WARNED_MOST)
 def _warn_of_later(lock: str) -> None:
+    #: WARNING: A key may have several messages meanwhile; once per process and lock. -> Update this
+    #: process.
     logger.warning(
         "Messages of lock %s are sent without a reservation: that which is there was written by a "
         "later release of celery-dislock: update this process.",

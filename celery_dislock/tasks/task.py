@@ -280,6 +280,8 @@ def leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
     try:
         guard.runtime.process.lines.leave(*turn, task=request.task)
     except StoreError as exc:
+        #: WARNING: The lock server is away; the task is discarded at its next turn. -> Check the
+        #: lock server.
         logger.warning(
             "Task %s[%s] is revoked and stays in line for lock %r until its next turn: %s",
             *(sender.name, request.id, key_of(turn[0]), exc),

@@ -105,6 +105,8 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
                 what = f"{request.task}[{turn[1]}]"
                 self._runtime.process.lines.set_aside(turn, what, error, request.task or "")
         except DislockError as exc:
+            #: WARNING: Its worker has no lock server, so it has another turn later. -> Check the
+            #: worker's `dislock_url`.
             logger.warning("Parked task %s cannot be run, and stays in line: %s", turn[1], exc)
 
     def _turn_of(self, request: Context) -> tuple[str, str] | None:
@@ -117,6 +119,8 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         try:
             backend.mark_as_failure(request.id, error, request=request, store_result=wanted)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client
+            #: WARNING: Its message is damaged, and the result backend is away. -> Repair the
+            #: backend.
             logger.warning(
                 "Task %s[%s] cannot be run, and its result does not say so: %s",
                 *(request.task, request.id, reason_of(exc)),
@@ -168,17 +172,25 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
                 or bool((request.delivery_info or {}).get("redelivered"))
             )
         except DislockError as exc:
+            #: WARNING `Task … runs without a lock, and stays in line for lock …: it may run again:
+            #: …`: Its task takes no lock in this worker any more, and the lock server is away. ->
+            #: Check the lock server.
             logger.warning(
                 "%s runs without a lock, and stays in line for lock %s: it may run again: %s",
                 *(what, turn[0], exc),
             )
             return True
         if goes_on:
+            #: INFO `Task … runs without a lock: it was parked for lock …, and takes none in this
+            #: worker.`: Its task takes no lock in this worker any more. -> See whether that is
+            #: intended.
             logger.info(
                 "%s runs without a lock: it was parked for lock %s, and takes none in this worker.",
                 *(what, turn[0]),
             )
         else:
+            #: INFO `Task … acknowledged unrun: another copy of it has left the line for lock ….`: A
+            #: second copy of a task that ran without a lock.
             logger.info(
                 "%s acknowledged unrun: another copy of it has left the line for lock %s.",
                 *(what, turn[0]),

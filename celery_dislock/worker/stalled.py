@@ -137,6 +137,7 @@ class StalledKeeper:
         except StoreError as exc:
             self._failed(exc)
         except Exception:
+            #: ERROR: A bug in this package. -> Report the traceback.
             logger.exception("Could not look for stalled pool processes; will be tried again.")
 
     def _due(self, request: Any, now: float) -> Watched | None:
@@ -166,6 +167,7 @@ class StalledKeeper:
         if away:  # one node of several
             self._failed(away[0])
         elif self._outage.ends():
+            #: INFO: The lock server answers the main process again.
             logger.info("Pool processes that may be stalled are looked after again.")
         for (request, watched), found in zip(due, answers, strict=True):
             if isinstance(found, DamagedLockError):  # it stays so, and the child has said it
@@ -184,6 +186,8 @@ class StalledKeeper:
             watched.silent_since = now - unrenewed
         elif not watched.told:
             watched.told = True
+            #: WARNING: The main process renews it instead, up to its cap; once per task. -> Look at
+            #: the process: `ps -o stat= -p PID` says T if it was stopped.
             logger.warning(
                 "Process %d has not renewed the lock of %s[%s] for %.1f s: it was stopped, its "
                 "body holds the GIL, it cannot reach the lock server, or its body has ended and "
@@ -194,6 +198,7 @@ class StalledKeeper:
 
     def _failed(self, error: StoreError) -> None:
         if self._outage.begins():  # the processes themselves warn of it
+            #: INFO: The lock server is away for the main process. -> Check the lock server.
             logger.info(
                 "Cannot look after pool processes that may be stalled, trying again: %s", error
             )
@@ -205,6 +210,8 @@ def _execution(request: Any) -> Execution | None:
     try:
         names = guard.runtime.lock_names(guard.keys_of(request))
     except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
+        #: WARNING: A `lock_key` callable raised in the main process. -> Let it use its arguments
+        #: only.
         logger.warning(
             "The lock of %s[%s] is not renewed if its process is stalled: its key is unknown: %r",
             *(request.name, request.id, exc),

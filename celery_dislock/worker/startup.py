@@ -21,30 +21,39 @@ if TYPE_CHECKING:
 
 VISIBILITY_TIMEOUT = 3600  # seconds; kombu's default for Redis
 
+#: WARNING: They run without a lock. -> Start the worker with `--dislock`, or use
+#: `base=SingletonTask`.
 UNLOCKED = (
     "These tasks have a lock_key but are no SingletonTask, and get no lock in this worker: "
     "{tasks}. Start it with --dislock, or make SingletonTask their base."
 )
+#: WARNING: On a conflict they are dropped, never dead-lettered. -> Set `acks_late=True`, or use
+#: another strategy.
 ACKNOWLEDGED = (
     "These tasks have lock_on_conflict='reject' without acks_late, so their messages are "
     "acknowledged before they can be rejected, and never dead-lettered: {tasks}. Give them "
     "acks_late=True."
 )
+#: WARNING: The newest message may be lost. -> Leave `lock_on_conflict` out.
 MISSED = (
     "These tasks have lock_on_conflict='skip', and are sent once until they start, or replace each "
     "other: a message that comes while an older one runs is dropped, and what it was sent for is "
     "missed: {tasks}. Leave lock_on_conflict out."
 )
+#: WARNING: The broker delivers them again, and they run twice. -> Raise the `visibility_timeout`,
+#: or set a `time_limit`.
 OUTLIVING = (
     "These acks_late tasks may run longer than the broker's visibility_timeout of "
     "{visible_for:g} s, and are then delivered again, and run twice, one after the other: {tasks}. "
     "Raise broker_transport_options={{'visibility_timeout': ...}}, or set a lower time_limit."
 )
+#: WARNING: They fail the first time that their process dies. -> Set both, or leave the limit out.
 LOST = (
     "These tasks have a lock_crash_limit without acks_late and reject_on_worker_lost, so they do "
     "not come back when their process has died, and fail the first time: {tasks}. Give them both, "
     "or leave the limit out."
 )
+#: WARNING: Its role, too, is not known. -> Allow `+info`, if the server has it.
 UNKNOWN = (
     "The lock server refuses INFO, so nobody knows whether it may evict locks that are held. Allow "
     "it if the server has it: ACL SETUSER ... +info."
@@ -134,11 +143,13 @@ def about_server(info: Mapping[str, str]) -> list[str]:
 
 
 def evicts(info: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what is wrong, and what to do, if a server evicts keys when its memory is full."""
+    """Find a policy that may evict locks.  Returns what is wrong, and what to do."""
     policy = info.get("maxmemory_policy", "noeviction")
     if policy == "noeviction" or not int(info.get("maxmemory", 0)):
         return None
     when = f"when its memory is full (maxmemory-policy {policy})"
+    #: WARNING: Its `maxmemory-policy` may delete a lock that is held. -> Set `noeviction`, or use a
+    #: separate server.
     return (
         f"The lock server may evict locks that are held {when}.",
         "Set it to noeviction, or keep the locks on a server of their own (dislock_url).",
@@ -146,9 +157,10 @@ def evicts(info: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def is_replica(info: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what is wrong, and what to do, if a server is a replica."""
+    """Find a replica, which takes no locks.  Returns what is wrong, and what to do."""
     if info.get("role") != "slave":
         return None
+    #: WARNING: No lock can be taken. -> Set the URL of the master, or of the Sentinels.
     return (
         "The lock server is a replica, which takes no locks: every task is put off.",
         "Give the master's URL, or sentinel:// to follow it (dislock_url).",

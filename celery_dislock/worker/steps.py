@@ -59,6 +59,9 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             self.server, self.warnings = check_lock_server(worker.app)
             check_bodies(worker.app, worker.pool_cls)
         except DislockError as exc:
+            #: ERROR `Cannot start with locks: …`: An option or setting is wrong; or a worker with
+            #: `--dislock` got no answer of the lock server, or a refusal. A beat waits for its
+            #: server instead. -> Follow the message; it is on standard error.
             raise SystemExit(
                 f"Cannot start with locks: {exc}\nFix that, name another lock server "
                 "(--dislock-url or dislock_url), or run without locks (--no-dislock)."
@@ -80,8 +83,11 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Log whether locks are on, and the warnings."""
         if self.server:
             prefix = self._runtime.settings.dislock_prefix
+            #: INFO: Which server keeps this worker's locks. -> Workers with other servers or
+            #: prefixes do not see each other's locks: compare the line of all.
             logger.info("Locks are on; lock server: %s, prefix: %s", self.server, prefix)
         elif self._runtime.enabled is False:
+            #: WARNING: They run beside those of other workers. -> Remove the flag.
             logger.warning(
                 "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
                 "and may run at the same time as in other workers."

@@ -82,6 +82,7 @@ def made(kind: str, locks: str, url: str, broker: str) -> Celery:
     declared("retry_held", retry, lock_hold_on_retry=True)
     declared("retry_unique", retry, lock_unique_until="end")
     declared("unique", hold, lock_unique_until="end")
+    declared("cancel", hold, lock_on_conflict="cancel")
     declared(
         "debounce",
         run,

@@ -129,6 +129,19 @@ def test_of_messages_that_replace_each_other_the_newest_runs(beside, key):
     assert ran(beside, key) == [str(MANY - 1)]
 
 
+def test_the_newest_takes_over(beside, key):
+    """The one that ran ends as REVOKED, which is no error to tell anybody of."""
+    [older], _ = send(beside, ("cancel", [key]))
+    wait_for("it runs", lambda: beside.client.exists(f"dislock:{{{key}}}"))
+    [newest], _ = send(beside, ("cancel", [key]))
+    wait_for("it has ended", older.ready, LIMIT)
+    assert older.state == "REVOKED"
+    assert newest.id in str(older.result)
+    beside.client.set(f"gate:{key}", "open")
+    assert value_of(newest, LIMIT) == "held"
+    assert beside.client.lrange("sentry", 0, -1) == []
+
+
 @pytest.mark.parametrize("name", ["retry", "retry_held", "retry_unique"])
 def test_a_retry_goes_on_with_what_it_has(beside, key, name):
     """It is not put off by its own lease or its own reservation, and keeps them."""

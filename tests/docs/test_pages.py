@@ -11,6 +11,8 @@ import pytest
 
 import celery_dislock
 from celery_dislock.config.settings import task_options
+from celery_dislock.operating import why
+from tests.docs import tables
 from tests.docs.page import DOCS, PAGES, ROOT, blocks_of, without_code
 
 # "So long a task waits ...", "whoever comes first", "the lock is to be released"
@@ -18,6 +20,8 @@ AVOIDED = (
     r"\bso (?:long|many) (?:a|an|the|tasks?|may|at)\b|\bwhoever\b|\bas above\b"
     r"|\bwhat is left of\b|\bor nearly so\b|\b(?:is|are) to be\b|\bby nobody\b"
 )
+LOGS = [f"logger.{level}" for level in ("info", "warning", "error", "exception")]
+FEW = 2  # words of a text of which others fill in what it says: "Task … …"
 WITH_SEQUENCES = [page for page in PAGES if "sequenceDiagram" in page.read_text("utf-8")]
 
 
@@ -74,6 +78,14 @@ def runs_of_the_package() -> set[str]:
     return runs
 
 
+def logged(node: ast.expr) -> str:
+    """Return the first words of what a call logs that operators see; "": it logs nothing."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+    if not is_call or ast.unparse(node.func) not in LOGS:
+        return ""
+    return tables.first_words(node.args[0])
+
+
 def test_every_promise_of_a_table_has_its_test():
     """The last column of each such table in docs/inside/guarantees.md names tests that exist."""
     text = (DOCS / "inside" / "guarantees.md").read_text("utf-8")
@@ -86,6 +98,19 @@ def test_every_promise_of_a_table_has_its_test():
         (cell,) = re.findall(r"\| (`\w+`(?:, `\w+`)*) \|$", row)
         named = re.findall(r"\w+", cell)
         assert [name for name in named if f"def {name}(" not in tests] == [], row
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
+def test_the_tables_are_those_of_the_code(page):
+    """Each option, command, event, metric or error is described where it is declared."""
+    text = page.read_text("utf-8")
+    assert tables.fresh(text) == text, "run make tables"
+
+
+def test_every_table_that_is_made_is_on_one_page():
+    """None is made for nothing, and nobody has to keep two of them in mind."""
+    found = [name for page in tables.PAGES for _, name, _ in tables.BLOCK.findall(page.read_text())]
+    assert sorted(found) == sorted(tables.TABLES)
 
 
 def test_the_events_that_are_sent_are_described():
@@ -175,6 +200,34 @@ def test_the_log_lines_of_the_operators_page_are_those_of_the_code():
         if len(runs & known) * 2 < len(runs):
             unknown.append(line)
     assert unknown == []
+
+
+def test_every_line_that_is_logged_is_described():
+    """The comment above it says what it means, or that above another one with the same words."""
+    described = {(line.file, line.row) for line in tables.lines()}
+    words = [line.text.removesuffix(" …") for line in tables.lines()]
+    missing = []
+    for file in (ROOT / "celery_dislock").rglob("*.py"):
+        tree = ast.parse(file.read_text("utf-8"))
+        for statement in (one for one in ast.walk(tree) if isinstance(one, ast.Expr)):
+            text = logged(statement.value)
+            is_told = (file, statement.lineno - 1) in described or text.startswith(tuple(words))
+            if len(re.findall(r"\w+", text)) > FEW and not is_told:
+                missing.append(f"{file.name}:{statement.lineno}: {text}")
+    assert missing == []
+
+
+def test_the_states_that_why_tells_are_described():
+    """All of them, and no other: programs read them."""
+    told = {name.strip("`") for name, _ in tables.defined(why.__doc__)}
+    code = "".join(
+        file.read_text("utf-8")
+        for file in Path(why.__file__).parent.glob("*.py")
+        if file.name != "__init__.py"
+    )
+    given = set(re.findall(r'(?:\.answer|\btell)\(\s*"([a-z ]+)"', code))
+    assert given <= told
+    assert [name for name in told if f'"{name}"' not in code] == []
 
 
 def test_the_diagram_of_the_packages_is_the_contract_of_the_build():

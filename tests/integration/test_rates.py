@@ -511,3 +511,15 @@ def receiving(signal, receiver):
         yield
     finally:
         signal.disconnect(receiver)
+
+
+def test_a_parked_task_is_told_when_its_turn_comes(shop, caplog):
+    """It is not told of itself as the one in its way."""
+    caplog.set_level("INFO", "celery_dislock")
+    starts = Starts(shop, lock_rate="1/2s", lock_on_conflict="queue")
+    starts.send(3)
+    starts.run(STEP)
+    second, third = [text for text in caplog.messages if "parked" in text]
+    lock = f"lock {KEY!r}"
+    assert f"parked: its turn for {lock} comes in 2.0 s, too early: 1 in 2 s" in second
+    assert f"parked: place 1 in line for {lock}, too early: 1 in 2 s" in third

@@ -413,6 +413,41 @@ def test_a_limit_that_is_raised_lets_all_wait_for_it_pass(fleet):
     assert sorted(fleet.given()) == ["a0", "a1", "a2", "b0", "b1", "b2"]
 
 
+def test_a_turn_is_claimed_beside_whom_a_larger_limit_let_in_meanwhile(fleet):
+    """Its lease has been kept for it since its turn was given, as that of somebody who holds it."""
+    fleet.send("x1", [API])
+    fleet.send("a1", [API])
+    fleet.end("x1")
+    assert isinstance(fleet.send("b1", [API], Terms(limit=2)), Granted)
+    assert fleet.given() == ["a1"]
+    assert isinstance(fleet.claim("a1"), Granted)
+
+
+def test_a_turn_that_a_lower_limit_has_no_room_for_goes_back_in_line(fleet):
+    """An operator has lowered it since, and another task holds the lock."""
+    for task in ("x1", "x2"):
+        fleet.send(task, [API], Terms(limit=2))
+    fleet.send("a1", [API], Terms(limit=2))
+    fleet.end("x1")
+    fleet.lines.limit(API, 1)
+    assert isinstance(fleet.claim("a1", [API], Terms(limit=2)), Parked)
+    fleet.given()
+    fleet.end("x2")
+    assert fleet.run_all() == ["a1"]
+
+
+def test_whose_turn_has_run_out_is_not_passed_when_another_task_gives_up(fleet):
+    """Nobody has looked at this lock since: the task that is dropped has another first lock."""
+    for task in ("x1", "b1", "c1"):
+        fleet.send(task, [API])
+    fleet.send("a1", of("a1"))
+    fleet.end("x1")
+    assert fleet.given() == ["b1"]
+    fleet.server.advance(TTL + 1)
+    fleet.lines.drop(tenant("a"), "a1:0:0", "")
+    assert fleet.given() == ["b1"]
+
+
 RULES = {
     "a newcomer passes those in line": (
         "return not head or head == member or",

@@ -1,7 +1,8 @@
 """The package as ``pip install`` leaves it, in an environment that has nothing else.
 
-Built as for a release: the sdist first, and the wheel from that.  pip takes what the package needs
-from the index that this machine is configured for.
+Built as for a release: the sdist first, and the wheel from that.  ``DISLOCK_DIST`` names a folder
+with the two of a release.  pip takes what the package needs from the index that this machine is
+configured for.
 """
 
 from __future__ import annotations
@@ -37,25 +38,34 @@ def pip(*args: str | Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the sdist."""
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that was built from it."""
+    if made := os.environ.get("DISLOCK_DIST"):
+        return Path(made)
     dist = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", dist, cwd=ROOT)
     (sdist,) = dist.iterdir()
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", dist, sdist)
+    return dist
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    """The wheel."""
     (wheel,) = dist.glob("*.whl")
     return wheel
 
 
-@pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a fresh environment, with the wheel and what that asks for."""
+@pytest.fixture(scope="module", params=["*.whl", "*.tar.gz"], ids=["wheel", "sdist"])
+def python(dist: Path, request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a fresh environment, with the package and what that asks for."""
+    (package,) = dist.glob(request.param)
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(f"{name}=={version(name)}\n" for name in TESTED), "utf-8")
-    pip("--python", python, "install", "--constraint", constraints, wheel)
+    pip("--python", python, "install", "--constraint", constraints, package)
     return python
 
 

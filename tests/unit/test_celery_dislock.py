@@ -11,24 +11,13 @@ import celery_dislock
 def test_the_public_names_are_pinned():
     """What can be imported from the package is decided, not accidental."""
     assert celery_dislock.__all__ == [
-        *("Dislock", "SingletonTask", "current_lease", "Lease", "ReentrantLock", "AsyncLock"),
-        *("DislockError", "SettingsError", "LockKeyError", "LockHeldError", "LockLostError"),
-        *("NotOwnerError", "StoreError", "DamagedLockError"),
+        *("Dislock", "SingletonTask", "Key", "current_lease", "ensure_held", "Lease"),
+        *("ReentrantLock", "AsyncLock", "Conflict", "DislockError", "SettingsError"),
+        *("LockKeyError", "LockHeldError", "DuplicateTaskError", "NoResultError", "LockLostError"),
+        *("SupersededError", "TaskCrashedError", "NotOwnerError", "EventLoopError", "StoreError"),
+        "DamagedLockError",
     ]
     assert all(hasattr(celery_dislock, name) for name in celery_dislock.__all__)
-
-
-def test_what_users_catch_is_imported_from_the_top():
-    """So are the errors that a pinned list does not name."""
-    names = ("DuplicateTaskError", "EventLoopError", "NoResultError")
-    for name in (*names, "SupersededError", "TaskCrashedError"):
-        assert issubclass(getattr(celery_dislock, name), celery_dislock.DislockError)
-
-
-def test_what_a_try_may_answer_is_imported_from_the_top():
-    """For the types of a program: a lease, or a conflict, which is false."""
-    assert {"Conflict", "Lease"} <= vars(celery_dislock).keys()
-    assert not celery_dislock.Conflict("k", {}, 5.0)
 
 
 # What a process that sends tasks does not use, and what takes longest to import.

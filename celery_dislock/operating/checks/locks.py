@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def counted(facts: Facts) -> Iterator[Finding]:
-    """Tell how much was looked at, and what could not be."""
+    """Find how many locks there are, and which of them could not be looked at."""
     seen = facts.locks
     for error in seen.away:
         yield note(f"The locks of one server could not be looked at: {error}")

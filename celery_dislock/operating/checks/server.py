@@ -112,7 +112,7 @@ ROWS = (
 
 
 def answers(facts: Facts) -> Iterator[Finding]:
-    """Tell what kind of server it is, and which processes of it do not answer."""
+    """Find which processes of the lock server do not answer; of several, how many more may fail."""
     away = [one for one in facts.members if one.away]
     names = [one.name for one in away]
     why = "; ".join(f"{one.name}: {one.away}" for one in away)
@@ -142,7 +142,7 @@ def answers(facts: Facts) -> Iterator[Finding]:
 
 
 def names(facts: Facts) -> Iterator[Finding]:
-    """Tell how all names in Redis begin, if Celery's own names there have a prefix."""
+    """Find how all names in Redis begin, if Celery keeps its own apart by a `global_keyprefix`."""
     if facts.keyprefix and facts.prefix.startswith(facts.keyprefix):
         yield ok(f"All names begin with {facts.prefix!r}: global_keyprefix and dislock_prefix.")
     elif facts.keyprefix:
@@ -154,7 +154,7 @@ def names(facts: Facts) -> Iterator[Finding]:
 
 
 def rights(facts: Facts) -> Iterator[Finding]:
-    """Find what the server refuses: scripts, commands or keys."""
+    """Find scripts, commands or keys that the server, or a proxy before it, refuses."""
     refused = [one for one in facts.complaints if not one.passes]
     yield from map(_refused, refused)
     if not refused and not facts.away:
@@ -162,7 +162,7 @@ def rights(facts: Facts) -> Iterator[Finding]:
 
 
 def writes(facts: Facts) -> Iterator[Finding]:
-    """Find a server that refuses to write for now, as one whose memory is full."""
+    """Find a server that refuses writes: its memory or disk is full, or replicas are missing."""
     yield from map(_refused, (one for one in facts.complaints if one.passes))
 
 
@@ -199,7 +199,7 @@ def members(facts: Facts) -> Iterator[Finding]:
 
 
 def clocks(facts: Facts) -> Iterator[Finding]:
-    """Compare the clocks of independent servers with each other."""
+    """Find clocks of several independent servers that are more than 0.1 s apart."""
     known = sorted((one.clock, one.name) for one in facts.members if one.clock is not None)
     if facts.server.kind == "quorum" and known and known[-1][0] - known[0][0] > TOKENS_OFF:
         (least, behind), (most, ahead) = known[0], known[-1]

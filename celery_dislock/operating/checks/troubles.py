@@ -66,17 +66,19 @@ class Trouble(NamedTuple):
 
 
 def _overdue(lock: LockState, _: Site) -> Sign | None:
+    """A holder missed two renewals in a row: its process is dead, stopped or cut off."""
     late = [one.renewed or 0.0 for one in lock.holders if one.is_overdue]
     return Sign(since=max(late)) if late else None
 
 
 def _unswept(lock: LockState, site: Site) -> Sign | None:
+    """Parked tasks wait, and no worker sweeps the lines of their broker."""
     homes = {one.broker for one in (*lock.turns, *lock.line) if one.broker}
     return None if all(map(site.is_swept, homes)) else Sign()
 
 
 def _unclaimed(lock: LockState, _: Site) -> Sign | None:
-    """Name the parked tasks that do not claim their turns: nobody may consume their queues."""
+    """A parked task had three turns, and claimed none."""
     unclaimed = [
         f"ticket {one.ticket}, queue {one.routing_key or '?'}"
         for one in (*lock.turns, *lock.line)
@@ -86,7 +88,11 @@ def _unclaimed(lock: LockState, _: Site) -> Sign | None:
 
 
 def _stuck(lock: LockState, _: Site) -> Sign | None:
-    """Each release hands the lock on; the first in line may have come a moment ago."""
+    """
+    Others wait for more than five seconds, nobody holds it, and its rate admits a start.
+
+    Each release hands the lock on; the first in line may have come a moment ago.
+    """
     first = lock.line[0].waiting if lock.line else None
     if not lock.is_stuck or (first is not None and first <= STUCK_LONG):
         return None
@@ -99,7 +105,7 @@ def _longest_wait(lock: LockState) -> float | None:
 
 
 def _hung(lock: LockState, _: Site) -> Sign | None:
-    """Find who holds a lock for which others wait, if the body may hang; a beat leads long."""
+    """Held for more than twenty of its timeouts, ten minutes by default, while others wait."""
     hung = [
         one
         for one in (lock.holders if lock.waiting and not lock.is_too_early else ())
@@ -110,6 +116,7 @@ def _hung(lock: LockState, _: Site) -> Sign | None:
 
 
 def _leaderless(lock: LockState, _: Site) -> Sign | None:
+    """No beat leads by this key, by which beats have led within thirty days."""
     if lock.ticked is None or not lock.is_leaderless:
         return None
     return Sign(f"last tick {for_people(lock.ticked)} ago", lock.ticked)
@@ -117,7 +124,7 @@ def _leaderless(lock: LockState, _: Site) -> Sign | None:
 
 def _unmet(lock: LockState, site: Site) -> Sign | None:
     """
-    Tell for how long no worker has had the message of a reservation, and what its queue tells.
+    Its key is reserved, no worker has had the message for five minutes, and its queue is empty.
 
     The sender keeps a reservation for the task's ``lock_unique_for``, from when the message is due,
     and so does each worker that has the message, every few seconds.  So what is over of that time
@@ -147,11 +154,12 @@ def _unmet(lock: LockState, site: Site) -> Sign | None:
 
 
 def _aside(lock: LockState, _: Site) -> Sign | None:
+    """Parked tasks that nobody could read or run were set aside."""
     return Sign(number(lock.aside, "task")) if lock.aside else None
 
 
 def _differing(lock: LockState, _: Site) -> Sign | None:
-    """Say that independent servers disagree about the limit of a lock."""
+    """Several lock servers disagree about a pause or a limit."""
     if not lock.limit_differs:
         return None
     have = "1 server has" if lock.limit_differs == 1 else f"{lock.limit_differs} servers have"

@@ -98,7 +98,7 @@ UNKNOWN = "Look at the broker's log."
 
 
 def answers(facts: Facts) -> Iterator[Finding]:
-    """Tell which workers answer, and which of them know nothing of locks."""
+    """Find workers that do not answer or lack this package, and a broker that is away or full."""
     fleet = facts.fleet
     missed = serious if facts.needs_workers else warning
     but = " But tasks hold locks, or wait for them." if facts.needs_workers else ""
@@ -139,7 +139,7 @@ def each(facts: Facts) -> Iterator[Finding]:
 
 
 def places(facts: Facts) -> Iterator[Finding]:
-    """Find tasks that are locked in two places, and workers that lock elsewhere than here."""
+    """Find workers that lock the same task elsewhere than others, or than this command looks."""
     there = {name: one for name, one in facts.fleet.described.items() if not one.get("no_server")}
     ours = {"this command": facts.ours} if facts.ours["no_server"] is None else {}
     apart = {
@@ -164,7 +164,7 @@ def places(facts: Facts) -> Iterator[Finding]:
 
 
 def tasks(facts: Facts) -> Iterator[Finding]:
-    """Find apps without locks, and what workers have warned of."""
+    """Find an app without locks, and what workers warned of when they started."""
     if not _tasks(facts):
         what = "No task of this app has a lock, here or in a worker."
         yield note(what, "Give tasks a lock_key, and start the workers with --dislock.")
@@ -180,7 +180,7 @@ def tasks(facts: Facts) -> Iterator[Finding]:
 
 
 def options(facts: Facts) -> Iterator[Finding]:
-    """Find options that differ between workers, or from the app here: one finding a difference."""
+    """Find options that differ between workers, or from the app here."""
     found: dict[tuple[bool, str, str], list[str]] = {}
     for name in _tasks(facts):
         sides = {

@@ -56,16 +56,18 @@ OUTCOMES = {
     is_flag=True,
     help="Tell the workers to end the task first, and wait until it has released the lock.",
 )
-@click.option("--signal", default="TERM", show_default=True, help="With --terminate: what it gets.")
+@click.option("--signal", default="TERM", show_default=True, help="With --terminate: the signal.")
 @click.option(
     "--wait",
     type=duration,
     default=f"{WAIT:g}",
     metavar="TIME",
     show_default=True,
-    help="With --terminate: how long to wait for it.",
+    help="With --terminate: how long to wait until it has ended; then nothing is freed.",
 )
-@click.option("--token", type=int, help="Only the lease with this fencing token.")
+@click.option(
+    "--token", type=int, help="Only the lease with this fencing token, and no reservation."
+)
 @yes
 @as_json
 @click.pass_context

@@ -102,8 +102,10 @@ STATION_COLUMNS: Mapping[str, Callable[[Waiter], object]] = {
 @click.option(
     "--held-for", type=duration, metavar="TIME", help="Only locks held for this time: 90, 10m, 1h."
 )
-@click.option("--task", metavar="NAME", help='Only locks that such tasks hold, as in "shop.*".')
-@click.option("--worker", metavar="NAME", help='Only locks held there, as in "celery@w1".')
+@click.option("--task", metavar="NAME", help='Only locks held by this task, or by such: "shop.*".')
+@click.option(
+    "--worker", metavar="NAME", help='Only locks held on this worker, or on such: "*@web-*".'
+)
 @as_json
 @click.pass_context
 def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> None:

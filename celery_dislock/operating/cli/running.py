@@ -52,16 +52,18 @@ def _or_zero(text: str) -> float:
     metavar="TIME",
     help="Wait for the lock for this time at most; 0: do not wait. Default: no limit.",
 )
-@click.option("--mode", type=click.Choice(["exclusive", "shared"]), help="Of the lease.")
-@click.option("--limit", type=click.IntRange(min=1), help="Number of leases at a time.")
+@click.option(
+    "--mode", type=click.Choice(["exclusive", "shared"]), help="Side of a read-write lock."
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Maximum number of leases at a time.")
 @click.option("--rate", metavar="RATE", help="How often it is taken at most: 100/m, 5/10s.")
 @click.option(
     "--watchdog-timeout",
     type=duration,
     metavar="TIME",
-    help="Expiry of the lease; it is renewed.",
+    help="Expiry of the lease, which is renewed after each third of it.",
 )
-@click.option("--max-renew-times", type=int, help="Renewals after which it is left to expire.")
+@click.option("--max-renew-times", type=int, help="Renewals until it is left to expire.")
 @click.option(
     "--expire",
     type=duration,
@@ -75,7 +77,7 @@ def _or_zero(text: str) -> float:
     default="10",
     show_default=True,
     metavar="TIME",
-    help="If the lock is lost: from TERM until KILL.",
+    help="If the lock is lost: time from SIGTERM to SIGKILL.",
 )
 @click.pass_context
 def run(

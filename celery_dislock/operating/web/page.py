@@ -184,6 +184,8 @@ class Page:
         except DislockError as exc:
             response = _error(str(exc), Response(status=_status(exc)))
         except Exception:
+            #: ERROR: An error that the page does not know, or one of your `user` function. -> See
+            #: the traceback.
             logger.exception("The page cannot answer")
             response = _error(WRONG, Response(status=500))
         response.headers.update(HEADERS)
@@ -311,6 +313,8 @@ class Page:
             self._cache.forget()
         if done is None:
             return _json({"done": False, "text": TOO_LATE})
+        #: WARNING: Somebody has done on the page what the line says, in the words of the lines of
+        #: commands.
         logger.warning("Page: %r %s; asked from %s.", visitor.name, done, request.remote_addr)
         return _json({"done": True, "text": f"{done[:1].upper()}{done[1:]}."})
 

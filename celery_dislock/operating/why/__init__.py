@@ -3,6 +3,55 @@
 The result backend, the lock server and the workers are asked, in this order, until one of them has
 a certain answer.  The workers come last, as they take a second.  Nothing is changed, and nothing is
 guessed: the answer says which of them could not be asked.
+
+The states, and what the sentence says of each:
+
+``running``
+    Where it runs, which lock it has held for how long, and when the lease was renewed.
+``running without its lock``
+    A worker runs it, and its lock is not its own: the lease was lost, freed or capped.
+``locks off``
+    A worker with ``--no-dislock`` runs it.
+``overdue``
+    It holds its lock, and two renewals in a row were missed.
+``in line``
+    As nth of how many, for which lock, who holds that for how long, and what the task keeps.
+``waiting in its slot``
+    The same of ``lock_on_conflict="wait"``, and where the slot is.
+``paused``
+    The same, and why, and for how long so far.
+``held back``
+    The same, and for how much longer, and why.
+``too early``
+    The same, and at which rate, and when the next may start.
+``has its turn``
+    Its message is on its way: since when, for the nth time, in which queue, and who has it.
+``put off``
+    Until when, and why.
+``received``
+    A worker has it, and it waits for a free slot there.
+``not due``
+    A worker has it until the time that its sender has given.
+``being sent``
+    Its key is reserved for it, and its sender has not sent it yet.
+``sent``
+    Its key is reserved for it, and no worker that answers has it; whether its queue is empty.
+``duplicate``
+    It was never sent: which task's message was there.
+``began``
+    It has begun and holds no lock: its process has died, perhaps, or its lease was lost.
+``replaced``
+    It has lost its place in line to a newer task, or was dropped.
+``set aside``
+    Nobody could read or run it, and why.
+``revoked``
+    A worker has it, and discards it when its time comes.
+``ended``
+    How, when, and why.
+``not in line``
+    Its result says PARKED, and this lock server knows nothing of that.
+``not known``
+    Nobody knows it, and what that can mean.
 """
 
 from __future__ import annotations

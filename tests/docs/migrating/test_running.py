@@ -1,4 +1,4 @@
-"""What docs/migrating.md says of running and of beats: with the other library, and with ours."""
+"""What the pages say of running and of beats: with the other library, and with ours."""
 
 from __future__ import annotations
 

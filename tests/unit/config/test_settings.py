@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from dataclasses import fields
 from datetime import timedelta
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from celery import Celery
 
 from celery_dislock import Dislock
-from celery_dislock.config.options import TaskOptions
 from celery_dislock.config.settings import (
-    AppSettings,
     app_settings,
     apply_options,
     check_settings,
@@ -23,7 +17,6 @@ from celery_dislock.config.settings import (
 )
 from celery_dislock.exceptions import SettingsError
 
-DOCS = Path(__file__).parents[3] / "docs"
 SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
 
 
@@ -419,23 +412,6 @@ def test_no_error_about_a_setting_shows_a_password(conf):
             app_settings(conf(url))
         told = f"{caught.value} {caught.value!r}"
         assert not any(part in told for part in ("secret", "sec@", "ret@", "se/cr", "cret"))
-
-
-def rows(kind):
-    """Make the rows of the reference page: each field, and the comment above it."""
-    source, default = inspect.getsource(kind), kind()
-    for field in fields(kind):
-        above = re.search(rf"((?: +#: .*\n)+) +{field.name}: ", source)[1]
-        meaning = " ".join(line.strip().removeprefix("#: ") for line in above.splitlines())
-        value, unit = getattr(default, field.name), field.metadata["unit"]
-        yield f"| `{field.name}` | `{value!r}` | {unit} | {meaning} |"
-
-
-@pytest.mark.parametrize("kind", [TaskOptions, AppSettings])
-def test_the_reference_page_tells_every_option(kind):
-    """The tables in the documentation are the declarations, to the letter."""
-    table = "\n".join(["| name | default | unit | meaning |", "|---|---|---|---|", *rows(kind)])
-    assert table in (DOCS / "reference" / "options.md").read_text("utf-8")
 
 
 class TestSettings:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from pathlib import Path
 from threading import Event
 
 import pytest
 from celery import Celery
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.operating.checks import locks, workers
-from celery_dislock.operating.checks import server as servers
 from celery_dislock.operating.checks.table import warning
-from celery_dislock.operating.checks.troubles import TROUBLES
 from celery_dislock.operating.cli import doctor as command
 from celery_dislock.operating.cli.doctor import ask_workers, findings
 from celery_dislock.operating.site import ANSWERS_WITHIN
 from tests.staged import holder, lock, place
 from tests.unit.operating.examining import EXPORT
-
-DOCS = Path(__file__).parents[3] / "docs"
-
 
 TIMEOUT = {**EXPORT, "lock_watchdog_timeout": 60.0}
 LIMITED = {**EXPORT, "lock_limit": 3}
@@ -216,17 +209,3 @@ def test_long_findings_are_wrapped(doctor, dislock, server):
         lines[5],
     ]
     assert re.fullmatch(r"1 warning, \d+ ok", lines[-1])
-
-
-def test_the_pages_have_each_check_and_each_trouble():
-    """And none that is gone; lists name what doctor explains."""
-    page = (DOCS / "reference/doctor.md").read_text("utf-8")
-    section = page.partition("### What it looks at")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?`) \| ", section, re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
-    tables = [workers.ROWS, servers.ROWS, *(one.CHECKS for one in (workers, locks, servers))]
-    checks = {row[0] for table in tables for row in table} | {one.check for one in TROUBLES}
-    assert named == checks | {*servers.AS_AT_START}
-    page = (DOCS / "reference/command-line.md").read_text("utf-8")
-    rows = page.partition("| `TROUBLE` |")[2].partition("\n\n##")[0]
-    assert {one.name for one in TROUBLES} <= set(re.findall(r"^\| `(.*?)` \|", rows, re.MULTILINE))
