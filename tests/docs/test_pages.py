@@ -14,6 +14,7 @@ from celery_dislock.config.settings import task_options
 from celery_dislock.operating import why
 from tests.docs import tables
 from tests.docs.page import DOCS, PAGES, ROOT, blocks_of, without_code
+from tests.docs.words import USERS, words_of
 
 # "So long a task waits ...", "whoever comes first", "the lock is to be released"
 AVOIDED = (
@@ -181,6 +182,13 @@ def test_every_public_name_is_on_the_page_of_the_api():
     assert named == set(celery_dislock.__all__) - errors
     for name in celery_dislock.__all__:
         assert getattr(celery_dislock, name).__doc__, name
+
+
+def test_users_are_not_asked_to_read_too_much():
+    """30,000 words in all, and 1,800 on a page but in the tables where one looks something up."""
+    counts = {page: words_of(page.read_text("utf-8")) for page in USERS}
+    assert sum(counts.values()) <= 30_000
+    assert {page: words for page, words in counts.items() if words > 1_800} == {}
 
 
 def test_a_page_is_written_in_plain_english():
