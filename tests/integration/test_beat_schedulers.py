@@ -71,7 +71,7 @@ def end_at_random(world, one):
         world.run(STEP)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_takeovers_at_random(kept, seed):
     """No tick has two ids, none is missing, and nothing is silent for longer than a timeout."""
     world = World({"often": EVERY, "minutely": crontab()}, beats=3, seed=seed, kept=kept)

@@ -1,4 +1,4 @@
-"""What eager tasks do: a test for each row of the table in docs/how-to/test-your-tasks.md.
+"""What eager tasks do: among others, a test for each row of the table in test-your-tasks.md.
 
 What they do about duplicates is in tests/unit/tasks/test_sending.py.
 """
@@ -44,6 +44,7 @@ def seven():
         ("retry", "FAILURE", LockHeldError),
         ("wait", "FAILURE", LockHeldError),
         ("queue", "FAILURE", LockHeldError),
+        ("cancel", "FAILURE", LockHeldError),
         ("reject", "REJECTED", Reject),
         (lambda *_: None, "REVOKED", TaskRevokedError),
     ],
@@ -89,21 +90,44 @@ def test_a_retry_runs_under_the_lock_that_is_held(dislock_server, declared):
     dislock_server.assert_free("k")
 
 
-@pytest.mark.parametrize("of", [chain, lambda *steps: chord(steps[:1], steps[1])])
-def test_a_skipped_part_ends_its_chain_or_chord(dislock_server, declared, of):
-    """What comes after it does not run."""
-    ran = []
+CANVASES = [chain, lambda *steps: chord(steps[:1], steps[1])]
 
-    def last(results):
-        ran.append(1)
 
+@pytest.fixture
+def told():
+    """The results with which the tasks ran that other() declares."""
+    return []
+
+
+@pytest.fixture
+def other(declared, told):
+    """A task that takes no lock."""
+
+    def note(result=None):
+        told.append(result)
+
+    return declared(note, name="other", lock_key=False)
+
+
+@pytest.mark.parametrize("of", CANVASES)
+def test_a_skipped_part_ends_its_chain_or_chord(dislock_server, declared, other, told, of):
+    """The call raises, as what comes after it cannot run."""
     part = declared(seven)
-    after = declared(last, name="after", lock_key=False)
     with dislock_server.hold("k"), pytest.raises(TaskRevokedError):
-        of(part.s(), after.s())()
-    assert ran == []
-    of(part.s(), after.s())()
-    assert ran == [1]
+        of(part.s(), other.s())()
+    assert told == []
+    of(part.s(), other.s())()
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("of", CANVASES)
+def test_a_skipped_last_part_is_the_result(dislock_server, declared, other, told, of):
+    """The call returns it, and raises nothing."""
+    with dislock_server.hold("k"):
+        result = of(other.s(), declared(seven).si())()
+    assert (told, result.state) == ([None], "REVOKED")
+    with pytest.raises(TaskRevokedError):
+        result.get()
 
 
 def test_a_lock_server_that_is_away_fails_the_task(dislock_server, declared):

@@ -102,6 +102,16 @@ class TestParking:
             assert second == first
             assert shop.ran == ["1", "1-linked", "2", "2-linked"]
 
+    def test_a_priority_passes_nobody_in_line(self, shop):
+        """A line is first come first served; the priority is for the broker alone, and kept."""
+        task = shop.declare(lambda self: self.request.delivery_info["priority"])
+        with shop.held():
+            results = [shop.run(task, str(one), priority=one) for one in (0, 9, 5)]
+            assert shop.line == ["0", "9", "5"]
+        shop.work()
+        assert shop.ran == ["0", "9", "5"]
+        assert [result.get() for result in results] == [0, 9, 5]
+
     def test_it_is_parked_when_its_time_has_come(self, shop):
         """Not before, and when it has its turn it does not wait again."""
         task = shop.declare()

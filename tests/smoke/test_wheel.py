@@ -56,7 +56,13 @@ def wheel(dist: Path) -> Path:
     return wheel
 
 
-@pytest.fixture(scope="module", params=["*.whl", "*.tar.gz"], ids=["wheel", "sdist"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("*.whl", id="wheel"),
+        pytest.param("*.tar.gz", id="sdist", marks=pytest.mark.slow),  # pip makes a wheel of it
+    ],
+)
 def python(dist: Path, request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of a fresh environment, with the package and what that asks for."""
     (package,) = dist.glob(request.param)
