@@ -63,7 +63,7 @@ AROUND = re.compile(
 # Parts of the errors of a script that misses a key because the slot is being moved: of Redis 6.2 to
 # 7.0 and of Valkey 9, and of Redis from 7.2 on and of Valkey 8.
 ON_ANOTHER_NODE = re.compile(
-    r"[Aa]ttempted to access a non local key|undeclared keys were accessed during rehashing"
+    r"to access a non local key|undeclared keys were accessed during rehashing"
 )
 
 INCOMPLETE = object()  # a reply
