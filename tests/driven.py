@@ -330,7 +330,7 @@ class Shop:
             serve = patch("celery_dislock.servers.store.server_for", lambda *_, **__: self.server)
             self._undo.enter_context(serve)
         unthreaded = partial(Watchdog, threaded=False)
-        self._undo.enter_context(patch.object(Process, "watchdog_type", unthreaded))
+        self._undo.enter_context(patch.object(Process, "watchdog_type", staticmethod(unthreaded)))
         self.app = new_app()
         queue = f"shop-{next(_numbers)}"
         url = self._url or LockServer.name

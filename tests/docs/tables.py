@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+import yaml
 
 import celery_dislock
 from celery_dislock import Dislock, Lease, exceptions, plugin, signals
@@ -106,6 +107,20 @@ def metrics() -> str:
         for one in METRICS
     )
     return table("metric | kind | labels | what it says", rows)
+
+
+def alerts() -> str:
+    """The alerts for Prometheus: what happened, and what to do first."""
+    (group,) = yaml.safe_load((DOCS.parent / "contrib" / "alerts.yml").read_text("utf-8"))["groups"]
+    rows = []
+    for rule in group["rules"]:
+        notes = rule["annotations"]
+        page = notes["runbook_url"].partition("/how-to/")[2].replace(".html", ".md")
+        name = page.partition(".md")[0].replace("-", " ")
+        more = "" if name == "metrics" else f" See [{name}]({page})."
+        what = re.sub(r"{{.*?}}", "…", notes["summary"])
+        rows.append((f"`{rule['alert']}`", shown(what), shown(notes["action"]) + more))
+    return table("alert | what happened | what to do first", rows)
 
 
 # What docstrings say.
@@ -408,6 +423,7 @@ def log_lines(subject: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "alerts": alerts,
     "options of a task": options_of_a_task,
     "settings of an app": settings_of_an_app,
     "options of celery worker": partial(options_for_celery, "worker"),

@@ -516,7 +516,7 @@ def test_every_alert_says_what_to_do():
     for group in alerts["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in {"critical", "warning"}
-            assert {"summary", "description", "runbook_url"} <= set(rule["annotations"])
+            assert {"summary", "description", "action", "runbook_url"} == set(rule["annotations"])
             assert rule["alert"].startswith("Dislock")
             site, page, heading = re.fullmatch(
                 r"(https://[\w.-]+/en/stable)/([\w/-]+)\.html(?:#([\w-]+))?",
