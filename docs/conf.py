@@ -92,7 +92,7 @@ mermaid_fullscreen = False  # its button's sign is in few fonts; site.css makes 
 # Drawn at their own size, and narrow: then the letters of a large one stay large enough.
 mermaid_init_config = {
     "startOnLoad": False,
-    "flowchart": {"useMaxWidth": False, "wrappingWidth": 120, "nodeSpacing": 25, "padding": 10},
+    "flowchart": {"useMaxWidth": False, "wrappingWidth": 120, "nodeSpacing": 15, "padding": 7},
     "sequence": {"useMaxWidth": False},
     "state": {"useMaxWidth": False},
 }

@@ -56,6 +56,8 @@ JOBS = {
     ("gevent.threadpool", "__run_task"): ("thread_result",),
     ("eventlet.tpool", "tworker"): ("e",),
 }
+# Arguments of WorkerContext.run(), of Python 3.14: it bears a name of JOBS, and is its thread's.
+OF_A_THREAD = ("self", "task")
 
 # The leases in whose blocks a context runs.  Weak: a context may live on, and releases nothing.
 _around: ContextVar[tuple[ref[CallerLease], ...]] = ContextVar("dislock_around", default=())
@@ -327,8 +329,9 @@ def nobody_is_left(caller: ref[Caller], held: ref[CallerLease] | None) -> bool:
 def _job_here() -> Sequence[object]:
     """Return what identifies the job of a thread pool that runs here; empty: none does."""
     for frame in _frames():
-        names = JOBS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
-        if names is not None:
+        code = frame.f_code
+        names = JOBS.get((frame.f_globals.get("__name__", ""), code.co_name))
+        if names is not None and code.co_varnames[: code.co_argcount] != OF_A_THREAD:
             found = frame.f_locals
             job = [_weakly(found[name]) for name in names]
             if isinstance(found, dict):  # a copy, which would keep alive what the job has

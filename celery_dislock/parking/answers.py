@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.servers.records import Conflict, in_words, is_turn
-from celery_dislock.words import so_far
+from celery_dislock.servers.records import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,17 +23,6 @@ class Parked(Conflict):
 
     replaced: Mapping[str, bytes] = field(default_factory=dict)
     told: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def where(self) -> str:
-        """Where the task is, for messages: its place in line, or its turn."""
-        lock, holder = f"lock {self.key!r}", in_words(self.holder)
-        if not self.place and self.early:
-            return f"its turn for {lock} comes in {self.remaining:.1f} s, {holder}"
-        if not self.place and is_turn(self.holder):
-            return f"it has its turn for {lock}"
-        held = holder if self.early else f"held by {holder}{so_far(self.held_for)}"
-        return f"place {self.place} in line for {lock}, {held}"
 
 
 @dataclass(frozen=True)

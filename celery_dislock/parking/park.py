@@ -24,9 +24,10 @@ from celery_dislock.messages.unrun import acknowledge, put_off
 from celery_dislock.parking.answers import Done, Later, Parked
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.records import Conflict, in_words
+from celery_dislock.servers.records import Conflict, in_words, is_turn
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
+from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
@@ -86,7 +87,7 @@ class Parking:
             #: INFO `Task … parked: place … in line for lock …, held by …, for … so far.`: A
             #: conflict, with "queue" or "cancel". If only a rate is in the way: `its turn … comes
             #: in … s`.
-            parked = TaskParked(f"parked: {answer.where}")
+            parked = TaskParked(f"parked: {_where(answer)}")
             since = {} if held_for is None else {"held_for": held_for}
             parked.about = {"key": answer.key, "place": answer.place, "holder": holder, **since}
             delivery.logged(parked, f"{parked}.")
@@ -168,6 +169,17 @@ class Parking:
             )
         except StoreError as exc:
             logger.warning("Task %s has ended, but a copy of it may run again: %s", delivery, exc)
+
+
+def _where(parked: Parked) -> str:
+    """Tell a parked task's place in line, or that it has its turn."""
+    lock, holder = f"lock {parked.key!r}", in_words(parked.holder)
+    if not parked.place and parked.early:
+        return f"its turn for {lock} comes in {parked.remaining:.1f} s, {holder}"
+    if not parked.place and is_turn(parked.holder):
+        return f"it has its turn for {lock}"
+    held = holder if parked.early else f"held by {holder}{so_far(parked.held_for)}"
+    return f"place {parked.place} in line for {lock}, {held}"
 
 
 def put_off_later(delivery: Delivery, lines: Lines) -> NoReturn:

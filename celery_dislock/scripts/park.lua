@@ -165,9 +165,8 @@ local function put_in_line(joined, stations, its_home, its_message)
   return in_line()
 end
 
-local NO_ROOM, ROOM, OLDEST = 0, 1, 2
 -- Make room in line for a record of this size.  From a full line the oldest tasks are taken out, with "replace".
--- Returns NO_ROOM: nothing was changed; ROOM; or OLDEST: the newcomer is the oldest, and makes room itself.
+-- Returns whether there is room, and whether the newcomer is the oldest, and makes room itself.
 local function make_room(size)
   local TAKEN_MOST = 100    -- tickets that are taken out for one newcomer
   local LOOKED_MOST = 1000  -- places at the head of the line
@@ -203,8 +202,8 @@ local function make_room(size)
     return too_long <= 0 and (too_many <= 0 or #goes == TAKEN_MOST)
   end
 
-  if is_room() then return ROOM end
-  if overflow ~= 'replace' then return NO_ROOM end
+  if is_room() then return true end
+  if overflow ~= 'replace' then return false end
   for _, other in ipairs(waiting_longest()) do
     if is_oldest or is_room() or #goes == TAKEN_MOST then break end
     is_oldest = not this and was_sent_before(other)  -- else it is the newest, as newer_than() says
@@ -213,13 +212,13 @@ local function make_room(size)
       too_many, too_long = too_many - 1, too_long - redis.call('HSTRLEN', lock.tickets, other)
     end
   end
-  if not (is_oldest or is_room()) then return NO_ROOM end
+  if not (is_oldest or is_room()) then return false end
   for _, other in ipairs(goes) do
     local record = redis.call('HGET', lock.tickets, other)
     local parked = parse_ticket(record)
     if parked then replace(lock, other, parked.message) else set_aside(lock, other, record or '') end
   end
-  return is_oldest and OLDEST or ROOM
+  return true, is_oldest
 end
 
 -- The task claims its turn before it may start: clocks differ, and others may have started.  It keeps the turn, and
@@ -300,12 +299,13 @@ local function new(otherwise)
   its = its or lock
   if message == '' then return about_lock(REFUSED, its, waiting() + 1) end
   if is_unlisted() then return list_first() end
-  local room = was_full and NO_ROOM or make_room(#message + 80)  -- with the fields before the message
-  if room == NO_ROOM then
+  local room, is_oldest
+  if not was_full then room, is_oldest = make_room(#message + 80) end  -- with the fields before the message
+  if not room then
     if marked == '0' then mark_done(lock, owner) end  -- a marked message is put off, and asks again
     return about_lock(FULL, its, waiting())
   end
-  if room == OLDEST then  -- the newcomer is parked, and replaced at once
+  if is_oldest then  -- the newcomer is parked, and replaced at once
     list()
     replace(lock, ticket, message)
     return in_line()

@@ -60,8 +60,11 @@ AROUND = re.compile(
     r"^Error running script \(.*?\): (@?user_script:\d+: )*|dislock: "
     r"| script: \w+, on @user_script.*$"
 )
-# Part of the error of a script that misses a key because the slot is being moved.
-ON_ANOTHER_NODE = "attempted to access a non local key"
+# Parts of the errors of a script that misses a key because the slot is being moved: of Redis 6.2 to
+# 7.0 and of Valkey 9, and of Redis from 7.2 on and of Valkey 8.
+ON_ANOTHER_NODE = re.compile(
+    r"to access a non local key|undeclared keys were accessed during rehashing"
+)
 
 INCOMPLETE = object()  # a reply
 PUSHED = getattr(hiredis, "PushNotification", ())  # what RESP3 lets a server tell unasked
@@ -371,7 +374,7 @@ def _meant(exc: ResponseError) -> ResponseError:
     if isinstance(exc, redis.ReadOnlyError) or "READONLY" in str(exc):
         raise Demoted("it is a replica, and no longer the master") from exc
     code, _, told = str(exc).partition(" ")
-    if ON_ANOTHER_NODE in str(exc):
+    if ON_ANOTHER_NODE.search(str(exc)):
         return TryAgainError("its slot is being moved to another node of the cluster")
     if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5
         return CLUSTER_ERRORS[code](told)

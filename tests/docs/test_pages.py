@@ -22,7 +22,8 @@ AVOIDED = (
 )
 LOGS = [f"logger.{level}" for level in ("info", "warning", "error", "exception")]
 FEW = 2  # words of a text of which others fill in what it says: "Task … …"
-WITH_SEQUENCES = [page for page in PAGES if "sequenceDiagram" in page.read_text("utf-8")]
+INSIDE = sorted((DOCS / "inside").glob("*.md"))
+WITH_SEQUENCES = [page for page in INSIDE if "sequenceDiagram" in page.read_text("utf-8")]
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -143,6 +144,16 @@ def test_the_life_of_an_execution_shows_every_strategy():
     told = re.findall(r'^\| `"(\w+)"` \|', table, re.MULTILINE)
     assert drawn == set(told)
     for name in told:
+        assert task_options("shop.export", {"lock_on_conflict": name}, {}).lock_on_conflict == name
+
+
+def test_the_picture_of_what_to_choose_names_strategies_that_exist():
+    """Each word in bold is a value of lock_on_conflict, or what the text below explains."""
+    text = (DOCS / "how-to" / "choose-a-strategy.md").read_text("utf-8")
+    drawn = re.findall(r"<b>(\w+)</b>", text)
+    explained = re.findall(r'"(\w+)" (?:is )?\[', text)
+    assert drawn
+    for name in set(drawn) - set(explained):
         assert task_options("shop.export", {"lock_on_conflict": name}, {}).lock_on_conflict == name
 
 

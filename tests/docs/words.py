@@ -1,8 +1,8 @@
 """
 Count the words that users are asked to read: ``python -m tests.docs.words``.
 
-Every page counts, with its code, but those for contributors and sceptics in ``docs/inside``, the
-list of changes, and tables that are made from the code.
+Every page counts, with its code, but those for contributors and sceptics in ``docs/inside`` and
+the list of changes.  Tables that are made from the code and pictures do not count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from collections import defaultdict
 
 from tests.docs.page import DOCS, README
 
-MADE = re.compile(r"<!-- table: .*?<!-- end of table -->", re.DOTALL)
+NOT_READ = re.compile(
+    r"<!-- table: .*?<!-- end of table -->|<!--.*?-->|^```mermaid$.*?^```$",
+    re.DOTALL | re.MULTILINE,
+)
 USERS = [
     README,
     *sorted(
@@ -24,8 +27,8 @@ USERS = [
 
 
 def words_of(text: str) -> int:
-    """Count the words of a page, without comments and what is made from the code."""
-    return len(re.sub(r"<!--.*?-->", "", MADE.sub("", text), flags=re.DOTALL).split())
+    """Count the words of a page, without comments, pictures, and what is made from the code."""
+    return len(NOT_READ.sub("", text).split())
 
 
 def main() -> None:

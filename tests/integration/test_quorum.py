@@ -188,7 +188,7 @@ class TestMinority:
         late = Store(urls, TRANSPORT)
         for one in (store, late) * 2:
             round_trip(one)
-            assert one.ping()["redis_mode"] == "standalone"
+            assert one.ping()["role"] == "master"
         late.close()
         up(away, how)
         wait_for(lambda: nothing_on(servers), "what frozen servers had been sent to be undone")

@@ -22,6 +22,8 @@ DRAWINGS = """
         letters: Math.min(...sizes) * scale,
         stretched: scale > 1.01,
         right: box.getBoundingClientRect().right,
+        hidden: box.scrollWidth - box.clientWidth,
+        named: Boolean(svg.querySelector("title")?.textContent.trim()),
     };
 })
 """
@@ -48,3 +50,11 @@ def test_a_diagram_is_drawn_and_can_be_read(drawn, visit, name, size):
         assert drawing["letters"] >= SMALLEST
         assert not drawing["stretched"]
         assert drawing["right"] <= SIZES[size]["width"]
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_DIAGRAM if not name.startswith("inside/")])
+def test_a_diagram_for_users_is_seen_at_once_on_a_phone(drawn, visit, name):
+    """None of it is to the right of the window, and a screen reader says what it shows."""
+    for drawing in visit(f"{name}.html", "phone").evaluate(DRAWINGS):
+        assert drawing["hidden"] <= 0
+        assert drawing["named"]

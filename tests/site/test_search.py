@@ -26,6 +26,10 @@ EXPECTED = {
     "sentry": {"faq"},
     "one at a time": {"how-to/queue", "guide"},
     "acks_late": {"how-to/long-tasks"},
+    "keyprefix": {"how-to/set-up-the-lock-server"},
+    "Dragonfly": {"what-it-runs-on"},
+    "quorum queue": {"what-it-runs-on"},
+    "liveness probe": {"how-to/kubernetes"},
 }
 
 

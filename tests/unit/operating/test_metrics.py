@@ -14,6 +14,7 @@ import pytest
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating import counting
+from celery_dislock.operating.checks.troubles import DAMAGED, NOT_READ, TROUBLES
 from celery_dislock.operating.counting import OTHER, TASKS_MOST, Counters, instruments
 from celery_dislock.operating.metrics import BUCKETS, COUNTED, METRICS, PARTS
 from celery_dislock.operating.web import cache, metrics
@@ -533,6 +534,19 @@ def test_the_alerts_are_on_their_page():
     told = set(re.findall(r"^\| `(Dislock\w+)` \|", page, re.MULTILINE))
     alerts = (CONTRIB / "alerts.yml").read_text("utf-8")
     assert told == set(re.findall(r"^ +- alert: (\w+)$", alerts, re.MULTILINE))
+
+
+def test_every_trouble_of_a_lock_has_an_alert():
+    """What `ls` calls trouble wakes somebody: by its name, or by a metric that says it better."""
+    otherwise = {"overdue", "not read", "no leader"}  # leases_overdue, server_up, beats
+    names = {row.name for row in (*TROUBLES, DAMAGED, NOT_READ)}
+    alerts = (CONTRIB / "alerts.yml").read_text("utf-8")
+    told = {
+        name
+        for names_of in re.findall(r'trouble=~?"([^"]+)"', alerts)
+        for name in names_of.split("|")
+    }
+    assert told == names - otherwise
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason=f"{NOT_HERE}promtool")
