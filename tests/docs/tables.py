@@ -31,6 +31,7 @@ from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.troubles import MENTIONED, TROUBLES
 from celery_dislock.operating.cli import dislock as group
 from celery_dislock.operating.metrics import METRICS
+from celery_dislock.servers.records import Conflict
 from celery_dislock.testing import DislockServer
 from tests.docs.page import DOCS
 
@@ -221,6 +222,14 @@ def _called(method: Callable[..., Any]) -> str:
     }
     given = (written.get(one.kind, "{}").format(one.name) for one in parameters)
     return f"{method.__name__}({', '.join(given)})"
+
+
+def conflict() -> str:
+    """What a conflict says."""
+    said = section(Conflict.__doc__, "Attributes")
+    said["early"] = first_sentence(Conflict.early.__doc__)
+    names = ("key", "holder", "remaining", "early", "held_for", "renewed", "place")
+    return table("name | meaning", ((f"`.{name}`", shown(said[name])) for name in names))
 
 
 def options_of_a_lock() -> str:
@@ -439,6 +448,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "options of celery beat": partial(options_for_celery, "beat"),
     "options of a lock": options_of_a_lock,
     "lease": lease,
+    "conflict": conflict,
     "test server": server_of_a_test,
     "commands": commands,
     "options of several commands": shared_options,
