@@ -111,6 +111,23 @@ def metrics() -> str:
     return table("metric | kind | labels | what it says", rows)
 
 
+def alerts() -> str:
+    """The alerts: what happened, and what to do first; a name leads to the page that helps."""
+    rules = (DOCS.parent / "contrib" / "alerts.yml").read_text("utf-8").split("- alert: ")[1:]
+    rows = []
+    for rule in rules:
+        said = dict(
+            re.findall(r"^ +(summary|action|runbook_url): \"?(.*?)\"?$", rule, re.MULTILINE)
+        )
+        page = re.sub(r".*/stable/(.*)\.html", r"../\1.md", said["runbook_url"])
+        name = f"`{rule.split()[0]}`"
+        its = name if "how-to/metrics.md" in page else f"[{name}]({page})"
+        rows.append(
+            (its, shown(re.sub(r"\{\{.*?\}\}", "…", said["summary"])), shown(said["action"]))
+        )
+    return table("alert | what happened | what to do first", rows)
+
+
 # What docstrings say.
 
 
@@ -468,6 +485,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "signals": signals_of_a_lock,
     "errors": errors,
     "metrics": metrics,
+    "alerts": alerts,
 }
 
 
