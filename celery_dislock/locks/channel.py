@@ -150,8 +150,8 @@ class Channel:
     def lost(self, lease: Lease) -> None:
         """Tell that a lease is lost, after ``lock_on_lost`` was applied to the body."""
         action, reason = lease.driver.options.lock_on_lost, lease.why_ended
-        #: ERROR: The body runs without its lock, and another task may start. -> With
-        #: `lock_on_lost="warn"`, see whether two runs did harm.
+        #: ERROR: The body runs without its lock, and another task may start. -> Look up [the
+        #: reason](#why-a-lock-is-lost). With `lock_on_lost="warn"`, see whether two runs did harm.
         logger.error(
             "Lock %r of %s is lost: %s. Another execution may hold it by now; lock_on_lost=%r.",
             *(lease.key, in_words(lease.holder), reason, action),

@@ -273,7 +273,7 @@ class DislockServer:
             watchdog.unwatch(lease)
 
     def lose(self, key: Key) -> None:
-        """Lose a lock, as a failover or an eviction does; holders in this process are told."""
+        """Lose a lock, as a failover or an eviction does.  Holders in this process are told."""
         for name in self._names(key):
             self._send("DEL", name)
         leases = self._leases(key)
@@ -296,7 +296,7 @@ class DislockServer:
 
     def advance(self, seconds: float | timedelta) -> None:
         """
-        Let time pass: for the server, all expiries, and the watchdogs of this process.
+        Let time pass: for the lock server, all expiries, and the watchdogs of this process.
 
         Leases of this process are renewed as time passes.  To another process the time passes at
         once, as if it had been stopped meanwhile.  On a real server this sleeps, and under pytest a
@@ -335,8 +335,8 @@ class DislockServer:
         """
         Run the messages that wait, as a worker does, in this thread; return how many there were.
 
-        These are the turns of parked tasks, and any others in the queues of the apps in use; those
-        that are put off are run after their time, which :meth:`advance` moves.
+        These are the turns of parked tasks, and all others in the queues of the apps in use that
+        are due.  Those that are put off are run after their time, which :meth:`advance` moves.
 
         Raises:
             AssertionError: Messages keep coming, as those of a task that always puts itself back.

@@ -14,6 +14,7 @@ import re
 import textwrap
 from dataclasses import fields
 from functools import cache, partial
+from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,8 @@ from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.troubles import MENTIONED, TROUBLES
 from celery_dislock.operating.cli import dislock as group
 from celery_dislock.operating.metrics import METRICS
+from celery_dislock.servers.records import Conflict
+from celery_dislock.testing import DislockServer
 from tests.docs.page import DOCS
 
 if TYPE_CHECKING:
@@ -211,6 +214,37 @@ def lease() -> str:
         for name in OF_A_LEASE
     )
     return table("name | meaning", rows)
+
+
+def server_of_a_test() -> str:
+    """What a test may ask of its lock server."""
+    said = section(DislockServer.__doc__, "Attributes")
+    rows = [(f"`{name}`", shown(text)) for name, text in said.items()]
+    for name, method in vars(DislockServer).items():
+        if not name.startswith("_"):
+            summary, more, *_ = [*inspect.cleandoc(method.__doc__).split("\n\n"), ""]
+            rest = "" if re.match(r"\w+:\n", more) else first_sentence(more)
+            rows.append((f"`{_called(method)}`", f"{shown(summary)} {rest}".strip()))
+    return table("method or attribute | what it does", rows)
+
+
+def _called(method: Callable[..., Any]) -> str:
+    _, *parameters = inspect.signature(method).parameters.values()
+    written = {
+        Parameter.KEYWORD_ONLY: "{}=",
+        Parameter.VAR_POSITIONAL: "*{}",
+        Parameter.VAR_KEYWORD: "...",
+    }
+    given = (written.get(one.kind, "{}").format(one.name) for one in parameters)
+    return f"{method.__name__}({', '.join(given)})"
+
+
+def conflict() -> str:
+    """What a conflict says."""
+    said = section(Conflict.__doc__, "Attributes")
+    said["early"] = first_sentence(Conflict.early.__doc__)
+    names = ("key", "holder", "remaining", "early", "held_for", "renewed", "place")
+    return table("name | meaning", ((f"`.{name}`", shown(said[name])) for name in names))
 
 
 def options_of_a_lock() -> str:
@@ -430,6 +464,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "options of celery beat": partial(options_for_celery, "beat"),
     "options of a lock": options_of_a_lock,
     "lease": lease,
+    "conflict": conflict,
+    "test server": server_of_a_test,
     "commands": commands,
     "options of several commands": shared_options,
     **{
