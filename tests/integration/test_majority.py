@@ -17,7 +17,7 @@ from tests.holding import name_of, wait_for
 from tests.integration.driven import ALWAYS
 
 LOCK = name_of("k")
-PATIENCE = {"socket_timeout": 1.5}  # how long a server that is silent is waited for
+PATIENCE = {"socket_timeout": 3.0}  # how long a server that is silent is waited for
 
 
 class Five:
