@@ -312,6 +312,7 @@ def test_a_broken_rule_is_found(rule):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_more_histories():
     """A hundred thousand steps of other histories."""
     steps = seed = 0

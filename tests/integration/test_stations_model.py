@@ -347,6 +347,7 @@ def test_a_history_keeps_the_promise(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_more_histories():
     """Half a million steps."""
     steps, opened = 0, 0

@@ -30,6 +30,7 @@ EXPECTED = {
     "Dragonfly": {"what-it-runs-on"},
     "quorum queue": {"what-it-runs-on"},
     "liveness probe": {"how-to/kubernetes"},
+    "why": {"faq", "how-to/operate", "reference/command-line"},
 }
 
 
