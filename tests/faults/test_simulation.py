@@ -24,7 +24,6 @@ from tests.integration.parked import LOCK, TURN, Broker
 
 HISTORIES = 60
 RARE = {  # each takes many histories to be found
-    "a key stays reserved",
     "a line is longer than it may be",
     "a task may run again when it is done",
     "a turn that ran out goes to the end",
@@ -44,7 +43,6 @@ BROKEN = {
     "tokens do not grow": ("return newest < now_us and now_as_token or", "return '7' or"),
     "a pause is not heeded": ("terms, limit_set(lock))", "terms)"),
     "a task may run again when it is done": ("mark_done(lock, ticket)", ""),
-    "a key stays reserved": ("if not stays then it.state = '-'", "if not stays then"),
     "the last in line is served first": (
         "local head = redis.call('ZRANGE', lock.line, 0, 0)[1]",
         "local head = redis.call('ZRANGE', lock.line, -1, -1)[1]",
