@@ -104,6 +104,13 @@ def in_time(app: Celery, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def postponed(options: dict[str, Any], most: float) -> dict[str, Any]:
+    """Return the options of a message with *most* seconds as its longest delay."""
+    if delay_of(options) <= max(most, 0.0):
+        return options
+    return {**options, "eta": None, "countdown": max(most, 0.0)}
+
+
 def retried(app: Celery, options: dict[str, Any], request: Context) -> dict[str, Any]:
     """
     Return the options of a retry, without what belongs to the delivery that is retried.

@@ -57,7 +57,7 @@ from celery_dislock.messages.headers import (
     with_notes,
 )
 from celery_dislock.messages.message import AS_IT_CAME
-from celery_dislock.messages.resending import in_time, retried
+from celery_dislock.messages.resending import in_time, postponed, retried
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.servers.server import Outage
@@ -447,10 +447,3 @@ def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:
     if expires is None or declared.lock_unique_until == "expiry":
         return kept
     return min(kept, max(seconds_until(expires), 0.001))
-
-
-def postponed(options: dict[str, Any], most: float) -> dict[str, Any]:
-    """Return the options with *most* seconds as the longest delay."""
-    if delay_of(options) <= max(most, 0.0):
-        return options
-    return {**options, "eta": None, "countdown": max(most, 0.0)}
