@@ -448,6 +448,29 @@ def test_whose_turn_has_run_out_is_not_passed_when_another_task_gives_up(fleet):
     assert fleet.given() == ["b1"]
 
 
+def test_whose_turn_has_run_out_is_not_passed_when_a_waiter_gives_up(fleet):
+    """A waiter that has lost its first lock gives back the second one, and hands that on."""
+    locks, two = [tenant("s"), API], (Terms(), Terms(limit=2))
+
+    def wait(owner, *asked):
+        terms = two[-len(asked) :]
+        return fleet.store.acquire(list(asked), owner, 9 * TTL, "{}", place=9 * TTL, terms=terms)
+
+    assert isinstance(wait("s1@s:1/1", *locks), Granted)
+    fleet.send("x1", [API], Terms(limit=2))
+    fleet.send("b1", [API], Terms(limit=2))
+    assert type(wait("w1@s:1/2", API)) is Conflict
+    fleet.end("x1")
+    assert fleet.given() == ["b1"]
+    fleet.server.advance(TTL + 1)
+    fleet.server.send("DEL", tenant("s"))
+    fleet.store.acquire([tenant("s")], "y1", 9 * TTL, "{}")
+    assert type(wait("s1@s:1/1", *locks)) is Conflict
+    assert not any(owner.startswith("w1") for owner in fleet.owners(API))
+    fleet.lines.sweep([API])
+    assert fleet.given() == ["b1"]
+
+
 RULES = {
     "a newcomer passes those in line": (
         "return not head or head == member or",
