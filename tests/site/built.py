@@ -24,8 +24,10 @@ class Page(HTMLParser):
     def __init__(self, site: Path, name: str) -> None:
         super().__init__()
         self.links: list[str] = []  # of anchors, and what the page loads
+        self.menu: list[str] = []  # pages that the menu names
         self.headings: list[int] = []  # their levels, in reading order
         self.images: list[dict[str, str | None]] = []
+        self._in_menu = False
         self.feed((site / f"{name}.html").read_text("utf-8"))
         self.close()
 
@@ -34,10 +36,19 @@ class Page(HTMLParser):
         given = dict(attrs)
         if link := given.get("href") or given.get("src"):
             self.links.append(link)
+        if tag == "aside":
+            self._in_menu = given.get("class") == "sidebar-drawer"
+        if self._in_menu and "reference" in (given.get("class") or "") and link != "#":
+            self.menu.append(str(link))
         if tag == "img":
             self.images.append(given)
         if tag in {"h1", "h2", "h3", "h4", "h5", "h6"}:
             self.headings.append(int(tag[1]))
+
+    def handle_endtag(self, tag: str) -> None:
+        """Note the end of the menu."""
+        if tag == "aside":
+            self._in_menu = False
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from itertools import pairwise
 from urllib.parse import urlsplit
 
@@ -30,6 +31,16 @@ def test_headings_are_an_outline(site, name):
     assert headings.count(1) == 1
     assert headings[0] == 1
     assert not [pair for pair in pairwise(headings) if pair[1] > pair[0] + 1]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_menu_is_that_of_the_pages_readers(site, name):
+    """Users' pages are in the menu of users, and what contributors read in one of its own."""
+    inside = name.startswith("inside/")
+    menu = read(site, name).menu
+    assert len(menu) > 5
+    named = {posixpath.normpath(posixpath.join(posixpath.dirname(name), one)) for one in menu}
+    assert {one.startswith("inside/") for one in named} == {inside}
 
 
 @EVERY_PAGE

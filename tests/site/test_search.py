@@ -43,3 +43,13 @@ def test_the_search_finds_the_page_that_answers(visit, address, faults, query):
     names = [link.removeprefix(address).partition(".html")[0] for link in links]
     assert EXPECTED[query] & set(names[:FIRST]), f"found {names[: 2 * FIRST]}"
     assert not faults
+
+
+def test_what_users_read_comes_first(visit, address):
+    """Pages of contributors have the same words, and come after all pages of users."""
+    page = visit(f"search.html?{urlencode({'q': 'parked'})}")
+    page.get_by_role("heading", name="Search Results").wait_for()
+    links = page.locator("#search-results li > a").evaluate_all("all => all.map(a => a.href)")
+    inside = [link.removeprefix(address).startswith("inside/") for link in links]
+    assert True in inside
+    assert inside == sorted(inside)
