@@ -360,9 +360,14 @@ def _beginning_again(
     for again in one.begins if one.ended else ():
         if one.ended is None or again <= one.ended.at:
             continue
-        # Before the message was acknowledged: the broker delivers it again, and says so.
+        # Before a message was acknowledged: the broker delivers it again, and says so.  It may be
+        # that of an execution which had put the task off, or whose body had asked for a retry.
         acknowledged = one.ended.at + UNACKNOWLEDGED
-        if killed.get(one.ended.process, math.inf) < min(again, acknowledged) or any(
+        died = any(
+            killed.get(over.process, math.inf) < min(again, over.at + UNACKNOWLEDGED)
+            for over in one.over
+        )
+        if died or any(
             one.sent <= end and begin <= acknowledged and one.ended.at < again
             for begin, end in redelivers
         ):
@@ -371,8 +376,25 @@ def _beginning_again(
             one.claimed < end and begin < again for begin, end in forgot
         ):  # its claim or its mark went, and a copy that had been put off was on its way
             counts["parked tasks run again, and the server forgot"] += 1
+        elif _has_run_beside_itself(one, killed, again):
+            counts["runs again, as two of its bodies asked for a retry"] += 1
         else:
             yield Violation("once", f"{text} began again after its end", again)
+
+
+def _has_run_beside_itself(one: Task, killed: Mapping[str, float], until: float) -> bool:
+    """
+    Tell whether a task's lease ended early, and a copy began: each may ask for a retry.
+
+    Whether that lease may have ended is judged as exclusion.
+    """
+    bodies = [body for body in one.bodies if body.begin < until]
+    return any(
+        first.begin < second.begin < min(first.over, killed.get(first.process, math.inf))
+        for first in bodies
+        for second in bodies
+        if first.process != second.process
+    )
 
 
 def newest(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:

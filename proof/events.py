@@ -239,14 +239,31 @@ def operations(events: Iterable[Event], what: str = "operation") -> dict[str, Op
 
 
 @dataclass
+class Body:
+    """A body that ran: where, from when, and until when; one that was killed has no end."""
+
+    process: str
+    begin: float
+    over: float = math.inf
+
+
+@dataclass
 class Task:
-    """A task: when it was sent, when its bodies had asked for their locks and began, its end."""
+    """
+    A task: when it was sent, when its bodies had asked for their locks and began, its end.
+
+    Attributes:
+        over: The ends of its executions, of those without a body too: then a message is
+            acknowledged.
+    """
 
     more: Mapping[str, Any]
     sent: float = math.inf
     begins: list[float] = field(default_factory=list)
     asked: list[float] = field(default_factory=list)
     ended: Event | None = None
+    over: list[Event] = field(default_factory=list)
+    bodies: list[Body] = field(default_factory=list)
     outcome: Event | None = None
 
     @property
@@ -268,9 +285,15 @@ def all_tasks(events: Iterable[Event]) -> dict[str, Task]:
             task.sent, task.more = event.at, event.more
         elif event.kind == "begin":
             task.begins.append(event.at)
+            task.bodies.append(Body(event.process, event.at))
             task.asked.append(event.more.get("since", 0.0))
-        elif event.kind == "end":
-            task.ended = task.ended or event
+        elif event.kind in {"end", "over"}:
+            if event.kind == "end":
+                task.ended = task.ended or event
+            task.over.append(event)
+            for body in task.bodies:
+                if body.process == event.process:
+                    body.over = min(body.over, event.at)
         elif event.kind == "outcome":
             task.outcome = event
     return found

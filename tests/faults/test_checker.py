@@ -85,6 +85,22 @@ def again(at):
     return [*task("t", "sent", "begin", "end"), Event(at, "w", "task", "t", "begin", {})]
 
 
+def retried(beside=4, a=99):
+    """Make the events of a task that asks for a retry in two bodies, and ends twice; *a* dies."""
+    about = {"key": "k", "asked": 0.5, "parks": True, "may_fail": False, "state": "SUCCESS"}
+    told = [
+        (1, "s", "sent"),
+        (2, "a", "begin"),
+        (3, "a", "over"),
+        (beside, "b", "begin"),
+        (beside + 0.1, "b", "over"),
+        *((at, "c", kind) for at, kind in enumerate((*BODY, "over") * 2, 5)),
+    ]
+    seen = [one for one in told if one[1] != "a" or one[0] < a]
+    events = [Event(at, process, "task", "t", kind, about) for at, process, kind in seen]
+    return events + killed("a", a)
+
+
 def granted(name, at, ahead=0):
     """Make the events of a hold; the clock that its token goes by is ahead, or behind."""
     return hold(name, at, at + 0.5, token=int((at + ahead) * 1e6))
@@ -284,6 +300,8 @@ TOO_SOON = hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)
         ("once", task("t", "sent", "begin", "end", "begin", "end")),
         ("once", task("t", "sent", "begin", "end", "begin") + killed("w", 9)),
         ("once", again(9.5) + killed("w", 3.5 + UNACKNOWLEDGED)),
+        ("once", retried()),
+        ("once", retried(beside=2.9, a=2.5)),
         ("once", task("t", "sent", "begin", "end", "begin") + fault(9, 9.5, **REDELIVERS)),
         ("once", task("t", "sent", "begin", "end", "begin") + fault(3.2, 3.4, **FORGETS)),
         ("once", task("t", "sent", "begin", "end", "begin", parks=True) + fault(1, 2, **FORGETS)),
@@ -396,6 +414,8 @@ def test_a_planted_violation_is_found(promise, events):
         task("t", "sent", "outcome"),
         task("t", "sent", "begin", "begin", "end"),
         task("t", "sent", "begin", "end", "begin", "end") + killed("w", 3.5),
+        retried(a=3.5),
+        retried(beside=2.5),
         tick("t", 1) + tick("u", 2),
         tick("t", 1, **DOT) + tick("u", 2, **DOT),
         tick("t", 1) + tick("u", 1.9) + fault(1.5, 1.6, **FORGETS),
