@@ -210,7 +210,7 @@ def hold_ours(url: str) -> Held:
         cpu,
         sum(lease.renewals for lease in leases) - before,
         threading.active_count() - 1,
-        recording.latest({lease.driver.names[0]: lease.since for lease in leases}),
+        recording.latest({lease.lock.names[0]: lease.since for lease in leases}),
         sum(not lease.held for lease in leases),
     )
 

@@ -7,8 +7,9 @@ Each journey runs in this process against a real server, through Celery's own wo
 tracer, once to warm up and then once under ``sys.setprofile``.  Only this package's Python code is
 counted.  A change of module is a call from one of its modules into another.
 
-The figures are exact, and depend neither on the machine nor on the version of Python.  They tell how much somebody has to read who
-wants to follow a command from a task to its socket; what it costs is for the other benchmarks.
+The figures are exact, and depend neither on the machine nor on the version of Python.  They tell
+how much somebody has to read who wants to follow a command from a task to its socket; what it costs
+is for the other benchmarks.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def a_cap_that_is_never_reached() -> None:
 
 def some_of_several_locks() -> None:
     """Keep what was taken of several locks, when another of them is held."""
-    drop = "for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end"
+    drop = "for _, taken in ipairs(new) do end_lease(taken, lease_of(taken, owner)) end"
     _rewrite([ACQUIRE, ACQUIRE_UNIQUE], drop, "")
 
 
@@ -255,7 +255,7 @@ def a_message_that_is_never_replaced() -> None:
 
 def an_older_task_that_begins_after_the_newest() -> None:
     """Let a task begin, also if one that was sent later and cancels it has begun."""
-    _rewrite([PARK, PARK_UNIQUE], "this and newer_than(lock, this)", "nil")
+    _rewrite([PARK, PARK_UNIQUE], "canceller and newer_than(lock, canceller)", "nil")
 
 
 RUN, SIMULATION = "a run", "the simulation"  # where a control is shown

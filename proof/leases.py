@@ -100,8 +100,8 @@ class Durations:
 
     def acquired(self, lease: Lease) -> None:
         """Note that a client has a lease."""
-        self.options[lease.owner] = lease.driver.options
-        interval = lease.driver.interval
+        self.options[lease.owner] = lease.lock.options
+        interval = lease.lock.interval
         if interval is not None and lease.due is not None and lease.due - lease.since < interval:
             self.renewals[lease.owner] = -1  # of a hand-off: the first one sets the full timeout
 
@@ -109,11 +109,11 @@ class Durations:
         """Judge how often a lease was renewed; a look for a newer task does not count."""
         before = self._sent_at.get(lease.owner, lease.since)
         self._sent_at[lease.owner] = lease.renewed_at
-        is_look = lease.renewed_at - before < (lease.driver.interval or 0.0) / 2
+        is_look = lease.renewed_at - before < (lease.lock.interval or 0.0) / 2
         if is_look and self.renewals[lease.owner] >= 0:
             return
         self.renewals[lease.owner] += 1
-        most = lease.driver.options.max_renew_times
+        most = lease.lock.options.max_renew_times
         if 0 < most < self.renewals[lease.owner]:
             self.fail("cap", f"{lease!r} is renewed after {most} renewals")
 
@@ -121,13 +121,13 @@ class Durations:
         """Judge whether a lease is renewed no more before its cap."""
         self.has_capped = True
         since = self.net.time - lease.since
-        if since < cap_of(lease.driver.options) * (1 - EARLY):
+        if since < cap_of(lease.lock.options) * (1 - EARLY):
             self.fail("cap", f"{lease!r} is renewed no more after {since} s")
 
     def ended(self, lease: Lease) -> None:
         """Note that a lease was ended by its owner; it may be held on."""
-        if lease.end in ENDED_BY_OWNER and lease.driver.options.lock_at_least_for:
-            for name in lease.driver.names:
+        if lease.end in ENDED_BY_OWNER and lease.lock.options.lock_at_least_for:
+            for name in lease.lock.names:
                 self.done[name].append(lease)
 
     def held_on(self, name: str) -> list[Lease]:

@@ -581,12 +581,12 @@ class History:
         elif (
             self.keeper is not None
             and self.faults <= HARMLESS
-            and self.net.time - task.lease.since < cap_of(task.lease.driver.options)
+            and self.net.time - task.lease.since < cap_of(task.lease.lock.options)
             and task.dislock_guard.options.lock_on_conflict
             != "wait"  # it may be handed for seconds
             # Of a lock that the code does not name any more, the main process knows nothing.
             and set(task.dislock_guard.keys(request.args, request.kwargs)).issuperset(
-                task.lease.driver.keys
+                task.lease.lock.keys
             )
         ):
             self.fail(f"task {name} has lost its lease, and its main process lives")
@@ -649,7 +649,7 @@ class History:
 
     def check(self, lease: Lease, waited: float) -> None:
         """Check a lease that was granted, *waited* seconds after it was asked for, or renewed."""
-        for name, token in zip(lease.driver.names, lease.tokens.values(), strict=True):
+        for name, token in zip(lease.lock.names, lease.tokens.values(), strict=True):
             known = self.tokens.setdefault(name, [])
             for learned, other, owner in known:
                 if owner != lease.owner and learned < self.net.time - waited and other >= token:
@@ -660,7 +660,7 @@ class History:
                 other
                 for process in self.processes
                 for other in process.watched.leases
-                if name in other.driver.names
+                if name in other.lock.names
                 and other.end is None
                 and other.trusted_until > self.net.time
                 and other.since > self.lost_at
@@ -678,14 +678,14 @@ class History:
 
     def excludes(self, name: str, leases: Sequence[Lease]) -> bool:
         """Return whether a lock does not admit these leases together."""
-        modes = {one.driver.options.lock_mode for one in leases}
+        modes = {one.lock.options.lock_mode for one in leases}
         limits = [self.limit_of(one, name) for one in leases]
         most = max(limits + self.limits.get(name, []), default=1)
         return len(modes) > 1 or ("exclusive" in modes and len(leases) > most)
 
     def limit_of(self, lease: Lease, name: str) -> int:
         """Return how many leases the code admits at a lock, which asked for this one."""
-        options = lease.driver.options
+        options = lease.lock.options
         if options.limits_keys:
             return self.wide if name == lock_name(WIDE) else self.narrow
         return options.lock_limit or 1

@@ -149,7 +149,7 @@ class Channel:
 
     def lost(self, lease: Lease) -> None:
         """Tell that a lease is lost, after ``lock_on_lost`` was applied to the body."""
-        action, reason = lease.driver.options.lock_on_lost, lease.why_ended
+        action, reason = lease.lock.options.lock_on_lost, lease.why_ended
         #: ERROR: The body runs without its lock, and another task may start. -> Look up [the
         #: reason](#why-a-lock-is-lost). With `lock_on_lost="warn"`, see whether two runs did harm.
         logger.error(
@@ -166,7 +166,7 @@ class Channel:
 
     def capped(self, lease: Lease) -> None:
         """Tell that a lease has reached its cap, after ``lock_on_cap`` was applied to the body."""
-        action = lease.driver.options.lock_on_cap
+        action = lease.lock.options.lock_on_cap
         #: WARNING: The task hangs, or takes longer than its cap. -> Correct the task, or raise
         #: `max_renew_times`.
         logger.warning(
@@ -192,7 +192,7 @@ class Channel:
                 lease.on_end(lease, action)
         finally:
             self.renewed(lease)
-            if not lease.stops:
+            if not lease.terminated:
                 signals.lock_superseded.send(sender=lease.sender, lease=lease)
 
     def abandoned(self, lease: Lease) -> None:

@@ -357,7 +357,7 @@ class Running:
         self._mutex = threading.Lock()
         self._ended = False
         if isinstance(self.target, _MainThreadTarget):
-            self.target.on_signal = partial(lease.driver.look_at, lease)
+            self.target.on_signal = partial(lease.lock.look_at, lease)
         lease.on_end = self._stop
 
     def begin(self) -> None:
@@ -368,7 +368,7 @@ class Running:
             LockLostError, SupersededError: The lease has ended, or a newer task waits for it to
                 end, and the options ask to stop the body then.  The body must not run.
         """
-        lease, options, action = self._lease, self._lease.driver.options, None
+        lease, options, action = self._lease, self._lease.lock.options, None
         if lease.lost:
             action = options.lock_on_lost
         elif lease.capped:

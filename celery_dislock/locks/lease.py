@@ -73,7 +73,7 @@ WHY_ENDED = {
 }
 
 
-class Driver(Protocol):
+class LeasedLock(Protocol):
     """The lock of a lease: it sends for the lease, and waits for the replies."""
 
     names: Sequence[str]
@@ -122,7 +122,7 @@ class Lease:
             that this process knows of.
         told_at: Time at which the body was told of the newer task, on this process's clock; None:
             it was not told.
-        stops: Whether the body, which did not end then, was terminated: ``lock_cancel_after``.
+        terminated: Whether the body was terminated, as it did not end: ``lock_cancel_after``.
         since: Time before the lock was asked for, on this process's clock.
         caller_ended: Returns whether nobody is left who could release the lock.  None: somebody is
             always left, as with the lock of a task, which ends with its execution.
@@ -136,7 +136,7 @@ class Lease:
     reported = False  # whether its end was reported on the channel
     superseded = ""
     told_at: float | None = None
-    stops = False
+    terminated = False
     reservation: Reservation | None = None
     end: End | None = None
     caller_ended: Callable[[], bool] | None = None
@@ -144,10 +144,15 @@ class Lease:
     _reason = ""  # of a loss
 
     def __init__(
-        self, driver: Driver, attempt: Attempt, tokens: Mapping[str, int], since: float, ttl: float
+        self,
+        lock: LeasedLock,
+        attempt: Attempt,
+        tokens: Mapping[str, int],
+        since: float,
+        ttl: float,
     ) -> None:
-        self.driver = driver
-        self.key = driver.key
+        self.lock = lock
+        self.key = lock.key
         self.owner = attempt.owner
         self.holder = attempt.holder
         # Weak: otherwise a lock that only its lease refers to would live as long as it is renewed.
@@ -156,9 +161,9 @@ class Lease:
         self.tokens = tokens
         self.since = self.renewed_at = since
         # Monotonic time of the next renewal; None: no renewals.
-        self.due = None if driver.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
+        self.due = None if lock.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
         self.trusted_until = since + trust_in(ttl)
-        self._handed_on = ttl < driver.timeout  # until the first renewal sets the full timeout
+        self._handed_on = ttl < lock.timeout  # until the first renewal sets the full timeout
         self._pid = os.getpid()
 
     @property
@@ -202,12 +207,12 @@ class Lease:
 
         ``datetime.fromtimestamp(lease.acquired_at)`` shows it to people.
         """
-        return wall_time(self.since, self.driver.clock)
+        return wall_time(self.since, self.lock.clock)
 
     @property
     def held_for(self) -> float:
         """Seconds since the lock was asked for."""
-        return self.driver.clock() - self.since
+        return self.lock.clock() - self.since
 
     @property
     def why_ended(self) -> str:
@@ -232,7 +237,7 @@ class Lease:
     @property
     def trust_left(self) -> float:
         """Seconds until the trust ends unless the lease is renewed, even if it has ended."""
-        return max(0.0, self.trusted_until - self.driver.clock())
+        return max(0.0, self.trusted_until - self.lock.clock())
 
     def ensure_held(self) -> None:
         """
@@ -263,20 +268,20 @@ class Lease:
         if self._is_trusted:
             return True
         has_ended = self.end is not None or self.capped or self.is_inherited
-        if has_ended or self.due is None or not self.driver.asks:
+        if has_ended or self.due is None or not self.lock.asks:
             return False
-        return self.driver.renew(self)
+        return self.lock.renew(self)
 
     def extend(self, sent_at: float) -> None:
         """Extend the trust after a successful renewal that was sent at *sent_at*."""
-        interval = self.driver.interval
+        interval = self.lock.interval
         if interval is not None:
             if sent_at >= self.trusted_until:  # the worker's main process has renewed it meanwhile
                 self.renewals += max(0, int((sent_at - self.renewed_at) / interval) - 1)
             self.due = sent_at + interval
         is_extra = interval is not None and sent_at < self.renewed_at + interval / 2
         self.renewed_at = sent_at
-        self.trusted_until = sent_at + trust_in(self.driver.timeout)
+        self.trusted_until = sent_at + trust_in(self.lock.timeout)
         if self._handed_on:
             self._handed_on = False
         elif not is_extra:  # a look for a newer task does not count towards the cap
@@ -298,7 +303,7 @@ class Lease:
         again, or the lease ends with its expiry.  The log says when.
         """
         if not self.finished and not self.is_inherited:
-            self.driver.end(self, ending)
+            self.lock.end(self, ending)
 
     def __bool__(self) -> bool:
         """Return True, also for a lost lease: only :class:`NoLease` is falsy; see :attr:`held`."""

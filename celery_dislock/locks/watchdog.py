@@ -195,7 +195,7 @@ class Watchdog(Loop):
             for lease in self if self.asks else ():
                 if lease.due is not None and since < self._lost_at(lease) <= now:
                     # The main process may have renewed the lease just now, for a whole timeout.
-                    self._leases[lease] = now + lease.driver.timeout
+                    self._leases[lease] = now + lease.lock.timeout
 
     def _lost_at(self, lease: Lease) -> float:
         return max(lease.trusted_until, self._leases.get(lease, 0.0))
@@ -208,7 +208,7 @@ class Watchdog(Loop):
         due = [
             lease
             for lease in self
-            if (lease.due or lease.trusted_until) - (lease.driver.interval or 0.0) * EARLY <= now
+            if (lease.due or lease.trusted_until) - (lease.lock.interval or 0.0) * EARLY <= now
         ]
         batch: list[Lease] = []
         reports: list[tuple[Report | None, Lease]] = []
@@ -230,7 +230,7 @@ class Watchdog(Loop):
 
     def _over(self, lease: Lease, now: float) -> Report | None:
         """Mark a lease whose renewals end, and return the report of that; None: it is renewed."""
-        options = lease.driver.options
+        options = lease.lock.options
         if self._lost_at(lease) <= now:
             lease.lose(
                 "it could not be renewed in time"
@@ -249,7 +249,7 @@ class Watchdog(Loop):
     def _renew(self, batch: Sequence[Lease]) -> None:
         sent_at = self.clock()
         within = max(WITHIN_LEAST, min((self._lost_at(batch[0]) - sent_at) / 2, WITHIN_MOST))
-        leases = [(one.driver.names, one.owner, one.driver.timeout) for one in batch]
+        leases = [(one.lock.names, one.owner, one.lock.timeout) for one in batch]
         renew = partial(self._store.renew, leases, within=within)
         answers = self.ask("renewing leases", within, renew, len(batch))
         self._report_outage([answer for answer in answers if isinstance(answer, StoreError)])
@@ -307,22 +307,22 @@ class Watchdog(Loop):
 
         If an action is due later, the lease is renewed at that time, which calls this again.
         """
-        options, now = lease.driver.options, self.clock()
+        options, now = lease.lock.options, self.clock()
         if options.on_cancel is None:
             lease.superseded = by
             return None
         if lease.told_at is None:
             action, at = options.on_cancel, lease.since + options.lock_cancel_not_before
-        elif options.lock_cancel_after is not None and not lease.stops:
+        elif options.lock_cancel_after is not None and not lease.terminated:
             action, at = "terminate", lease.told_at + options.lock_cancel_after
         else:
             return None
-        interval = lease.driver.interval or 0.0
+        interval = lease.lock.interval or 0.0
         if now < at - interval * EARLY:
             lease.due = min(lease.due or at, at)
             return None
         if lease.told_at is not None:
-            lease.stops = True
+            lease.terminated = True
             return action
         lease.superseded, lease.told_at = by, now
         if options.lock_cancel_after is not None:

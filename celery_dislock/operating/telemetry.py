@@ -135,13 +135,13 @@ class Telemetry(Watcher):
         """Count a cap that is reached, and send an event."""
         self._count("capped", lease.holder)
         _event(lease.trace, "capped", key=lease.key, renewals=lease.renewals)
-        action = lease.driver.options.lock_on_cap
+        action = lease.lock.options.lock_on_cap
         about = {"renewals": lease.renewals, "ends_in": lease.remaining, "action": action}
         self._send_event(lease, "task-lock-capped", about)
 
     def lost(self, lease: Lease) -> None:
         """Count a loss, and send an event; :meth:`ended` follows."""
-        reason, action = lease.why_ended, lease.driver.options.lock_on_lost
+        reason, action = lease.why_ended, lease.lock.options.lock_on_lost
         self._count("lost", lease.holder, "gone" if reason in GONE else "expired")
         self._send_event(lease, "task-lock-lost", {"reason": reason, "action": action})
 

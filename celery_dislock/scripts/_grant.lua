@@ -59,7 +59,7 @@ end
 
 -- Raise an error if one of the lock's keys cannot be read.  Called before anything is changed, as what a script has
 -- done before an error stays.  *hashes*: endings of the keys that are hashes.
-local function look(lock, hashes)
+local function check_keys(lock, hashes)
   count_leases(lock)
   for _, key in ipairs({lock.line, lock.handed}) do unless_hidden(pcall(redis.call, 'ZCARD', key)) end
   for _, ending in ipairs(hashes) do unless_hidden(pcall(redis.call, 'HLEN', lock.name .. ending)) end

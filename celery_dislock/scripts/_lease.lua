@@ -19,7 +19,7 @@
 --   x, s                 how many live leases there are of each mode
 --   gates                how many live leases keep a gate; see _rate.lua
 --
--- put() and drop() alone change leases, and they keep this true.
+-- put() and end_lease() alone change leases, and they keep this true.
 local function open(name)
   return {
     name = name, line = name .. LINE, places = name .. PLACES, tickets = name .. TICKETS,
@@ -82,7 +82,7 @@ local function put(lock, lease)
 end
 
 -- Take a lease away.
-local function drop(lock, lease)
+local function end_lease(lock, lease)
   redis.call('HDEL', lock.name, lease.owner)
   lock.newest = math.max(lock.newest, tonumber(lease.token))
   take_out(lock, lease.owner)
@@ -106,7 +106,7 @@ local function finish(lock, lease, at_least_ms)
       mode = lease.mode, holder = lease.holder, version = lease.version,
     })
   end
-  drop(lock, lease)  -- after put(): a hash that becomes empty may move to another node, and loses its expiry
+  end_lease(lock, lease)  -- after put(): a hash that becomes empty may move to another node, and loses its expiry
   if not runs_out then return end
   if redis.call('HLEN', lock.name) == 1 then
     redis.call('PEXPIRE', lock.name, ends - now)

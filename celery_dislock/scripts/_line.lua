@@ -56,11 +56,11 @@ local function serve(lock, waiter, asker)
   return true, true
 end
 
-local function keep(key) live_at_least(key, KEPT_MS) end
+local function keep_key(key) live_at_least(key, KEPT_MS) end
 
 local function join(lock, member, joined)
   redis.call('ZADD', lock.line, string.format('%.0f', joined), member)
-  keep(lock.line)
+  keep_key(lock.line)
 end
 
 local JOINED_DIGITS = 18  -- microseconds, or a little more

@@ -39,29 +39,29 @@ do
   end
 
   -- The id of a task that was sent after this one, if there is one.
-  newer_than = function(lock, this)
+  newer_than = function(lock, canceller)
     for _, which in ipairs({'waits', 'began'}) do
       local one = newest(lock, which)
-      if one and is_newer(one, this) then return one.task end
+      if one and is_newer(one, canceller) then return one.task end
     end
   end
 
-  become_newest = function(lock, this, which)
+  become_newest = function(lock, canceller, which)
     local waits, other = newest(lock, 'waits'), newest(lock, which)
-    if which == 'began' and waits and not is_newer(waits, this) then redis.call('HDEL', lock.name .. NEWEST, 'waits') end
-    if other and is_newer(other, this) then return end
-    redis.call('HSET', lock.name .. NEWEST, which, string.format('1 %.0f %s ', this.sent, this.terms) .. this.task)
+    if which == 'began' and waits and not is_newer(waits, canceller) then redis.call('HDEL', lock.name .. NEWEST, 'waits') end
+    if other and is_newer(other, canceller) then return end
+    redis.call('HSET', lock.name .. NEWEST, which, string.format('1 %.0f %s ', canceller.sent, canceller.terms) .. canceller.task)
     redis.call('PEXPIRE', lock.name .. NEWEST, NEWEST_MS)
   end
 
   -- Mark the leases that must end for this task: all of the other mode; if there are none, the oldest.  Leases of
   -- tickets and of owners whose body has not begun are left alone.  Returns the holders, for the caller to tell.
-  -- Without *this*: for the newest task that waits.  It may have come while the lock was paused, or before others
+  -- Without *canceller*: for the newest task that waits.  It may have come while the lock was paused, or before others
   -- were handed the lock.
-  supersede = function(lock, this)
-    this = this or newest(lock, 'waits')
-    if not this then return {} end
-    local terms, set, oldest, goes, told = parse_terms(this.terms), limit_set(lock), nil, {}, {}
+  supersede = function(lock, canceller)
+    canceller = canceller or newest(lock, 'waits')
+    if not canceller then return {} end
+    local terms, set, oldest, goes, told = parse_terms(canceller.terms), limit_set(lock), nil, {}, {}
     if not terms or set == 0 or has_room(count_leases(lock), terms, set) then return told end
     for owner, lease in pairs(lock.leases) do
       local runs = not is_parked(owner) and string.byte(owner, 1) ~= RUNS_OUT and not has_gate(lease)
@@ -70,7 +70,7 @@ do
     end
     if not goes[1] then goes[1] = oldest end
     for _, lease in ipairs(goes) do
-      lease.holder = with_mark(lease.holder, this.task)
+      lease.holder = with_mark(lease.holder, canceller.task)
       put(lock, lease)
       told[#told + 1] = lease.holder
     end

@@ -52,9 +52,9 @@ local claimer                   -- {lock, ticket} that claims its turn here: its
 local opened, behind = {}, {}   -- the locks of this script by name, and those that are still to be handed on
 local moves = 0                 -- calls of go_on() that this script has made
 
--- As look(), at all keys of the lock but its limit.
-local function look_at_keys(lock)
-  look(lock, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE})
+-- As check_keys(), at all keys of the lock but its limit.
+local function check_all_keys(lock)
+  check_keys(lock, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE})
   local total = unless_hidden(pcall(redis.call, 'HGET', lock.tickets, TOTAL))
   if total and not string.find(total, '^%-?%d+$') then error('dislock: its count of bytes cannot be read', 0) end
 end
@@ -65,7 +65,7 @@ local function open_whole(name)
   if opened[name] then return opened[name] end
   local lock = open(name)
   line_exists(lock)
-  look_at_keys(lock)
+  check_all_keys(lock)
   limit_set(lock)
   opened[name] = lock
   return lock
@@ -95,7 +95,7 @@ local function write_ticket(lock, ticket, parked)
   local before = redis.call('HSTRLEN', lock.tickets, ticket)
   redis.call('HSET', lock.tickets, ticket, record)
   redis.call('HINCRBY', lock.tickets, TOTAL, #record - before)
-  keep(lock.tickets)
+  keep_key(lock.tickets)
 end
 
 local function drop_ticket(lock, ticket)
@@ -134,7 +134,7 @@ local function give_up(lock, ticket, stations, nth)
   for later = nth, #stations do
     local at, member = station_of(lock, ticket, stations, later)
     local unit = at and lease_of(count_leases(at), member)
-    if unit then drop(at, unit) end
+    if unit then end_lease(at, unit) end
     local stood = at and redis.call('ZREM', at.line, member) == 1
     if at ~= lock and (unit or stood) then hand_on_later(at) end
   end
@@ -159,7 +159,7 @@ local function mark_done(lock, name) redis.call('SET', lock.name .. DONE .. name
 -- Take a task out of line that is replaced or dropped.  Its message is kept until the task's end is reported.
 local function replace(lock, ticket, message)
   redis.call('HSET', lock.name .. REPLACED, ticket, message)
-  keep(lock.name .. REPLACED)
+  keep_key(lock.name .. REPLACED)
   forget(lock, ticket)
   mark_done(lock, ticket)
 end
@@ -169,7 +169,7 @@ local function set_aside(lock, ticket, what)
   forget(lock, ticket)
   if what == '' then return end
   redis.call('HSET', lock.name .. ASIDE, ticket, what)
-  keep(lock.name .. ASIDE)
+  keep_key(lock.name .. ASIDE)
 end
 
 -- Some of the tasks that were replaced, and whose end is not reported yet: {ticket, message, ...}.
@@ -292,7 +292,7 @@ local function go_on(lock, ticket, parked)
   local lasts = delay + math.min(parked.ttl * 2 ^ parked.times, math.max(parked.ttl, TURN_MOST_MS))
   keep_units(lock, ticket, stations, #stations + 1, lasts, parked.times == 0)
   redis.call('ZADD', lock.handed, now + lasts, ticket)
-  keep(lock.handed)
+  keep_key(lock.handed)
   parked.times = parked.times + 1
   write_ticket(lock, ticket, parked)
   if not is_claimer(lock, ticket) then publish(lock, ticket, parked.message, delay) end

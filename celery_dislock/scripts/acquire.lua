@@ -82,7 +82,7 @@ end
 local function give_up(lock)
   local mine = lease_of(lock, owner)
   if not mine then return end
-  drop(lock, mine)
+  end_lease(lock, mine)
   local seen, line_is_there = pcall(line_exists, lock)
   if seen and (recall(lock) or line_is_there) then hand_off(lock) end
 end
@@ -95,7 +95,7 @@ local locks = {}  -- all are read before one is changed
 for nth, key in ipairs(KEYS) do
   local lock = open(key)
   locks[nth] = lock
-  look(lock, {PLACES})
+  check_keys(lock, {PLACES})
   limit_set(lock)
   if not lease_of(lock, owner) then
     admits(lock, terms_of(nth))
@@ -119,7 +119,7 @@ for nth, lock in ipairs(locks) do
   if not copy then token, is_new, starts = take(lock, terms_of(nth)) end
   if not token then
     if not waits then
-      for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end
+      for _, taken in ipairs(new) do end_lease(taken, lease_of(taken, owner)) end
     end
     return refuse(nth, copy)
   end

@@ -28,7 +28,7 @@ end
 
 local lease = shown()
 if not lease then return 0 end
-drop(lock, lease)
+end_lease(lock, lease)
 redis.call('DEL', lock.name .. WAKE .. owner)  -- the owner's news, if it was handed the lease
 if is_parked(owner) then
   local ticket, beside = ticket_of(owner)

@@ -19,7 +19,7 @@ limit, ttl_ms, note, home = unpack(ARGV)
 local lock = open(KEYS[1])
 opened[KEYS[1]] = lock
 line_exists(lock)  -- or an error, before anything is done
-look_at_keys(lock)
+check_all_keys(lock)
 
 local key = lock.name .. LIMIT
 local before = string.match(redis.call('GET', key) or '', '^%d+ (%d+) ') or ''

@@ -50,7 +50,7 @@ end
 
 home, most, most_bytes = its_home, tonumber(most), tonumber(most_bytes)
 
-local this = sent ~= '' and {sent = math.min(tonumber(sent), now_us), terms = terms, task = string.sub(same_task, 1, -2)}
+local canceller = sent ~= '' and {sent = math.min(tonumber(sent), now_us), terms = terms, task = string.sub(same_task, 1, -2)}
 
 local NO_PLACE = 0  -- the place, in a refusal of a task that is not put in line
 local lock = open_whole(name)
@@ -67,7 +67,7 @@ end
 
 -- How many tasks wait for their turn.  For a task that supersedes others, also those that have their turn.
 local function waiting()
-  return count_tickets(lock) - (this and 0 or redis.call('ZCARD', lock.handed))
+  return count_tickets(lock) - (canceller and 0 or redis.call('ZCARD', lock.handed))
 end
 
 -- A reply about a lock that is in the way.
@@ -110,7 +110,7 @@ local function in_line()
   local answer = of and about_rate(PARKED, of, math.ceil(early / 1000))
     or about_lock(PARKED, its, rank and rank + 1 or waiting())
   answer[#answer + 1] = message ~= '' and unreported(lock) or {}
-  answer[#answer + 1] = this and rank and supersede(its, this) or {}
+  answer[#answer + 1] = canceller and rank and supersede(its, canceller) or {}
   return answer
 end
 
@@ -133,7 +133,7 @@ local function is_over_limit(stations)
 end
 
 local function grant_all(stations, claimed)
-  if this then become_newest(lock, this, 'began') end
+  if canceller then become_newest(lock, canceller, 'began') end
   local answer = {GRANTED, turns, claimed}
   for nth, station in ipairs(stations) do
     local at = nth == 1 and lock or open_whole(station.name)
@@ -157,7 +157,7 @@ local function list_first() return {UNLISTED, turns, string.format('%.0f', now_u
 
 local function put_in_line(joined, stations, its_home, its_message)
   list()
-  if this then become_newest(lock, this, 'waits') end
+  if canceller then become_newest(lock, canceller, 'waits') end
   stations[1].arrived = joined
   local parked = {joined = joined, times = 0, ttl = ttl, home = its_home, stations = stations, message = its_message}
   write_ticket(lock, ticket, parked)
@@ -184,7 +184,7 @@ local function make_room(size)
   -- Tickets that wait, the oldest first: those that have passed this lock and wait at a later one, then this line.
   local function waiting_longest()
     local found = keeping(lock)
-    for _, other in ipairs(this and redis.call('ZRANGE', lock.handed, 0, -1) or {}) do found[#found + 1] = other end
+    for _, other in ipairs(canceller and redis.call('ZRANGE', lock.handed, 0, -1) or {}) do found[#found + 1] = other end
     for _, member in ipairs(redis.call('ZRANGE', lock.line, 0, LOOKED_MOST - 1)) do
       local other, beside = ticket_of(member)
       if is_parked(member) and not beside then found[#found + 1] = other end
@@ -206,7 +206,7 @@ local function make_room(size)
   if overflow ~= 'replace' then return false end
   for _, other in ipairs(waiting_longest()) do
     if is_oldest or is_room() or #goes == TAKEN_MOST then break end
-    is_oldest = not this and was_sent_before(other)  -- else it is the newest, as newer_than() says
+    is_oldest = not canceller and was_sent_before(other)  -- else it is the newest, as newer_than() says
     if not is_oldest then
       goes[#goes + 1] = other
       too_many, too_long = too_many - 1, too_long - redis.call('HSTRLEN', lock.tickets, other)
@@ -345,11 +345,11 @@ local function answer()
   local other = leases_of(lock, same_task)[1]  -- the lease of another delivery of this task
   if other then return {REFUSED, turns, name, NO_PLACE, about(other)} end
 
-  local told = lock.name .. DONE .. '~' .. ticket  -- once it was told so, no copy of it may run
-  local told_before = this and redis.call('GET', told)
-  local newer = told_before or this and newer_than(lock, this)
+  local told_key = lock.name .. DONE .. '~' .. ticket  -- once it was told so, no copy of it may run
+  local told_before = canceller and redis.call('GET', told_key)
+  local newer = told_before or canceller and newer_than(lock, canceller)
   local function superseded()
-    redis.call('SET', told, newer, 'PX', COPY_MS)
+    redis.call('SET', told_key, newer, 'PX', COPY_MS)
     forget(lock, ticket)
     recall_and_hand_off(lock)
     return {REPLACED_BY, turns, newer}
@@ -365,6 +365,6 @@ local function answer()
   return new()
 end
 
-local told = answer()
+local reply = answer()
 hand_on_all()
-return told
+return reply

@@ -18,7 +18,7 @@ rate, back_ms, ttl_ms, note, home = unpack(ARGV)
 local lock = open(KEYS[1])
 opened[KEYS[1]] = lock
 line_exists(lock)  -- or an error, before anything is done
-look_at_keys(lock)
+check_all_keys(lock)
 
 local set = rate_set(lock) or {until_ms = 0, most = 0, window = 0}
 local before = set.most > 0 and string.format('%.0f/%.0f', set.most, set.window) or ''

@@ -21,7 +21,7 @@ local function add(key)
   if opened[key] then return end
   local lock = open(key)
   locks[#locks + 1], opened[key] = lock, lock
-  look_at_keys(lock)
+  check_all_keys(lock)
   limit_set(lock)
   local claim = ARGV[4] and redis.call('HGET', lock.running, ARGV[4])
   for _, station in ipairs(claim and parse_claim(claim).stations or {}) do add(station.name or key) end

@@ -33,7 +33,7 @@ for _, ticket in ipairs(keeping(lock)) do
   local parked = read_ticket(lock, ticket)
   local waits_at = parked and go_on(lock, ticket, parked)
   if waits_at then hand_on_later(waits_at) end  -- a lock without tickets of its own is not listed, so not swept
-  if not parked then drop(lock, lease_of(lock, member_of(ticket))) end
+  if not parked then end_lease(lock, lease_of(lock, member_of(ticket))) end
 end
 -- Tickets that stand nowhere because a key of the lock was lost: in no line, without a turn or a unit.
 local known = redis.call('ZCARD', lock.line) + redis.call('ZCARD', lock.handed) + #keeping(lock)
@@ -50,7 +50,7 @@ for _, ticket in ipairs(keeping(lock)) do
   local circle = circle_of(lock, ticket)
   if circle then circles[#circles + 1] = open_circle(circle) end
 end
-for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do keep(key) end
+for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do keep_key(key) end
 if redis.call('HLEN', lock.running) > lock.x + lock.s then tidy_claims(lock) end  -- more claims than leases
 
 local unclaimed = {}

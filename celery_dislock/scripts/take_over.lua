@@ -37,7 +37,7 @@ for _, key in ipairs(KEYS) do
       owner = ARGV[2], expires = left.expires, token = new_token(lock), acquired = left.acquired,
       mode = left.mode, holder = ARGV[3],
     })
-    drop(lock, left)  -- last: a hash that is empty loses its expiry
+    end_lease(lock, left)  -- last: a hash that is empty loses its expiry
     taken = taken + 1
   end
 end

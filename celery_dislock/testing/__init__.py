@@ -401,7 +401,7 @@ class DislockServer:
     def _leases(self, key: Key) -> list[Lease]:
         """Return the leases of the lock that this process renews."""
         names = set(self._names(key))
-        return [one for one in self._renewed() if not names.isdisjoint(one.driver.names)]
+        return [one for one in self._renewed() if not names.isdisjoint(one.lock.names)]
 
     def _renewed(self) -> list[Lease]:
         return [lease for watchdog in self._watchdogs for lease in watchdog]

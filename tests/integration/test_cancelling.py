@@ -274,7 +274,7 @@ def test_a_look_for_a_newer_task_is_not_counted(driven, comes):
     """Whoever can send commands to workers cannot bring a lease to its cap by that."""
     with driven.lock(on_cancel="raise", max_renew_times=2) as lease:
         for _ in range(10):
-            lease.driver.look_at(lease)
+            lease.lock.look_at(lease)
             driven.advance(0.5)
         assert (lease.renewals, lease.capped) == (0, False)
 

@@ -263,16 +263,16 @@ def test_the_newest_runs_last(seed):
 
 BROKEN = {
     "an older one may run after the newest": (
-        "this and newer_than(lock, this)",
+        "canceller and newer_than(lock, canceller)",
         "nil",
     ),
-    "nobody is told": ("lease.holder = with_mark(lease.holder, this.task)", ""),
+    "nobody is told": ("lease.holder = with_mark(lease.holder, canceller.task)", ""),
     "the youngest is told": (
         "lease.token - oldest.token < 0",
         "lease.token - oldest.token > 0",
     ),
     "who has its turn keeps it": (
-        "return count_tickets(lock) - (this and 0 or redis.call('ZCARD', lock.handed))",
+        "return count_tickets(lock) - (canceller and 0 or redis.call('ZCARD', lock.handed))",
         "return count_tickets(lock) - redis.call('ZCARD', lock.handed)",
     ),
     "who was dropped still cancels": (
