@@ -85,9 +85,9 @@ def a_done_mark_without_a_run() -> None:
     """Take a parked task out, and mark it as done, when it is given its turn."""
     _rewrite(
         [RELEASE, RELEASE_UNIQUE],
-        "local function publish(lock, ticket, message)",
-        "local function publish(lock, ticket, message)\n"
-        "  forget(lock, ticket)\n  mark_done(lock, ticket, DONE_WITH_LOCK)",
+        "local function publish(lock, ticket, message, delay_ms)",
+        "local function publish(lock, ticket, message, delay_ms)\n"
+        "  forget(lock, ticket)\n  mark_done(lock, ticket)",
     )
 
 
