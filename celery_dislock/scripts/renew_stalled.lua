@@ -9,6 +9,7 @@
 -- Returns   > 0   a lease was renewed: milliseconds since its renewal before that
 --           < 0   the lease was not renewed; without its sign, the number is the milliseconds until it is overdue
 --           0     there is no lease, or none that may be renewed
+--           "capped"   the lease is overdue, and was renewed for the whole time
 -- Touches the lock alone, and creates or revives nothing.  A lease that a waiter was handed and has not
 -- taken up is left alone: it is shorter than ttl_ms.
 
@@ -18,8 +19,7 @@ local start, ttl, overdue, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]),
 
 local function may_be_renewed(lease)
   if lease.expires <= now then return false end  -- left there: the next token must be higher
-  if lease.expires - lease.acquired < ttl then return false end
-  return most == 0 or now - lease.acquired < most
+  return lease.expires - lease.acquired >= ttl
 end
 
 local answer, lock = 0, open(KEYS[1])
@@ -29,8 +29,15 @@ for i = 1, #found, 2 do
     local lease = read(found[i], found[i + 1])
     if may_be_renewed(lease) then
       local since = now - (lease.expires - ttl)
-      answer = since >= overdue and since or since - overdue
-      if answer > 0 then renew(lock, lease, ttl) end
+      local is_capped = most > 0 and now - lease.acquired >= most
+      if since < overdue then
+        answer = since - overdue
+      elseif is_capped then
+        answer = 'capped'
+      else
+        answer = since
+        renew(lock, lease, ttl)
+      end
     end
   end
 end

@@ -65,10 +65,12 @@ class Looked(NamedTuple):
             the lease was not overdue.
         overdue_in: Seconds until the lease is overdue; 0: it was renewed, or there is none to
             renew.
+        capped: Whether the lease is overdue, and is not renewed any more, as that is its cap.
     """
 
     unrenewed: float
     overdue_in: float
+    capped: bool = False
 
 
 def refusal(reply: Sequence[Any], locks: Sequence[str]) -> Conflict:
@@ -118,5 +120,7 @@ def looked(replies: Sequence[Any]) -> Looked | StoreError:
     error = next((reply for reply in replies if isinstance(reply, StoreError)), None)
     if error is not None:
         return error
+    if b"capped" in replies:
+        return Looked(0.0, 0.0, capped=True)
     soon = min((-reply for reply in replies if reply < 0), default=0)
     return Looked(max(0, *replies) / 1000, soon / 1000)

@@ -7,6 +7,10 @@ overdue, the main process asks the server to renew it if nobody has, and to say 
 next: a healthy process costs the server a look at its lock per renewal.  The server counts the cap
 from the acquisition.
 
+Such a body may have to end: a newer task waits for that, or its lease has had all its renewals.
+Nothing in its process can stop it, so the main process kills the process, if the options ask to
+terminate the body.
+
 All of it runs in the worker's timer, which is the event loop if the worker has one.  A thread could
 be running while the main process forks a pool process; see :mod:`celery_dislock.tasks.request`.
 A worker that shuts down stops its timer and forks no more: then a thread goes on.
@@ -16,6 +20,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -29,6 +35,7 @@ from celery_dislock.locks.watchdog import EARLY
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.server import Outage
+from celery_dislock.tasks.cancelling import why_replaced
 from celery_dislock.tasks.request import is_alive, is_child
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.worker.timed import TimedStep
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 
     from celery.worker import WorkController
 
+    from celery_dislock.servers.replies import Looked
     from celery_dislock.servers.store import Store
 
 WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
@@ -87,18 +95,24 @@ class StalledStep(TimedStep):
 class Watched:
     """What is known of one execution.
 
+    Args:
+        since: Monotonic time at which it was seen first.
+
     Attributes:
         due: Monotonic time of the next look at it.
         execution: How to renew its leases; None: not known yet.
         silent_since: Monotonic time from which its process has not renewed; None: it does.
         told: Whether the log says so.
+        superseded_since: Monotonic time at which a newer task was seen to wait for its end; None:
+            none waits.
     """
 
-    def __init__(self, due: float) -> None:
-        self.due = due
+    def __init__(self, since: float, due: float) -> None:
+        self.since, self.due = since, due
         self.execution: Execution | None = None
         self.silent_since: float | None = None
         self.told = False
+        self.superseded_since: float | None = None
 
 
 class StalledKeeper:
@@ -148,7 +162,7 @@ class StalledKeeper:
             if guard is None or not guard.interval or not is_child(request.worker_pid):
                 return None
             # Most executions have ended before their key is needed.
-            self._watched[request] = Watched(now + guard.interval)
+            self._watched[request] = Watched(now, now + guard.interval)
             return None
         if watched.due > now:
             return None
@@ -176,7 +190,16 @@ class StalledKeeper:
                 continue
             overdue = request.task.dislock_guard.interval * LATE
             watched.due = now + min(found.overdue_in or overdue, overdue)
+            why = _why_killed(request, watched, found, now)
             self._tell(request, watched, found.unrenewed, now)
+            if why:
+                #: ERROR: `terminate`, or `lock_cancel_after`, and the body holds the GIL, or its
+                #: process was stopped. The lock is free then.
+                logger.error(
+                    "Killing process %d, which stands still, with the body of %s[%s]: %s",
+                    *(request.worker_pid, request.name, request.id, why),
+                )
+                os.kill(request.worker_pid, signal.SIGKILL)
 
     def _tell(self, request: Any, watched: Watched, unrenewed: float, now: float) -> None:
         """Log once that a process does not renew, if the main process has to do so again."""
@@ -202,6 +225,24 @@ class StalledKeeper:
             logger.info(
                 "Cannot look after pool processes that may be stalled, trying again: %s", error
             )
+
+
+def _why_killed(request: Any, watched: Watched, found: Looked, now: float) -> str:
+    """Return why a body that stands still is terminated; empty: it is not, or not yet."""
+    if watched.silent_since is None:  # at the last look its process did what it has to
+        return ""
+    options = request.task.dislock_guard.options
+    if found.capped:
+        return "its lease is at its cap" if options.lock_on_cap == "terminate" else ""
+    after = 0.0 if options.on_cancel == "terminate" else options.lock_cancel_after
+    newer = why_replaced(request) if found.unrenewed and after is not None else ""
+    if not newer:
+        watched.superseded_since = None
+        return ""
+    if watched.superseded_since is None:
+        watched.superseded_since = now
+    undisturbed = watched.since + options.lock_cancel_not_before
+    return newer if now >= max(watched.superseded_since + after, undisturbed) else ""
 
 
 def _execution(request: Any) -> Execution | None:

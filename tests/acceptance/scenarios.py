@@ -172,6 +172,14 @@ def keep_the_gil(key: str, seconds: float) -> dict[str, Any]:
         return lease_in_words()
 
 
+def keep_the_gil_for_ever(key: str) -> None:
+    """Wait for a mutex of C that this thread has: no signal ends that, and no bytecode follows."""
+    with reported(key):
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
 def stay_by_itself(self: Task, key: str) -> dict[str, Any]:
     """Last until a gate is open that is this task's alone."""
     return stay(key, gate=self.request.id)
@@ -387,6 +395,9 @@ hold_renewed_and_survive = locked("hold_renewed_and_survive", **BRIEFLY, **SURVI
 hang_after_it = locked("hang_after_it", base=HangsAfterIt, lock_watchdog_timeout=4 * BRIEF)
 compute = locked("compute", compute_until, **BRIEFLY)
 hold_the_gil = locked("hold_the_gil", keep_the_gil, **BRIEFLY)
+hold_it_for_ever = locked(
+    "hold_it_for_ever", keep_the_gil_for_ever, lock_on_cap="terminate", **CAPPED
+)
 
 # The body is over at once.
 step = locked("step", do_little)
@@ -454,6 +465,9 @@ build_for_ever = locked("build_for_ever", resist_all, lock_on_cancel="terminate"
 build_for_ever_late = locked(
     "build_for_ever_late", resist_all, lock_on_cancel="terminate", **CANCEL, **SURVIVING
 )
+TERMINATED = {**CANCEL, **BRIEFLY, "lock_on_cancel": "terminate"}
+build_terminated = locked("build_terminated", stay_by_itself, **TERMINATED, **BOUND, **SURVIVING)
+build_in_c = locked("build_in_c", keep_the_gil_for_ever, **TERMINATED)
 build_again = locked("build_again", retry_on_any_error, **CANCEL, **BOUND, **RETRYING)
 build_politely = locked("build_politely", stay_until_superseded, lock_on_cancel="warn", **CANCEL)
 build_later = locked("build_later", retry_in_a_while, **CANCEL, **BOUND)

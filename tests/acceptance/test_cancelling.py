@@ -18,11 +18,13 @@ from tests.acceptance.scenarios import (
     build_changed,
     build_for_ever,
     build_for_ever_late,
+    build_in_c,
     build_in_peace,
     build_later,
     build_politely,
     build_renewed,
     build_stubbornly,
+    build_terminated,
     build_two,
     build_undisturbed,
 )
@@ -114,6 +116,20 @@ def test_a_body_that_nothing_ends_but_the_end_of_its_process(fleet, scene, task)
     """Its process is killed; it ends as REVOKED all the same, and does not come back."""
     old = scene.begin(fleet, task)
     new = scene.begin(fleet, build_and_survive)
+    assert_superseded(old, new)
+    assert finish(scene, new)["held"]
+    assert scene.begun == [old.id, new.id]
+
+
+@PREFORK
+@pytest.mark.parametrize("why", ["it holds the GIL", "its process was stopped"])
+def test_a_body_that_cannot_hear_of_it(fleet, scene, why):
+    """Nothing in its process runs: the main process kills that, and the newest starts then."""
+    stopped = why == "its process was stopped"
+    old = scene.begin(fleet, build_terminated if stopped else build_in_c)
+    if stopped:
+        os.kill(scene.inside[0]["pid"], signal.SIGSTOP)
+    new = scene.begin(fleet, build)
     assert_superseded(old, new)
     assert finish(scene, new)["held"]
     assert scene.begun == [old.id, new.id]

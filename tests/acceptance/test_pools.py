@@ -79,6 +79,15 @@ def test_a_body_that_nothing_stops_is_killed_at_its_cap(fleet, scene):
     scene.wait_until_free()
 
 
+@PREFORK
+def test_a_body_that_holds_the_gil_is_killed_at_its_cap(fleet, scene):
+    """Nothing in its process can do so: the main process does."""
+    result = scene.begin(fleet, scenarios.hold_it_for_ever)
+    with pytest.raises(WorkerLostError):
+        result.get(timeout=LIMIT)
+    scene.wait_until_free()
+
+
 def test_a_lost_lease_interrupts_the_body(fleet, scene):
     """lock_on_lost="raise" raises LockLostError in the body, in a blocking call where it can."""
     # A thread is only interrupted between two bytecodes.

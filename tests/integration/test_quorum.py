@@ -10,7 +10,7 @@ from celery_dislock.scripts.names import crashes_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.quorum import Names
 from celery_dislock.servers.records import Conflict
-from celery_dislock.servers.replies import Granted
+from celery_dislock.servers.replies import Granted, Looked
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, runs, swallow_reply
@@ -294,7 +294,7 @@ class TestHeld:
             with server.client() as client:
                 client.delete(LOCK)
         (found,) = store.renew_stalled([execution._replace(overdue=0.0)], within=WITHIN)
-        assert found == (0, 0)
+        assert found == Looked(0, 0)
 
 
 class TestLostReplies:

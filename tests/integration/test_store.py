@@ -12,7 +12,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import Conflict
-from celery_dislock.servers.replies import Granted
+from celery_dislock.servers.replies import Granted, Looked
 from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
@@ -123,7 +123,7 @@ class TestRenewStalled:
         take(store, self.OWNER)
         server.advance(self.OVERDUE)
         before = server.contents()
-        assert self.renew_stalled(store, start=start) == (0, 0)
+        assert self.renew_stalled(store, start=start) == Looked(0, 0)
         assert store.release_dead([LOCK], start) == 0
         assert server.contents() == before
 
@@ -144,7 +144,7 @@ class TestRenewStalled:
         if ended == "gone":
             server.lose()
         before = server.contents()
-        assert self.renew_stalled(store, overdue=0.0) == (0, 0)
+        assert self.renew_stalled(store, overdue=0.0) == Looked(0, 0)
         assert server.contents() == before
 
     def test_of_several_keys_each_is_renewed(self, store, server):
@@ -153,7 +153,18 @@ class TestRenewStalled:
         take(store, self.OWNER)
         server.advance(self.OVERDUE)
         take(store, self.OWNER, lock=other)
-        assert self.renew_stalled(store, locks=(LOCK, other)) == (self.OVERDUE, self.OVERDUE)
+        answer = self.renew_stalled(store, locks=(LOCK, other))
+        assert answer == Looked(self.OVERDUE, self.OVERDUE)
+
+    def test_at_its_cap_it_is_renewed_no_more(self, store, server):
+        """The answer says so when it is overdue: a process that runs needs no help before."""
+        take(store, self.OWNER)
+        server.advance(self.OVERDUE - 1)
+        assert self.renew_stalled(store, longest=5.0) == Looked(0, 1)
+        server.advance(2)
+        before = server.contents()
+        assert self.renew_stalled(store, longest=5.0) == Looked(0, 0, capped=True)
+        assert server.contents() == before
 
 
 class TestAllHolders:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from functools import partial
 
 import pytest
 from celery import Task
 from celery.concurrency import prefork, solo
 
+from celery_dislock.parking.answers import Parked
+from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.worker import stalled
 from celery_dislock.worker.stalled import StalledKeeper, StalledStep
 from tests.declaring import declare
@@ -107,6 +110,71 @@ def test_others_are_left_alone(start, lock_server, dead, other):
     lock_server.advance(50)
     assert lock_server.requests == before
     assert lock_server.locks() == []
+
+
+CANCEL = {"lock_on_conflict": "cancel"}
+
+
+@pytest.fixture
+def killed(monkeypatch, dead):
+    """The signals that processes were sent; what was killed is dead."""
+    sent = []
+
+    def kill(pid, number):
+        sent.append((pid, number))
+        dead.add(pid)
+
+    monkeypatch.setattr(os, "kill", kill)
+    return sent
+
+
+def newer_comes(lock_server, task="2"):
+    """Park a task that was sent later."""
+    lines = Lines(lock_server, "dislock", "h", print)
+    ticket = Ticket(f"{task}:0:0", False, b"message", sent=10**17)  # no later than now
+    assert isinstance(lines.park(["dislock:{k1}"], f"{task}@w:1/1", 30.0, "{}", ticket), Parked)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("options", "after"),
+    [
+        ({"lock_on_cancel": "terminate"}, 25),
+        ({"lock_cancel_after": 60}, 85),
+        ({"lock_on_cancel": "warn", "lock_cancel_after": 60}, 85),
+        ({"lock_on_cancel": "terminate", "lock_cancel_not_before": 100}, 100),
+        ({"lock_on_cancel": "terminate", "max_renew_times": 0}, 25),
+        ({"lock_on_cap": "terminate", "max_renew_times": 12}, 120),
+    ],
+)
+def test_who_stands_still_is_killed_if_it_has_to_end(
+    start, lock_server, caplog, killed, options, after
+):
+    """Nothing in that process can stop its body; one that goes on would do so by itself."""
+    start(**CANCEL, **options)
+    frozen_for(lock_server, 0)
+    newer_comes(lock_server)
+    lock_server.advance(after - 4)
+    assert killed == []
+    lock_server.advance(2 * INTERVAL)
+    assert killed == [(Child.pid, signal.SIGKILL)]
+    why = "its lease is at its cap" if "lock_on_cap" in options else "replaces it: task 2"
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize("why", ["nobody is newer", "it left", "raise", "skip", "cap"])
+def test_who_need_not_end_by_force_lives(start, lock_server, killed, why):
+    """There is no newer task any more, or no option that says so."""
+    plain = {"raise": CANCEL, "skip": {}, "cap": {"max_renew_times": 12}}
+    options = plain.get(why, {**CANCEL, "lock_on_cancel": "terminate"})
+    start(**options)
+    if why in {"it left", "raise"}:
+        lines = newer_comes(lock_server)
+    frozen_for(lock_server, 1.5 * INTERVAL)
+    if why == "it left":
+        lines.drop("dislock:{k1}", "2:0:0", '"replaced":"x"')
+    lock_server.advance(200)
+    assert killed == []
 
 
 def test_an_outage_is_said_once_and_tried_again_soon(start, lock_server, caplog):
