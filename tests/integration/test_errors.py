@@ -103,6 +103,17 @@ def test_a_server_that_cut_the_connection_is_given_a_moment(driven):
     assert pauses == [0.0, 0.1]
 
 
+def test_idle_connections_that_were_cut_are_tried_once(driven):
+    """One that has broken says that the others have, too: a new one serves the second try."""
+    with closing(Store(driven.url)) as store:
+        wire, ping = store.lock_server.wire, (("PING",),)
+        used = [wire.start(ping) for _ in range(3)]
+        for connection in used:
+            assert wire.finish(connection, ping) == [b"PONG"]
+        driven.proxy.cut_all()
+        assert wire.ask(ping, again=True) == [b"PONG"]
+
+
 def test_a_server_that_is_not_there_was_sent_nothing():
     """Nothing has to be given up."""
     with Dislock.from_url("redis://localhost:1") as dislock, pytest.raises(UnreachableError):

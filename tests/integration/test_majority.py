@@ -20,6 +20,10 @@ LOCK = name_of("k")
 PATIENCE = {"socket_timeout": 3.0}  # how long a server that is silent is waited for
 
 
+def is_script(command):
+    return command[0].upper() in {b"EVALSHA", b"EVAL"}
+
+
 class Five:
     """Five servers inside this process, each behind a proxy."""
 
@@ -76,6 +80,16 @@ def five():
 @pytest.fixture
 def lock(five):
     return five.dislock.lock("k")
+
+
+def test_a_majority_is_asked_once(five, lock):
+    """What it grants is final: an uncontended lock costs each server one request."""
+    assert lock.try_acquire()
+    lock.release()
+    before = [proxy.count(is_script) for proxy in five.proxies]
+    assert lock.try_acquire()
+    assert [proxy.count(is_script) for proxy in five.proxies] == [one + 1 for one in before]
+    lock.release()
 
 
 @pytest.mark.parametrize("rest", ["free", "b/1", "away", "silent", "damaged"])

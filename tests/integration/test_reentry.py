@@ -21,6 +21,7 @@ from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError
+from celery_dislock.locks.callers import current_caller
 from tests.holding import PATIENCE, name_of, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,16 @@ def block(lock):
     """Stay in a block until the generator is closed."""
     with lock as lease:
         yield lease
+
+
+def test_a_thread_that_has_released_keeps_nothing(dislock, lock):
+    """It would keep a record of each lock it ever had."""
+    for nth in range(3):
+        with lock, dislock.lock(f"other:{nth}"):
+            assert len(current_caller().leases) == 2
+    lock.acquire()
+    lock.release()
+    assert current_caller().leases == []
 
 
 class TestFrameworks:

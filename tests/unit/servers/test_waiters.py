@@ -54,6 +54,15 @@ def test_a_task_of_one_lock_names_none():
     assert (place.stations, place.keeps, place.mode, place.beside) == ([], [], "shared", "")
 
 
+@pytest.mark.parametrize(("terms", "mode"), [("s:4", "shared"), ("x:1", "exclusive"), ("?", None)])
+def test_who_waits_in_a_slot_is_shown(terms, mode):
+    """How it wants the lock, and who it is."""
+    record = f'1 {NOW + 5000} 30000 {terms} {{"task":"shop.call","id":"a1"}}'.encode()
+    place = in_line(API, NOW, 2, b"a1@w1:7/1", JOINED, record)
+    assert (place.place, place.mode, place.id) == (2, mode or "exclusive", "a1")
+    assert (place.waiting, place.ticket) == (2.0, "")
+
+
 @pytest.mark.parametrize(
     "stations",
     [
