@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import pytest
+import redis
 from celery import _state
 
 from celery_dislock.servers.memory import memory_server
@@ -28,6 +29,11 @@ TESTS = Path(__file__).parent
 # Which tests start first: those that wait longest, largest group first.
 NOT_OF_TESTS = {"celery.app.builtins", "celery_dislock.plugin"}  # modules that extend all apps
 TURN = {"acceptance": 0, "faults": 0, "docs": 0, "smoke": 0, "integration": 1, "unit": 2, "site": 3}
+
+# redis-py 5.0 leaves connections to the garbage collector, those of Celery and kombu, too.
+LEFT_SOCKETS = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
+)
 
 # The browser tests need the extra "site", which `make site` installs.
 collect_ignore = [] if find_spec("playwright") else ["site"]
@@ -53,6 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         else:
             own = "rabbitmq" if "rabbitmq" in item.fixturenames else places[item.path].as_posix()
             item.add_marker(pytest.mark.xdist_group(own))
+        if redis.VERSION[:2] == (5, 0):
+            item.add_marker(LEFT_SOCKETS)
     yield
     sizes = Counter(map(group, items))
     items.sort(key=lambda item: (TURN[places[item.path].parts[0]], -sizes[group(item)]))
