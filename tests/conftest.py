@@ -12,6 +12,7 @@ from weakref import WeakSet
 import pytest
 import redis
 from celery import _state
+from kombu.transport import memory
 
 from celery_dislock.servers.memory import memory_server
 from tests.acceptance.rabbitmq import own_rabbitmq
@@ -78,6 +79,12 @@ def shared_tasks_are_the_tests_own(monkeypatch):
     monkeypatch.setattr(_state, "_apps", WeakSet())
     kept = {one for one in _state._on_app_finalizers if one.__module__ in NOT_OF_TESTS}
     monkeypatch.setattr(_state, "_on_app_finalizers", kept)
+
+
+@pytest.fixture(autouse=True)
+def messages_are_the_tests_own():
+    """Brokers in memory share their queues, and keep what a test has left there."""
+    memory.Channel.queues.clear()
 
 
 @pytest.fixture(scope="session")
