@@ -341,6 +341,16 @@ class TestContexts:
             dislock.lock(KEY).release()
         lock.release()
 
+    def test_a_thread_that_has_lost_it_waits_for_others(self, dislock, lock):
+        """It has entered the lock, and has it no more: that is not why it is refused."""
+        copy_context().run(lock.acquire)
+        current_caller().leases[0].lease.lose("gone")
+        with pytest.raises(LockHeldError) as caught:
+            dislock.lock(KEY, timeout=0).__enter__()
+        assert "this very thread" not in str(caught.value)
+        with pytest.raises(LockLostError):
+            lock.release()
+
     def test_a_wait_without_a_limit_for_oneself_is_logged_once(self, dislock, pool, caplog):
         """The operator of a program that hangs finds the reason."""
         key = "logged once"

@@ -221,12 +221,13 @@ class TestWaitingThatFails:
         driven.proxy.fault(waits, "-ERR no lists today", times=ALWAYS)
         return pauses
 
-    def test_it_asks_ever_more_seldom_and_says_so_once(self, driven, caplog):
+    def test_it_asks_ever_more_seldom_and_says_so_once(self, driven, caplog, pauses):
         """In two minutes a waiter asks some sixty times, and logs one line with the reason."""
         driven.crash_holder("k", timeout=6000)
         driven.proxy.commands.clear()
         assert not driven.lock().acquire(timeout=120)
         assert 20 < driven.asked(scripts.ACQUIRE) < 80
+        assert [one for one in pauses if one][:6] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
         [warning] = [record.getMessage() for record in caplog.records]
         assert "'k'" in warning
         assert "no lists today" in warning
