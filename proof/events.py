@@ -240,9 +240,10 @@ def operations(events: Iterable[Event], what: str = "operation") -> dict[str, Op
 
 @dataclass
 class Body:
-    """A body that ran: where, from when, and until when; one that was killed has no end."""
+    """A body: where it ran, when it had asked for its lock, its begin, and its end, if known."""
 
     process: str
+    asked: float
     begin: float
     over: float = math.inf
 
@@ -259,12 +260,20 @@ class Task:
 
     more: Mapping[str, Any]
     sent: float = math.inf
-    begins: list[float] = field(default_factory=list)
-    asked: list[float] = field(default_factory=list)
     ended: Event | None = None
     over: list[Event] = field(default_factory=list)
     bodies: list[Body] = field(default_factory=list)
     outcome: Event | None = None
+
+    @property
+    def begins(self) -> list[float]:
+        """When its bodies began."""
+        return [body.begin for body in self.bodies]
+
+    @property
+    def asked(self) -> list[float]:
+        """When its bodies had asked for their locks; 0: not known."""
+        return [body.asked for body in self.bodies]
 
     @property
     def claimed(self) -> float:
@@ -284,9 +293,7 @@ def all_tasks(events: Iterable[Event]) -> dict[str, Task]:
         if event.kind == "sent":
             task.sent, task.more = event.at, event.more
         elif event.kind == "begin":
-            task.begins.append(event.at)
-            task.bodies.append(Body(event.process, event.at))
-            task.asked.append(event.more.get("since", 0.0))
+            task.bodies.append(Body(event.process, event.more.get("since", 0.0), event.at))
         elif event.kind in {"end", "over"}:
             if event.kind == "end":
                 task.ended = task.ended or event

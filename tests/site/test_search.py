@@ -51,5 +51,5 @@ def test_what_users_read_comes_first(visit, address):
     page.get_by_role("heading", name="Search Results").wait_for()
     links = page.locator("#search-results li > a").evaluate_all("all => all.map(a => a.href)")
     inside = [link.removeprefix(address).startswith("inside/") for link in links]
-    assert True in inside
+    assert any(inside)
     assert inside == sorted(inside)
