@@ -290,7 +290,7 @@ class Scene:
 
     @property
     def leases(self) -> list[LeaseInRedis]:
-        return [_parse(owner, text) for owner, text in self.redis.hgetall(self.lock).items()]
+        return leases_of(self.redis, self.lock)
 
     @property
     def lease(self) -> LeaseInRedis:
@@ -337,6 +337,11 @@ class Scene:
             elif event["what"] == "end":
                 inside = None
         assert tokens == sorted(set(tokens)), f"fencing tokens of {self.key} do not grow: {tokens}"
+
+
+def leases_of(client: redis.Redis, lock: str) -> list[LeaseInRedis]:
+    """Read the leases of a lock."""
+    return [_parse(owner, text) for owner, text in client.hgetall(lock).items()]
 
 
 def reservation_in(client: redis.Redis, lock: str) -> ReservationState | None:
