@@ -45,7 +45,7 @@ PUT_OFF = "put_off"  # times this task was put off in a row
 RETRY_UNTIL = "retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
 HELD = "held"  # owner whose lease this delivery takes over
 GIVEN_UP = "given_up"  # owners that got no reply, and may hold the lock
-TICKET = "ticket"  # lock and ticket of a parked task that has its turn
+TICKET = "ticket"  # lock and ticket of a parked task that has its turn, or may be in line
 REPLACED = "replaced"  # why a parked task lost its place in line
 SINCE = "since"  # UNIX time at which the task first asked for its lock in vain, for metrics
 LATER = "later"  # UNIX time since which the task waits for a worker of a later release
@@ -86,7 +86,8 @@ class Notes:
         retry_until: UNIX time at which ``lock_on_conflict="retry"`` gives up; None if not set.
         held_by: Owner whose lease this delivery takes over.
         given_up: Owners of this task that got no reply from the lock server, and may hold the lock.
-        parked: Lock and ticket of a parked task that has its turn; see :func:`own_turn`.
+        parked: Lock and ticket of a parked task that has its turn, see :func:`own_turn`; or of a
+            task that may be in line, since its parking got no reply.
         replaced: Why the task lost its place in line.
         since: UNIX time at which the task first asked for its lock in vain; None if nobody
             measures it.

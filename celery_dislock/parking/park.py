@@ -79,9 +79,14 @@ class Parking:
         asked_at = lock.clock()
         if attempt.asked_at is None:
             attempt.asked_at = asked_at
-        answer = self._process.lines.park(
-            lock.names, attempt.owner, lock.timeout, attempt.holder_json, ticket
-        )
+        try:
+            answer = self._process.lines.park(
+                lock.names, attempt.owner, lock.timeout, attempt.holder_json, ticket
+            )
+        except StoreError:
+            if message:  # it may be in line, so its next delivery asks there, as at its turn
+                delivery.notes.parked = lock.names[0], self._ticket
+            raise
         if isinstance(answer, Parked):
             holder, held_for = in_words(answer.holder), answer.held_for
             #: INFO `Task … parked: place … in line for lock …, held by …, for … so far.`: A

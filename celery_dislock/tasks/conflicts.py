@@ -243,7 +243,7 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
         #: `lock_queue_limit` or `lock_queue_bytes` is reached. -> If it comes often, see whether
         #: workers serve the queue of the first in line.
         reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} tasks wait in it"
-        if delivery.notes.parked is not None:  # its record was lost, and others fill the line
+        if delivery.notes.parked is not None:  # its record was lost, or is on its way there
             put_off(delivery, reason, error=conflict.error())
         skip(delivery, reason)
     if isinstance(answer, Conflict):

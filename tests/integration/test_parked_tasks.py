@@ -46,6 +46,22 @@ def told_of(request):
     return {name: request.get(name) for name in TOLD} | places
 
 
+def park_unanswered(shop, monkeypatch, *, done=True):
+    """Let a task be parked, or its request be lost, and let no reply come."""
+    store = shop.app.backend.store_result
+
+    def fail_next(task_id, result, state, **options):
+        if state == "PARKED":  # it has asked, and is about to be parked
+            shop.server.fail_once(scripts.PARK, done=done)
+        return store(task_id, result, state, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shop.app.backend, "store_result", fail_next)
+        result = shop.run(shop.declare())
+    assert (shop.line, result.state) == (["2"] if done else [], "RETRY")
+    return result
+
+
 class TestParking:
     def test_it_is_parked_as_it_came(self, shop, caplog):
         """It stays out of its queue, says what it waits for, and runs as if it had just come."""
@@ -209,6 +225,36 @@ class TestParking:
         shop.work(later=60)
         assert shop.ran == ["2"]
         assert result.get() == [2, "seven"]
+
+    @pytest.mark.parametrize("now", ["other", "order", "skip", "full"])
+    def test_one_that_may_be_in_line_is_looked_for_there(self, shop, monkeypatch, now):
+        """Its parking got no reply, and its code names another lock when it comes again."""
+        options = {
+            "other": {"lock_key": "other"},
+            "order": {"lock_key": ["other", KEY]},
+            "skip": {"lock_on_conflict": "skip"},
+            "full": {"lock_key": "other", "lock_queue_limit": 1},
+        }[now]
+        with shop.held(), shop.held("other"):
+            result = park_unanswered(shop, monkeypatch)
+            task = shop.declare(**options)
+            if now == "full":
+                shop.run(task, "3")
+            shop.work(later=60)
+            assert (shop.ran, shop.line, result.state) == ([], ["2"], "RETRY")
+        shop.work(later=60)
+        assert (shop.ran.count("2"), result.state) == (1, "SUCCESS")
+
+    def test_one_that_may_be_in_line_is_not_skipped(self, shop, monkeypatch):
+        """The line has no room when it comes again, and a request may still be on its way there."""
+        with shop.held():
+            result = park_unanswered(shop, monkeypatch, done=False)
+            shop.run(shop.declare(lock_queue_limit=1), "3")
+            shop.work(later=60)
+            assert (shop.line, result.state) == (["3"], "RETRY")
+        shop.work()
+        shop.work(later=60)
+        assert (shop.ran, result.state) == (["3", "2"], "SUCCESS")
 
 
 class TestCopies:
