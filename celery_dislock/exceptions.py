@@ -78,7 +78,7 @@ class LockKeyError(DislockError, ValueError):
 
 
 PAUSED = "an operator, who has paused it"  # how a pause is named in place of a holder
-EARLY = "too early"  # the text in place of a holder if the next start may not be yet
+TOO_EARLY = "too early"  # the text in place of a holder if the next start may not be yet
 
 
 @dataclass(eq=False, repr=False)
@@ -108,7 +108,7 @@ class LockHeldError(DislockError):
     def __str__(self) -> str:
         if self.holder.startswith(PAUSED):  # its seconds are those until one may ask again
             return f"lock {self.key!r} is kept free by {self.holder}"
-        if self.holder.startswith(EARLY):
+        if self.holder.startswith(TOO_EARLY):
             start = f"the next may start in {self.remaining:.1f} s"
             return f"lock {self.key!r} cannot be taken yet, {self.holder}, {start}"
         return (

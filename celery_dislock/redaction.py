@@ -20,7 +20,7 @@ from celery_dislock.words import plain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LONGEST = 500  # characters of a reason
+LINE_MOST = 500  # characters of a reason
 DEEPEST = 10  # errors of a cause chain that are read
 
 ANSWERED = (ResponseError, AuthenticationError, BusyLoadingError)  # their text is the reply
@@ -45,7 +45,7 @@ def reason_of(exc: BaseException) -> str:
         system = next((one for one in chain if isinstance(one, OSError)), None)
         text = (_of_system(system) if system else "") or _of_kind(shown)
     line = plain(" ".join((text or type(exc).__name__).split()))
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
+    return line if len(line) <= LINE_MOST else f"{line[:LINE_MOST]}..."
 
 
 def _chain(exc: BaseException | None) -> Iterator[BaseException]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-LONGEST = 10.0**12  # seconds; a longer time comes from a damaged record
+SECONDS_MOST = 10.0**12  # seconds; a longer time comes from a damaged record
 NAMED = 5  # names that a text gives if there are many
 TEXT_MOST = 1000  # characters of a name, an id or a note that others have written
 RENEWED = 0.5  # seconds: a lease renewed no later than this after its acquisition counts as new
@@ -17,7 +17,7 @@ RENEWED = 0.5  # seconds: a lease renewed no later than this after its acquisiti
 
 def for_people(seconds: float | None) -> str:
     """Write a time as people say it: ``4.2 s``, ``12 min``, ``3 h 05 min``, ``2 d 3 h``."""
-    if seconds is None or not -LONGEST < seconds < LONGEST:  # also refuses NaN
+    if seconds is None or not -SECONDS_MOST < seconds < SECONDS_MOST:  # also refuses NaN
         return "?"
     if seconds < 10:  # noqa: PLR2004 -- below that the tenths count
         return f"{max(seconds, 0.0):.1f} s"

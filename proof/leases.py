@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
 from celery_dislock.locks.lease import ENDED_BY_OWNER
-from celery_dislock.locks.watchdog import EARLY
+from celery_dislock.locks.watchdog import EARLY_BY
 from celery_dislock.scripts import GRANTED, REFUSED
 from proof.order import ACQUIRES, FOREVER, PARKS, RELEASES
 
@@ -121,7 +121,7 @@ class Durations:
         """Judge whether a lease is renewed no more before its cap."""
         self.has_capped = True
         since = self.net.time - lease.since
-        if since < cap_of(lease.lock.options) * (1 - EARLY):
+        if since < cap_of(lease.lock.options) * (1 - EARLY_BY):
             self.fail("cap", f"{lease!r} is renewed no more after {since} s")
 
     def ended(self, lease: Lease) -> None:

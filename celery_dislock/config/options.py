@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RENEWALS_PER_TIMEOUT = 3  # of a lease; two may fail in a row before it is lost
-MISSED = 2  # renewals missed in a row after which a lease counts as overdue
+RENEWALS_MISSED = 2  # renewals missed in a row after which a lease counts as overdue
 
 
 @dataclass(frozen=True)
@@ -349,4 +349,9 @@ MEANT = {
 }
 
 # The only values of these options that several independent lock servers support.
-ALONE = {"lock_mode": "exclusive", "lock_limit": 1, "lock_rate": None, "lock_unique_until": None}
+QUORUM_VALUES = {
+    "lock_mode": "exclusive",
+    "lock_limit": 1,
+    "lock_rate": None,
+    "lock_unique_until": None,
+}

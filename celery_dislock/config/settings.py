@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.censoring import censored, refused
 from celery_dislock.config.options import (
-    ALONE,
     BELONG_TO,
     IN_LINE,
     MEANT,
@@ -28,6 +27,7 @@ from celery_dislock.config.options import (
     NEED,
     NOT_CANCELLED,
     OF_OTHERS,
+    QUORUM_VALUES,
     TaskOptions,
     declare,
 )
@@ -326,7 +326,7 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
             raise SettingsError(owner, "lock_on_conflict", options.lock_on_conflict, remedy)
     if not isinstance(url, (list, tuple)):
         return
-    for name, value in ALONE.items():
+    for name, value in QUORUM_VALUES.items():
         if (given := getattr(options, name)) != value:
             raise SettingsError(owner, name, given, ONLY_EXCLUSIVE)
     if options.admits_several:

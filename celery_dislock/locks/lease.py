@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from celery_dislock.servers.reservations import Reservation
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
-TIMES = 100  # results of trust_in() that are kept: mostly those of timeouts in the settings
+TRUST_KEPT = 100  # results of trust_in() that are kept: mostly those of timeouts in the settings
 TRUST_MARGIN_RATIO = 0.1  # of the timeout: the margin, if that is shorter than TRUST_MARGIN
 
-AT_ONCE, WAITED, PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
+AT_ONCE, WAITED, WAS_PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
 
 GONE_WHEN_RENEWED = "the server no longer has it: expired, taken or deleted"
 GONE_WHEN_RELEASED = "it was gone when it was released: expired, taken or deleted"
 GONE = {GONE_WHEN_RENEWED, GONE_WHEN_RELEASED}  # reasons of a loss that the server has told
 
 
-@lru_cache(TIMES)
+@lru_cache(TRUST_KEPT)
 def trust_in(ttl: float) -> float:
     """Return the seconds for which a lease with an expiry of *ttl* seconds is trusted."""
     return ttl - min(TRUST_MARGIN, ttl * TRUST_MARGIN_RATIO)

@@ -41,7 +41,7 @@ PLACE_TIMEOUT = 3 * ASK_AGAIN  # seconds without a request after which a waiter 
 # hand-off would end before it is noticed.
 UNHEARD = (0.1, 2.0)
 UNSAID = 1  # failed waits in a row that are not logged: a connection may just have been closed
-LATE = 0.002  # seconds to wait beyond a lease's end: the server counts in milliseconds
+PAST_END = 0.002  # seconds to wait beyond a lease's end: the server counts in milliseconds
 
 logger = logging.getLogger("celery_dislock")
 
@@ -202,7 +202,7 @@ class Lock:
 
     def _wait(self, attempt: Attempt, conflict: Conflict, left: float) -> Handed | None:
         """Wait in line; return a grant that can be used at once, or None: ask again."""
-        pause = min(left, conflict.remaining + LATE, ASK_AGAIN)
+        pause = min(left, conflict.remaining + PAST_END, ASK_AGAIN)
         nth = self.keys.index(conflict.key)
         if nth:
             pause = min(pause, self.timeout / RENEWALS_PER_TIMEOUT)  # to keep the locks before it
@@ -210,7 +210,7 @@ class Lock:
         handed = self.store.wait(self.names[nth], attempt.owner, pause)
         while isinstance(handed, FirstInLine):
             # Another waiter was handed the lock.  If it is dead, its lease ends after TAKE_UP.
-            pause = min(until - self.clock(), min(self.timeout, TAKE_UP) + LATE)
+            pause = min(until - self.clock(), min(self.timeout, TAKE_UP) + PAST_END)
             if pause <= 0:
                 return None
             handed = self.store.wait(self.names[nth], attempt.owner, pause)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 WAITS = 4  # waits of one round trip to a server that is away: to connect, two replies, Sentinels
 STALL_LEAST = 0.25  # seconds by which a beat must be late to show that the process was stalled
 SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
-PAUSE = 0.1  # seconds after an unexpected exception
+ERROR_PAUSE = 0.1  # seconds after an unexpected exception
 STOP_WITHIN = 2.0  # seconds to wait for the end of the thread
 
 logger = logging.getLogger("celery_dislock")
@@ -215,7 +215,7 @@ class Loop:
                     idle = self.tick()
                 except SURVIVED as exc:
                     self._survive("watching leases", exc)
-                    idle = PAUSE
+                    idle = ERROR_PAUSE
                 if idle != 0.0 and self._current is current:
                     # Returns at once if the bell has rung since tick() began.
                     limit = -1 if idle is None else min(idle, threading.TIMEOUT_MAX)

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     Report = Callable[[Lease], None]
 
 BATCH = 500  # leases in one round trip: about 5 ms of work for the server
-EARLY = 1 / 20  # fraction of the renewal interval by which a renewal may be early to join a batch
+EARLY_BY = (
+    1 / 20
+)  # fraction of the renewal interval by which a renewal may be early to join a batch
 RETRY_FIRST = 0.1  # seconds from the second try to the third; doubled each time
 RETRY_MOST = 1.0  # maximum seconds until a retry
 WITHIN_LEAST = 0.05  # minimum seconds to wait for the server's reply
@@ -208,7 +210,7 @@ class Watchdog(Loop):
         due = [
             lease
             for lease in self
-            if (lease.due or lease.trusted_until) - (lease.lock.interval or 0.0) * EARLY <= now
+            if (lease.due or lease.trusted_until) - (lease.lock.interval or 0.0) * EARLY_BY <= now
         ]
         batch: list[Lease] = []
         reports: list[tuple[Report | None, Lease]] = []
@@ -318,7 +320,7 @@ class Watchdog(Loop):
         else:
             return None
         interval = lease.lock.interval or 0.0
-        if now < at - interval * EARLY:
+        if now < at - interval * EARLY_BY:
             lease.due = min(lease.due or at, at)
             return None
         if lease.told_at is not None:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     Send = Callable[[list[Call]], list[Any]]  # runs COUNT for each call; returns replies or errors
 
 EVERY = 5.0  # seconds between two batches
-KEPT = 3 * 86400.0  # seconds for which a worker's counts are kept after its last batch
+COUNTS_KEPT = 3 * 86400.0  # seconds for which a worker's counts are kept after its last batch
 WORKERS_MOST = 1000  # on the lock server; those that counted last
 FIELDS_MOST = 10_000  # of one worker on the lock server
 TASKS_MOST = 500  # names of tasks that a process counts by; the others are counted as OTHER
@@ -199,7 +199,7 @@ class Counters:
     def _try(self, send: Send, sums: Mapping[str, Mapping[str, int]]) -> list[str]:
         """Send sums, and return the workers whose sums the server has confirmed."""
         index = index_of_counts(self._prefix)
-        bounds = (milliseconds(KEPT), WORKERS_MOST, FIELDS_MOST)
+        bounds = (milliseconds(COUNTS_KEPT), WORKERS_MOST, FIELDS_MOST)
         calls: list[Call] = [
             (index, counts_of(self._prefix, worker), *bounds, *chain.from_iterable(of.items()))
             for worker, of in sums.items()

@@ -25,7 +25,7 @@ from celery_dislock.keys.names import shown_id
 from celery_dislock.messages.headers import PUT_OFF, notes_in
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.overview import PLACES, Overview
+from celery_dislock.servers.overview import PLACES_SHOWN, Overview
 from celery_dislock.servers.view import shown_key
 from celery_dislock.tasks.request import scheduled
 from celery_dislock.tasks.task import guards_of
@@ -179,7 +179,7 @@ def _leases(app: Celery) -> list[dict[str, Any]]:
         return []
     with closing(runtime.process.new_store(WITHIN)) as store:
         overview = Overview(store.lock_server, runtime.settings.dislock_prefix)
-        locks = overview.look([name for _, name in wanted], most=PLACES)
+        locks = overview.look([name for _, name in wanted], most=PLACES_SHOWN)
     return [
         _lease(request, name, None if isinstance(lock, StoreError) else lock)
         for (request, name), lock in zip(wanted, locks, strict=True)

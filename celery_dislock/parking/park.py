@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from celery_dislock.exceptions import LaterReleaseError, StoreError
 from celery_dislock.keys.names import ticket_of
-from celery_dislock.locks.lease import PARKED as PARKED_BEFORE
+from celery_dislock.locks.lease import WAS_PARKED
 from celery_dislock.messages.headers import SENT, SINCE
 from celery_dislock.messages.message import TaskParked, result_is_ignored
 from celery_dislock.messages.unrun import acknowledge, put_off
@@ -79,14 +79,9 @@ class Parking:
         asked_at = lock.clock()
         if attempt.asked_at is None:
             attempt.asked_at = asked_at
-        try:
-            answer = self._process.lines.park(
-                lock.names, attempt.owner, lock.timeout, attempt.holder_json, ticket
-            )
-        except StoreError:
-            if message:  # it may be in line, so its next delivery asks there, as at its turn
-                delivery.notes.parked = lock.names[0], self._ticket
-            raise
+        answer = self._process.lines.park(
+            lock.names, attempt.owner, lock.timeout, attempt.holder_json, ticket
+        )
         if isinstance(answer, Parked):
             holder, held_for = in_words(answer.holder), answer.held_for
             #: INFO `Task … parked: place … in line for lock …, held by …, for … so far.`: A
@@ -112,7 +107,7 @@ class Parking:
             if answer.claimed and delivery.if_done.settles:
                 delivery.after_result.append(self._result_stored)
             if answer.claimed and ticket.marked:
-                attempt.how = PARKED_BEFORE
+                attempt.how = WAS_PARKED
             if answer.locks != lock.names:
                 lock.take_names(answer.locks)
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
@@ -146,7 +141,11 @@ class Parking:
         message = delivery.message.to_bytes(notes)
         if not result_is_ignored(delivery.task, delivery.request):
             self._store_state(conflict, min(conflict.place, bounds.most or conflict.place))
-        return self.ask(message, bounds)
+        try:
+            return self.ask(message, bounds)
+        except StoreError:  # it may be in line, so its next delivery asks there, as at its turn
+            delivery.notes.parked = delivery.lock.names[0], self._ticket
+            raise
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
         delivery = self._delivery

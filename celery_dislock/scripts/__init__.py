@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ARGUMENTS = re.compile(r"^(?:local )?(\w+(?:,\s+\w+)*) = unpack\(ARGV\)$", re.MULTILINE)
 NUMBER = re.compile(r"^local TAKE_UP_MS = (\d+)", re.MULTILINE)
-TIMES = 100  # times whose conversion is remembered: those of settings, mostly
+TIMES_KEPT = 100  # times whose conversion is remembered: those of settings, mostly
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ NOT_THERE, HAS_LEFT, LEFT_BEFORE = range(3)  # of leave.lua
 TAKE_UP_MS = int(NUMBER.findall(read_lua("_record"))[0])
 
 
-@lru_cache(TIMES)
+@lru_cache(TIMES_KEPT)
 def milliseconds(seconds: float) -> int:
     """Convert seconds to milliseconds, rounded up so that no lease ends early."""
     return -int(-seconds * 1000 // 1)

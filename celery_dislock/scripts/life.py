@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock import scripts
 from celery_dislock.scripts.names import (
-    KINDS,
+    KEY_TYPES,
     UNIQUE,
     beat_of,
     crashes_of,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Step = tuple[Script, list[str], tuple[Argument, ...]]  # with keys and arguments
 
 TTL_MS = 60_000  # of most keys, if nobody deletes them
-LATER = 1 << 53  # than any token
+ABOVE_TOKENS = 1 << 53  # than any token
 TERMS = TTL_MS, "{}", "x:1"
 RATED = "x:9:1/1000"
 MESSAGE = '{"headers":{}}'
@@ -64,7 +64,7 @@ class Life:
         lock = self._lock
         done = [done_of(lock, f"{task}{of}") for task in "tuv" for of in (":0:0", "@1")]
         return [
-            *(lock + end for end in KINDS),
+            *(lock + end for end in KEY_TYPES),
             *(wake_list(lock, owner) for owner in "abcd"),
             *(mark_of(lock, "t"), crashes_of(lock, "t:0:0"), *done),
             *(self._lines, self._sweep, self._index, self._counts),
@@ -95,7 +95,7 @@ class Life:
         # Two tasks are parked, and leave the line.
         yield self._parking(scripts.PARK, "t")
         yield self._parking(scripts.PARK, "u")
-        yield scripts.FREE, lock, ("b", LATER, home, 1)
+        yield scripts.FREE, lock, ("b", ABOVE_TOKENS, home, 1)
         yield scripts.KNOWS, lock, ("t:0:0",)
         yield scripts.WHERE, lock, ("t:0:0#",)
         yield scripts.GIVE_BACK, lock, ("t:0:0",)

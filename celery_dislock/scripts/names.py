@@ -20,7 +20,7 @@ REPLACED, ASIDE = _ENDS["REPLACED"], _ENDS["ASIDE"]
 DONE, UNSENT = _ENDS["DONE"], _ENDS["UNSENT"]  # before a ticket or an owner, and a task's id
 
 # Redis type of each key that exists at most once per lock, by the ending after the lock's name.
-KINDS = {"": "hash"} | {end: kind for _, end, kind in _FOUND if end[-1].isalpha()}
+KEY_TYPES = {"": "hash"} | {end: kind for _, end, kind in _FOUND if end[-1].isalpha()}
 
 
 def wake_list(lock: str, owner: str) -> str:
@@ -74,7 +74,7 @@ def counts_of(prefix: str, worker: str) -> str:
 
 
 _OF_A_LOCK = re.compile(
-    rf"(.*?:\{{[^}}]*\}}(?::and:[0-9a-f]+)?)({'|'.join(sorted(KINDS, key=len, reverse=True))})",
+    rf"(.*?:\{{[^}}]*\}}(?::and:[0-9a-f]+)?)({'|'.join(sorted(KEY_TYPES, key=len, reverse=True))})",
     re.DOTALL,
 )
 

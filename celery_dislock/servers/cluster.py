@@ -26,7 +26,12 @@ from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.servers.connecting import BLOCKING, connection_maker
-from celery_dislock.servers.connections import AWAY, SOCKET_TIMEOUT, commands_of, one_of
+from celery_dislock.servers.connections import (
+    CONNECTION_ERRORS,
+    SOCKET_TIMEOUT,
+    commands_of,
+    one_of,
+)
 from celery_dislock.servers.node import RESEND_PAUSE, RESENDS, Node
 from celery_dislock.servers.peers import LEAST, ask_all
 from celery_dislock.servers.server import Member, Server
@@ -47,7 +52,7 @@ ASKED = 4  # nodes that can be asked for the slot map in the given time if none 
 
 SLOTS = ((b"CLUSTER", b"SLOTS"),)
 
-UNSETTLED = (*AWAY, ClusterDownError, TryAgainError)
+UNSETTLED = (*CONNECTION_ERRORS, ClusterDownError, TryAgainError)
 
 Reply = TypeVar("Reply")
 

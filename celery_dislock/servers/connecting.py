@@ -104,14 +104,14 @@ class _Quick(AbstractConnection):
         return super().read_response(*args, **options)
 
 
-KINDS = {kind: type(kind.__name__, (_Quick, kind), {}) for kind in REDIS_KINDS}
+QUICK_KINDS = {kind: type(kind.__name__, (_Quick, kind), {}) for kind in REDIS_KINDS}
 
 
 def _blocking_connection(
     kind: type[redis.Connection], arguments: Mapping[str, Any]
 ) -> redis.Connection:
     """Make one of redis-py's connections, which blocks."""
-    made: redis.Connection = KINDS[kind](**arguments)
+    made: redis.Connection = QUICK_KINDS[kind](**arguments)
     return made
 
 

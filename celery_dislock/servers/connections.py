@@ -71,7 +71,7 @@ PUSHED = getattr(hiredis, "PushNotification", ())  # what RESP3 lets a server te
 NUMBERS = {int, float, bool}  # types of what is packed as text
 
 # Errors which mean that the server is away: redis-py's, and an OSError that redis-py passes on.
-AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
+CONNECTION_ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError)
 
 
 def by_digest(script: Script, keys: Sequence[str], *arguments: str | bytes | float) -> Command:
@@ -319,7 +319,7 @@ class Wire:
         """Return what to raise for an error of the client; raise any other as it is."""
         if not isinstance(exc, (RedisError, OSError)):
             raise exc
-        if not isinstance(exc, AWAY):
+        if not isinstance(exc, CONNECTION_ERRORS):
             return store_error(self.name, exc)
         self.close_idle()  # they are older than the failure, too
         return store_error(self.name, exc, kind=kind)

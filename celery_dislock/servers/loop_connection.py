@@ -25,7 +25,7 @@ from celery_dislock.servers.connections import INCOMPLETE, PUSHED
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-KINDS = {
+LOOP_KINDS = {
     redis.Connection: Connection,
     redis.SSLConnection: SSLConnection,
     redis.UnixDomainSocketConnection: UnixDomainSocketConnection,
@@ -51,7 +51,7 @@ class LoopConnection(asyncio.Protocol):
     """
 
     def __init__(self, kind: type[redis.Connection], arguments: Mapping[str, Any]) -> None:
-        self._redis: Any = KINDS[kind](**{**arguments, "retry": Retry(NoBackoff(), 0)})
+        self._redis: Any = LOOP_KINDS[kind](**{**arguments, "retry": Retry(NoBackoff(), 0)})
         self.host, self.port = arguments.get("host"), arguments.get("port")
         self.socket_timeout: float | None = self._redis.socket_timeout
         self.socket_connect_timeout: float | None = self._redis.socket_connect_timeout

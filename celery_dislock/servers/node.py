@@ -18,9 +18,9 @@ import redis
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
-from celery_dislock.scripts.names import KINDS
+from celery_dislock.scripts.names import KEY_TYPES
 from celery_dislock.servers.connections import (
-    AWAY,
+    CONNECTION_ERRORS,
     Wire,
     by_digest,
     by_text,
@@ -145,7 +145,11 @@ class Node(Server):
                 # A connection attempt that timed out is not repeated: the next would, too.
                 too_slow = unsent and isinstance(exc.raw, redis.TimeoutError)
                 sent = sent or not unsent
-                if attempt == self._resends or too_slow or not isinstance(exc.raw, AWAY):
+                if (
+                    attempt == self._resends
+                    or too_slow
+                    or not isinstance(exc.raw, CONNECTION_ERRORS)
+                ):
                     if sent and exc.raw:
                         raise store_error(self.name, exc.raw) from None
                     raise
@@ -159,7 +163,9 @@ class Node(Server):
     def _wrong_kind(self, locks: Sequence[str]) -> str:
         """Describe the key that has a wrong type; empty if none has, or no reply arrives."""
         with contextlib.suppress(StoreError):
-            for key, kind in ((lock + end, kind) for lock in locks for end, kind in KINDS.items()):
+            for key, kind in (
+                (lock + end, kind) for lock in locks for end, kind in KEY_TYPES.items()
+            ):
                 found = self.send(b"TYPE", key).decode()
                 if found not in {kind, "none"}:
                     return f"{key!r} is a {found}, not a {kind}"

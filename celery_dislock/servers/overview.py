@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.servers.server import Server
 
-PLACES = 20  # of a line, unless more are asked for
+PLACES_SHOWN = 20  # of a line, unless more are asked for
 SEARCHED = 200  # places in line that are looked at in one round trip
 TOGETHER = 100  # locks that are looked at in one round trip: 1 or 2 ms of the server
 
@@ -37,7 +37,7 @@ class Overview:
         self._server = server
         self._prefix = prefix
 
-    def lock(self, name: str, first: int = 0, most: int = PLACES) -> LockState:
+    def lock(self, name: str, first: int = 0, most: int = PLACES_SHOWN) -> LockState:
         """
         Look at one lock.
 
@@ -112,7 +112,9 @@ class Overview:
             return exc
 
 
-def look_at_all(overview: Overview, names: Sequence[str], most: int = PLACES) -> list[LockState]:
+def look_at_all(
+    overview: Overview, names: Sequence[str], most: int = PLACES_SHOWN
+) -> list[LockState]:
     """
     Look at the locks that one task takes, in this order.
 

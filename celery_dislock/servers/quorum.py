@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
 PATIENCE_RATIO = 1 / 4  # of a lease's expiry: the limit for an acquisition if that is shorter
-PAUSE = (0.05, 0.2)  # seconds between two attempts of a waiter, at least and at most
+WAITER_PAUSE = (0.05, 0.2)  # seconds between two attempts of a waiter, at least and at most
 USUAL = (written((ALONE,)), 0, 1)  # terms, place_ms and fair of acquire.lua: always these here
 ATTEMPTS = 4  # to acquire, if no owner gets a majority because several ask at once
 ATTEMPT_PAUSE = 0.02  # maximum seconds before the second attempt; doubled each time
@@ -158,7 +158,7 @@ class Quorum(Server):
 
     def pop(self, key: str, seconds: float) -> None:  # noqa: ARG002 -- nobody is woken here
         """Sleep for a short random time, at most *seconds*."""
-        self._pause(min(random.uniform(*PAUSE), seconds))  # noqa: S311 -- no secret
+        self._pause(min(random.uniform(*WAITER_PAUSE), seconds))  # noqa: S311 -- no secret
 
     def close(self) -> None:
         """Close the connections that are not in use."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from celery_dislock.config.terms import Rate
-from celery_dislock.exceptions import EARLY, PAUSED, LockHeldError
+from celery_dislock.exceptions import PAUSED, TOO_EARLY, LockHeldError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.words import TEXT_MOST, plain
 
@@ -130,7 +130,7 @@ def in_words(holder: Mapping[str, Any]) -> str:
     elif "paused" in holder:
         told = f"{PAUSED} ({holder['note']})" if holder.get("note") else PAUSED
     elif "early" in holder:
-        told = f"{EARLY}: {_why_early(holder)}"
+        told = f"{TOO_EARLY}: {_why_early(holder)}"
     elif isinstance(holder.get("waits"), str):
         told = f"task {task_id}, which waits for lock {key_of(holder['waits'])!r}"
     elif "parked" in holder:

@@ -12,7 +12,7 @@ import re
 import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.config.options import MISSED, RENEWALS_PER_TIMEOUT
+from celery_dislock.config.options import RENEWALS_MISSED, RENEWALS_PER_TIMEOUT
 from celery_dislock.config.terms import ALONE, NAMES
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of_reserved
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.server import Server
 
 LEASES_ALONE = -1  # an argument of look.lua
-OVERDUE_FROM = MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
+OVERDUE_FROM = RENEWALS_MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
 
 # Later versions of a record begin with the same fields; what comes after them is not known here.
 LIMIT_RECORD = re.compile(rb"\d{1,9} %b %b (.*)" % (COUNT, MS), re.DOTALL)

@@ -23,7 +23,7 @@ from celery_dislock.words import plain
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-UNREAD = "?"  # stands for stations that cannot be read
+UNREADABLE = "?"  # stands for stations that cannot be read
 
 # Numbers as the scripts bound them; see _record.lua.
 MS, US, COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
@@ -152,8 +152,8 @@ def _stations(written: bytes) -> tuple[list[str], list[bytes]]:
     Parse the locks in a parked task's record.
 
     Returns:
-        Their names, in order; empty if there is one lock, UNREAD if they cannot be read; and the
-        terms of each.
+        Their names, in order; empty if there is one lock, UNREADABLE if they cannot be read; and
+        the terms of each.
     """
     if not written.startswith(b"["):
         return [], [written.partition(b" ")[0]]
@@ -162,12 +162,12 @@ def _stations(written: bytes) -> tuple[list[str], list[bytes]]:
     except (ValueError, TypeError, AttributeError, RecursionError):
         found = []
     if not found or not all(isinstance(name, str) for name, _ in found):
-        found = [(UNREAD, b"")]
+        found = [(UNREADABLE, b"")]
     return [name for name, _ in found], [word for _, word in found]
 
 
 def _shown_key(name: str) -> str:
-    return bounded_text(key_of(name)) or UNREAD
+    return bounded_text(key_of(name)) or UNREADABLE
 
 
 def ticket_of(member: bytes) -> tuple[str, str]:

@@ -38,7 +38,12 @@ LOOK_EVERY = 0.2  # seconds between two looks at a lease that is about to end
 WAIT = 30.0  # seconds for a terminated task to end
 
 # What became of a lease.
-FREED, TERMINATED, ENDED, RUNS = "freed", "terminated", "ended meanwhile", "still runs"
+FREED, TERMINATED, ENDED_MEANWHILE, STILL_RUNS = (
+    "freed",
+    "terminated",
+    "ended meanwhile",
+    "still runs",
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -164,9 +169,9 @@ class Actions:
             on_sent: Called when the broker has taken the command, before the wait.
 
         Returns:
-            TERMINATED: the lease has ended.  RUNS: the task may still run, and keeps the lock.
-            FREED: the task's process is gone, and the lease was freed here.  ENDED: the same, but
-            the lease has ended just before it was to be freed.
+            TERMINATED: the lease has ended.  STILL_RUNS: the task may still run, and keeps the
+            lock.  FREED: the task's process is gone, and the lease was freed here.
+            ENDED_MEANWHILE: the same, but the lease has ended just before it was to be freed.
 
         Raises:
             BrokerError, SettingsError: As for :meth:`terminate`.
@@ -178,8 +183,8 @@ class Actions:
         if left is None:
             return TERMINATED
         if left.may_live:
-            return RUNS
-        return FREED if self.free(name, holder.owner, holder.token) else ENDED
+            return STILL_RUNS
+        return FREED if self.free(name, holder.owner, holder.token) else ENDED_MEANWHILE
 
     def _wait_until_ended(self, name: str, holder: Holder, seconds: float) -> Holder | None:
         """Wait until a lease has ended; return it as it is then, if it has not."""

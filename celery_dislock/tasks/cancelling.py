@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.lease import Lease
 
-LOOK = "dislock_look"  # name of the command for a worker
+LOOK_COMMAND = "dislock_look"  # name of the command for a worker
 CAUSES_MOST = 20  # causes of an exception that are looked at, each the cause of the one before
 
 logger = logging.getLogger("celery_dislock")
@@ -47,7 +47,7 @@ def tell_workers(app: Celery, holders: Iterable[Mapping[str, Any]]) -> None:
         if not isinstance(task_id, str) or not isinstance(worker, str):
             continue
         try:
-            app.control.broadcast(LOOK, {"task_id": task_id}, destination=[worker])
+            app.control.broadcast(LOOK_COMMAND, {"task_id": task_id}, destination=[worker])
         except Exception as exc:  # noqa: BLE001 -- any of the broker's client
             #: INFO: The broker did not take the message to that worker; the task is cancelled a
             #: third of its timeout later. -> Check the broker.

@@ -29,7 +29,9 @@ from celery_dislock.scripts.names import crashes_of
 from celery_dislock.servers.requests import Ending
 from celery_dislock.words import TEXT_MOST, plain
 
-KEPT = 7 * 86400.0  # seconds for which a delivery's crashes are remembered after the last one
+CRASHES_KEPT = (
+    7 * 86400.0
+)  # seconds for which a delivery's crashes are remembered after the last one
 
 logger = logging.getLogger("celery_dislock")
 
@@ -59,7 +61,7 @@ def count_crash(request: Any, cause: BaseException) -> None:
         keys = guard.keys_of(request)
         key = crashes_of(guard.runtime.lock_names(keys)[0], _ticket(request))
         server = guard.runtime.process.store.lock_server
-        times = server.run(scripts.CRASH, [key], uuid4().hex, milliseconds(KEPT))
+        times = server.run(scripts.CRASH, [key], uuid4().hex, milliseconds(CRASHES_KEPT))
     except Exception as exc:  # noqa: BLE001 -- also any error of a user's callable
         #: WARNING: The lock server is away; the task may run once more than `lock_crash_limit`
         #: says. -> Check the lock server.

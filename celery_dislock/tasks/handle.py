@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.config.values import seconds as _seconds
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.servers.overview import PLACES, Overview, look_at_all
+from celery_dislock.servers.overview import PLACES_SHOWN, Overview, look_at_all
 from celery_dislock.servers.view import Holder
-from celery_dislock.tasks.actions import FREED, RUNS, TERMINATED, WAIT, Actions
+from celery_dislock.tasks.actions import FREED, STILL_RUNS, TERMINATED, WAIT, Actions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,7 +61,7 @@ class LockHandle:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def state(self, most: int = PLACES) -> list[LockState]:
+    def state(self, most: int = PLACES_SHOWN) -> list[LockState]:
         """
         Return all that the lock server knows, for each key.
 
@@ -89,7 +89,7 @@ class LockHandle:
         """
         return [holder for lock in self.state(0) for holder in lock.holders]
 
-    def line(self, most: int = PLACES) -> list[Waiter]:
+    def line(self, most: int = PLACES_SHOWN) -> list[Waiter]:
         """
         Return the waiters and parked tasks in line; of several keys, the line of each in turn.
 
@@ -143,7 +143,7 @@ class LockHandle:
                     continue
                 if terminate and holder.can_be_terminated:
                     outcome = actions.terminate_and_free(lock.name, holder, wait=wait)
-                    still_runs = still_runs or outcome == RUNS
+                    still_runs = still_runs or outcome == STILL_RUNS
                     is_ended = outcome in {FREED, TERMINATED}
                 else:
                     is_ended = actions.free(lock.name, holder.owner, holder.token)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 # States in which Celery leaves a delivery that has ended.  A task that is stopped with its worker
 # is in none of them, and its message may be redelivered.
-ENDED = {states.SUCCESS, states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED}
+END_STATES = {states.SUCCESS, states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED}
 
 logger = logging.getLogger("celery_dislock")
 
@@ -232,7 +232,7 @@ def name_of(task: type[Task], app: Celery) -> str | None:
 def end_unguarded(task: Task, state: str, retval: Any) -> None:
     """End the reservation and the turn of a task that has ended before its guard was entered."""
     request = task.request
-    if state not in ENDED or not notes_of(request):
+    if state not in END_STATES or not notes_of(request):
         return
     if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
         return

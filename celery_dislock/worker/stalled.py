@@ -31,7 +31,7 @@ from celery.worker import state
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.names import execution_start
-from celery_dislock.locks.watchdog import EARLY
+from celery_dislock.locks.watchdog import EARLY_BY
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.server import Outage
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from celery_dislock.servers.store import Store
 
 WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
-STEPS = 4  # per renewal interval; the first one after an execution may be overdue looks at it
-LATE = 1.2  # renewal intervals without a renewal after which the main process renews
+LOOKS = 4  # per renewal interval; the first one after an execution may be overdue looks at it
+OVERDUE = 1.2  # renewal intervals without a renewal after which the main process renews
 
 logger = logging.getLogger("celery_dislock")
 
@@ -64,7 +64,7 @@ class StalledStep(TimedStep):
         """Tell whether this worker has pool processes, and tasks whose locks are renewed."""
         runtime = runtime_of(worker.app)
         intervals = [one.interval for one in guards_of(worker.app).values() if one.interval]
-        self._every = min(intervals, default=0.0) / STEPS
+        self._every = min(intervals, default=0.0) / LOOKS
         return (
             bool(intervals)
             and not runtime.off
@@ -188,7 +188,7 @@ class StalledKeeper:
                 watched.due = math.inf
             if isinstance(found, StoreError):
                 continue
-            overdue = request.task.dislock_guard.interval * LATE
+            overdue = request.task.dislock_guard.interval * OVERDUE
             watched.due = now + min(found.overdue_in or overdue, overdue)
             why = _why_killed(request, watched, found, now)
             self._tell(request, watched, found.unrenewed, now)
@@ -262,7 +262,7 @@ def _execution(request: Any) -> Execution | None:
         names,
         execution_start(request.id, request.hostname, request.worker_pid),
         ttl=guard.timeout,
-        overdue=interval * LATE,
+        overdue=interval * OVERDUE,
         # The watchdog's last renewal may be as early as that, and must stay the last.
-        longest=max(guard.options.max_renew_times, 0) * interval * (1 - EARLY),
+        longest=max(guard.options.max_renew_times, 0) * interval * (1 - EARLY_BY),
     )

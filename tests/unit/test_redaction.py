@@ -12,7 +12,7 @@ import redis
 from kombu.exceptions import OperationalError
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.redaction import LONGEST, reason_of
+from celery_dislock.redaction import LINE_MOST, reason_of
 from celery_dislock.servers.connections import Demoted, store_error
 from tests.leaks import SECRET
 
@@ -104,4 +104,4 @@ def test_a_reason_is_one_line_of_bounded_length():
     """Line breaks and long answers of a server do not fill the log."""
     told = reason_of(redis.ResponseError("a\nb\r\n" + "c" * 10_000))
     assert told.startswith("a b ccc")
-    assert len(told) == LONGEST + len("...")
+    assert len(told) == LINE_MOST + len("...")

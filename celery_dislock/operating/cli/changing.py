@@ -25,7 +25,7 @@ from celery_dislock.operating.cli.session import (
 )
 from celery_dislock.servers.overview import SEARCHED, look_at_all
 from celery_dislock.servers.waiters import ticket_of
-from celery_dislock.tasks.actions import ENDED, FREED, RUNS, TERMINATED, WAIT
+from celery_dislock.tasks.actions import ENDED_MEANWHILE, FREED, STILL_RUNS, TERMINATED, WAIT
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ LEFT = "left"  # beside what Actions returns: somebody has said no
 OUTCOMES = {
     FREED: "Freed lock {key}.{told}",
     TERMINATED: "It has ended. Lock {key} is free, or handed on.",
-    ENDED: "That lease has ended meanwhile. Lock {key} is as it was.",
-    RUNS: "It still holds the lock after {wait}: nothing was freed. Its pool may not be able to "
-    "end a task (prefork is), its worker may not answer, or the task may ignore the signal: try "
+    ENDED_MEANWHILE: "That lease has ended meanwhile. Lock {key} is as it was.",
+    STILL_RUNS: "It still holds the lock after {wait}: nothing was freed. Its pool may not be able "
+    "to end a task (prefork is), its worker may not answer, or the task may ignore the signal: try "
     "--signal KILL. To free the lock all the same, leave out --terminate; two may run then.",
 }
 
@@ -102,7 +102,7 @@ def free(
                     outcome = _free(opened, lock, holder, sure=yes, **how)
                     about = {"owner": holder.owner, "token": holder.token}
                     done.append({"key": lock.key, **about, "outcome": outcome})
-        stays = token is not None or any(one["outcome"] == RUNS for one in done)
+        stays = token is not None or any(one["outcome"] == STILL_RUNS for one in done)
         for lock in [] if stays else locks:
             if reserved := lock.reservation:
                 _show(lock, iter([reservation_line(reserved)]), quiet=json_)
@@ -139,7 +139,7 @@ def _free(
         why = "is no task that a worker runs" if holder.thread else "runs no body now"
         tell(f"It cannot be terminated: {holder.who} {why}.")
         if is_body:
-            return RUNS
+            return STILL_RUNS
         terminate = False
     if not agrees(_question(holder, terminate=terminate), sure=sure):
         return LEFT
@@ -152,11 +152,11 @@ def _free(
     if terminate:
         end = opened.actions.terminate_and_free
         outcome = end(lock.name, holder, wait=wait, signal=signal, on_sent=on_sent)
-        if outcome in {FREED, ENDED}:
+        if outcome in {FREED, ENDED_MEANWHILE}:
             tell("Its lease is not renewed any more: its process is gone.")
     else:
         is_freed = opened.actions.free(lock.name, holder.owner, holder.token)
-        outcome = FREED if is_freed else ENDED
+        outcome = FREED if is_freed else ENDED_MEANWHILE
         told = _afterwards(holder) if is_body else ""
     if outcome == FREED:
         record(audit.freed(lock.name, holder))
@@ -193,7 +193,7 @@ def _end(opened: AppLocks, lock: LockState, shown: ReservationState, *, sure: bo
         return LEFT
     if not opened.actions.end_reservation(lock.name, shown):
         tell(f"That reservation of {lock.key} has ended meanwhile.")
-        return ENDED
+        return ENDED_MEANWHILE
     record(audit.unreserved(lock.name, shown.id))
     tell(f"Ended the reservation of {lock.key}.")
     return FREED

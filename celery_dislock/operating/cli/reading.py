@@ -20,7 +20,7 @@ from celery_dislock.operating.cli.session import (
     write_table,
 )
 from celery_dislock.operating.locks import as_data, rows
-from celery_dislock.servers.overview import PLACES, look_at_all
+from celery_dislock.servers.overview import PLACES_SHOWN, look_at_all
 from celery_dislock.servers.view import is_beat
 from celery_dislock.words import for_people, plain, to_json
 
@@ -158,7 +158,7 @@ def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa
 @by_key
 @click.option("--first", type=click.IntRange(min=1), default=1, help="Place to begin with.")
 @click.option(
-    "--most", type=click.IntRange(1, 1000), default=PLACES, help="Number of places to show."
+    "--most", type=click.IntRange(1, 1000), default=PLACES_SHOWN, help="Number of places to show."
 )
 @as_json
 @click.pass_context

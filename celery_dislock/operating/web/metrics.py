@@ -48,7 +48,7 @@ from celery_dislock.operating.site import Site
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.scripts import COUNTS
 from celery_dislock.scripts.names import counts_of, index_of_counts
-from celery_dislock.servers.overview import PLACES, Overview
+from celery_dislock.servers.overview import PLACES_SHOWN, Overview
 from celery_dislock.servers.records import text
 from celery_dislock.words import plain
 
@@ -243,7 +243,7 @@ def _with_lines(overview: Overview, names: Sequence[str]) -> Iterator[LockState 
             yield lock
         else:
             lined.append(name)
-    yield from overview.look(lined, most=PLACES) if lined else ()
+    yield from overview.look(lined, most=PLACES_SHOWN) if lined else ()
 
 
 def _fields(flat: Sequence[bytes]) -> Iterator[tuple[str, int]]:

@@ -56,7 +56,7 @@ FILES = {
     "/static/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 PER_PAGE = 50  # locks of a page of the list
-PLACES = 50  # places of a line that are shown at once
+PLACES_A_PAGE = 50  # places of a line that are shown at once
 HOLDERS_LISTED = 3  # of a lock in the list; its own view has more
 PAGES_MOST = 10**6
 TOKEN_MOST = 2**63
@@ -262,12 +262,14 @@ class Page:
         kept = self._cache.get((name, first), lambda: self._look(name, first))
         state, told = kept.value
         answer = as_json(state, show_owners=visitor.may_act, show_arguments=self._show_arguments)
-        return _read({**answer, "told": told, "first": first, "places": PLACES}, kept, visitor)
+        return _read(
+            {**answer, "told": told, "first": first, "places": PLACES_A_PAGE}, kept, visitor
+        )
 
     def _look(self, name: str, first: int) -> tuple[LockState, list[str]]:
         """Look at one lock; return what is wrong with it, too, in words."""
         site = self._locks.site
-        state = site.overview.lock(name, first, PLACES)
+        state = site.overview.lock(name, first, PLACES_A_PAGE)
         # Of a pause and a limit the page tells more by itself.
         found = (one for one in troubles_of(state, site) if one.name not in {"paused", "limited"})
         return state, [one.told(state.key) for one in found]

@@ -15,7 +15,7 @@ from celery_dislock import Key, SingletonTask, StoreError
 from celery_dislock.operating.inspection import SHORT, inspect_locks, inspect_task
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
-from celery_dislock.servers.overview import PLACES
+from celery_dislock.servers.overview import PLACES_SHOWN
 from tests.staged import holder, lock, place
 from tests.unit.deliveries import arrived
 
@@ -80,7 +80,7 @@ def test_a_task_that_runs_without_its_lock_is_told_from_one_that_waits(worker, s
     """It began long ago and does not stand in line; nobody knows that of one behind many."""
     server.put(
         lock("export:2", waiting=1, line=[place(parked=False, ticket="", id="2", task="export")]),
-        lock("export:3", waiting=PLACES + 1),
+        lock("export:3", waiting=PLACES_SHOWN + 1),
     )
     for n in (1, 2, 3):
         worker.run(n, task_id=str(n))

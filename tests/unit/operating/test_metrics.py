@@ -415,7 +415,7 @@ def reserved(state, since):
 )
 def test_locks_are_counted(server, read, monkeypatch, locks, gauges):
     """By task and worker, state or trouble: how many there are, and the age of the oldest."""
-    monkeypatch.setattr(metrics, "PLACES", 4)
+    monkeypatch.setattr(metrics, "PLACES_SHOWN", 4)
     server.put(*(lock(str(nth), **given) for nth, given in enumerate(locks)))
     values = read()
     assert {name: of(values, name) for name in gauges} == {

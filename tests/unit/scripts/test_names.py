@@ -59,7 +59,7 @@ def test_the_names_of_keys_stay():
     assert names.index_of_lines("dislock", "home") == "dislock:lines:home"
     assert names.sweep_lock("dislock", "home") == "dislock:sweep:{home}"
     single = {end: kind for end, kind in ENDINGS.items() if not end.endswith(":")}
-    assert {"": "hash", **single} == names.KINDS
+    assert {"": "hash", **single} == names.KEY_TYPES
 
 
 def test_the_reference_lists_the_keys_of_a_lock():

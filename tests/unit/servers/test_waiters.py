@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from celery_dislock.servers.waiters import UNREAD, in_line, parked_place, ticket_of
+from celery_dislock.servers.waiters import UNREADABLE, in_line, parked_place, ticket_of
 
 NOW = 1_700_000_000_000  # ms
 TENANT, DISK, API = "dislock:{tenant:a}", 'dislock:{the "disk" }', "dislock:{api}"
@@ -81,7 +81,7 @@ def test_who_waits_in_a_slot_is_shown(terms, mode):
 def test_stations_that_cannot_be_read_are_told_as_such(stations):
     """The task is shown all the same, with what its message tells, so that it can be dropped."""
     place = in_line(API, NOW, 1, b"a1:0:0#", JOINED, record(stations))
-    assert (place.stations, place.keeps, place.mode) == ([UNREAD], [], "exclusive")
+    assert (place.stations, place.keeps, place.mode) == ([UNREADABLE], [], "exclusive")
     assert (place.ticket, place.who) == ("a1:0:0", "shop.call[a1]")
 
 
