@@ -76,13 +76,14 @@ def main() -> None:
     rows: list[Row] = []
     if options.quick:
         be_quick()
+    load = page.load_now()  # a section's own work would count in the load before the next
     with tempfile.TemporaryDirectory(prefix="dislock-bench-") as folder:
         speed = bare_round_trips(Path(folder, "speed"))
         for name in names:
             began = time.monotonic()
             print(f"{name} ...", end=" ", flush=True, file=sys.stderr)
             if name in page.SECTIONS:
-                page.measure(name, Path(folder, name))
+                page.measure(name, Path(folder, name), load)
             else:
                 rows += import_module(f"benchmarks.{name}").run(Path(folder, name))
             print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)

@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -128,9 +128,10 @@ class Beats:
         return self.sent()[-1].by
 
     def kill(self, leader: int) -> None:
-        """Kill one, for good."""
+        """Kill one, for good; it may have ended by itself just before."""
         self._killed.add(leader)
-        os.kill(leader, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(leader, signal.SIGKILL)
 
     def halt(self, leader: int) -> None:
         """Stop one for a while, so that its lock ends."""

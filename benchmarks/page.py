@@ -77,19 +77,23 @@ class Measured:
 
     when: str
     machine: str
-    load: float  # average of the minute before, per core
+    load: float  # average of the minute before the run of which it is a part, per core
     figures: Sequence[Figure]
 
 
-def measure(section: str, folder: Path) -> None:
-    """Measure a section, and keep its figures."""
-    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+def load_now() -> float:
+    """Return how busy the machine has been in the last minute, per core."""
+    return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
+
+
+def measure(section: str, folder: Path, load: float) -> None:
+    """Measure a section, and keep its figures; *load* is that before the run."""
     figures = SECTIONS[section](folder)
     sections = json.loads(KEPT.read_text("utf-8")) if KEPT.exists() else {}
     sections[section] = {
         "when": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(folder),
-        "load": round(load, 2),
+        "load": load,
         "figures": [
             figure._replace(values=[float(f"{value:.4g}") for value in figure.values])
             for figure in figures
@@ -191,9 +195,9 @@ def conditions(measured: dict[str, Measured]) -> Iterator[str]:
     busiest = max(of.load for of in measured.values())
     if busiest > QUIET:
         yield (
-            "\n**The machine was busy with other work**: the load average before a section was up "
-            f"to {busiest:.1f} per core. So the ranges are wide, times are longer than they would "
-            "be, and figures that are close to one another are equal."
+            "\n**The machine was busy with other work**: the load average before the figures was "
+            f"up to {busiest:.1f} per core. So the ranges are wide, times are longer than they "
+            "would be, and figures that are close to one another are equal."
         )
 
 
