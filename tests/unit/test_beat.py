@@ -534,6 +534,34 @@ def test_two_that_lead_send_each_tick_once():
     assert min(b - a for a, b in pairwise(ticks)) >= 2 - STEP
 
 
+def test_a_late_note_takes_no_tick_back():
+    """Two lead; the note of one got no answer, and the other has sent the next tick meanwhile."""
+    world = World({"often": 1.0})
+    run_until_due(world, 1.0)
+    limit(world, 2)
+    world.run(5)
+    first, second = world.beats
+    sends = first.sends
+
+    def away(_when):
+        raise StoreError("redis://nowhere", "away")
+
+    def send(*message):
+        sends(*message)
+        first.around = away
+
+    first.sends = send
+    while first.around is not away:
+        world.run(STEP)
+    while world.sent[-1].by is first:
+        world.run(STEP)
+    assert first.leads
+    first.sends, first.around = sends, lambda _when: None
+    world.run(10.0)
+    assert {one.by for one in world.sent} == {first, second}
+    assert min(b.at - a.at for a, b in pairwise(world.sent)) >= 1 - STEP
+
+
 def test_who_leads_and_when_it_sent_is_on_the_lock_server():
     """For the commands, doctor and metrics; also after the last beat has gone."""
     world = World({"often": 2.0}, beats=1)
