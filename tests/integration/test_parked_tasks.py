@@ -17,6 +17,7 @@ from celery_dislock.messages.unrun import put_off
 from celery_dislock.signals import lock_released
 from tests.driven import KEY, Shop
 from tests.integration.parked import LOCK
+from tests.unit.deliveries import deliver
 
 TURN = {"ticket": [LOCK, "2:0:0"]}  # of the task "2"
 NAMED = f"for lock {KEY!r}"
@@ -336,16 +337,36 @@ class TestCopies:
         assert "shop.export[2] acknowledged unrun" in caplog.text
 
     def test_one_of_what_is_done_keeps_no_key(self, shop):
-        """It has reserved its key again, as one that is put off does; that ends with it."""
+        """Somebody has sent it anew under that id, and reserved its key; that ends with it."""
         task = shop.declare(lock_unique_until="end")
         with shop.held():
             shop.run(task)
         shop.work()
-        shop.send(task, "2", notes=TURN)
+        shop.send(task, "2")
         assert shop.dislock.lock_of(KEY).state()[0].reservation is not None
         shop.work()
         assert shop.dislock.lock_of(KEY).state()[0].reservation is None
         assert shop.ran == ["2"]
+
+    @pytest.mark.parametrize("came", ["put off", "with its turn", "redelivered"])
+    def test_one_of_what_is_done_leaves_the_key_to_its_retry(self, shop, came):
+        """Both have the id and the reservation of the first message; the retry waits."""
+
+        def body(self):
+            if not self.request.retries:
+                raise self.retry(countdown=600)
+
+        task = shop.declare(body, lock_unique_until="end")
+        with shop.held():
+            shop.run(task)
+        (turn,) = shop.sent
+        shop.work()
+        notes = {key: turn[key] for key in ("unique", "v")}
+        notes |= {"put off": {"put_off": 1}, "with its turn": turn, "redelivered": {}}[came]
+        info = {"redelivered": came == "redelivered"}
+        ended = deliver(task, "2", headers={"dislock": notes}, delivery_info=info)
+        assert (ended.info.state, shop.ran) == ("IGNORED", ["2"])
+        assert task.apply_async().duplicate
 
 
 def raising(error):
