@@ -87,6 +87,7 @@ class BeatLock:
         # Ticks that were claimed, and have not gone out as far as is known: when their entries were
         # sent before, and when they were claimed.
         self._unsent: dict[str, tuple[int, int]] = {}
+        self._unnoted: dict[str, int] = {}  # ticks that have gone out: when they were claimed
         self._followed = False  # whether another beat may have sent what this one does not know
         self._said = ""
         self._ticks = False
@@ -117,10 +118,12 @@ class BeatLock:
         try:
             if not self.leads or self._clock_was_set():
                 self._take_over()
+            self._note()
             pause: float = super().tick(*args, **kwargs)  # type: ignore[misc]
             if self._unsent and pause > 0:  # what is due goes first, and takes the place of older
                 self._send_again()
-                pause = min(pause, PAUSE) if self._unsent else pause
+            if self._unsent or self._unnoted:
+                pause = min(pause, PAUSE)
         except StandBy as exc:
             self._heap = None  # the entry that was not sent is not in it any more
             if exc.why and exc.why != self._said:
@@ -154,8 +157,9 @@ class BeatLock:
             self._not_sent(name, (before_us, self._claimed_us), exc)
             raise
         self._unsent.pop(name, None)
-        with suppress(StandBy):  # a later claim says so
-            self._ask(TICK, self._claimed_us, name_of(entry), HAS_GONE_OUT)
+        self._unnoted[name] = self._claimed_us
+        with suppress(StandBy):  # the next pass notes it
+            self._note()
         return sent
 
     def close(self) -> None:
@@ -227,8 +231,11 @@ class BeatLock:
         told = iter(self._ask(TICKS, now_us, int(self._followed), *mine))
         catches_up = runtime_of(self.app).settings.dislock_beat_catch_up
         self._unsent.clear()
+        unnoted, self._unnoted = self._unnoted, {}
         for name, last, before in zip(told, told, told, strict=True):
             claimed = before != HAS_GONE_OUT.encode()
+            if claimed and unnoted.get(text(name)) == int(last):
+                claimed, self._unnoted[text(name)] = False, int(last)
             entry = entries.get(text(name)) or (claimed and self._load(text(name)))
             if not entry:
                 continue
@@ -266,6 +273,12 @@ class BeatLock:
             else:
                 logger.info(reasons.GONE_OUT, self._lock.key, name)
 
+    def _note(self) -> None:
+        """Note on the lock server which ticks have gone out, so that nobody sends them again."""
+        for name, claimed_us in list(self._unnoted.items()):
+            self._ask(TICK, claimed_us, name, HAS_GONE_OUT)
+            del self._unnoted[name]
+
     def _not_sent(self, name: str, tick: tuple[int, int], error: Exception) -> None:
         """Keep a tick that the broker did not take; one that cannot be sent at all is lost."""
         # A scheduler raises its own error while it handles that of the broker's client.
@@ -279,6 +292,7 @@ class BeatLock:
     def _claim(self, entry: Any) -> None:
         name, self._claimed_us = name_of(entry), to_us(entry.default_now())
         told = self._ask(TICK, self._claimed_us, name, to_us(entry.last_run_at))
+        self._unnoted.pop(name, None)
         if told:
             self._unsent.pop(name, None)
             self._put(entry, int(told[0]))

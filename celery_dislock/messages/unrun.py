@@ -56,7 +56,8 @@ def put_off(
         at_most: Maximum delay in seconds, before jitter; at least 1 s is used.
         at: Seconds until the task may start, if it is only too early.  The message comes at that
             time, and a little later each time that this is repeated.
-        error: The error in the result until then; None: the result is left as it is.
+        error: The error in the result until then; None: the result is left as it is.  A StoreError
+            leaves the result of a task that may be in line, too.
         level: Level of the log line.
 
     Raises:
@@ -75,7 +76,9 @@ def put_off(
     delay = _send_again(delivery, delay, reason)
     if delivery.reservation is not None and not isinstance(error, StoreError):
         _keep_reservation(delivery, delivery.reservation, delay)
-    ends = Ignore(reason) if error is None else Retry(str(error), exc=error, when=delay)
+    # A task that may be in line may have run meanwhile, and then nobody would correct its result.
+    stays = error is None or (notes.parked is not None and isinstance(error, StoreError))
+    ends = Ignore(reason) if stays else Retry(str(error), exc=error, when=delay)
     raise delivery.logged(ends, f"put off for {delay:.1f} s: {reason}", level=level)
 
 

@@ -97,11 +97,7 @@ class Parking:
             parked.told = answer.told
             raise parked
         if isinstance(answer, Done):
-            delivery.end_reservation()  # kept since the task was put off
-            #: INFO `Task … acknowledged unrun: it has run under lock … before.`: A second copy of a
-            #: parked task. -> If it comes often, the workers of its queue take longer than a turn
-            #: lasts.
-            acknowledge(delivery, f"it has run under lock {lock.key!r} before")
+            self._end_copy()
         if isinstance(answer, Granted):
             attempt.has_begun = True
             if answer.claimed and delivery.if_done.settles:
@@ -114,6 +110,18 @@ class Parking:
         if isinstance(answer, Later):
             put_off_later(delivery, self._process.lines)
         return answer
+
+    def _end_copy(self) -> NoReturn:
+        """Acknowledge a copy of work that is done; raises Ignore."""
+        delivery = self._delivery
+        notes, info = delivery.notes, delivery.request.delivery_info or {}
+        came_before = notes.parked or notes.put_off or info.get("redelivered")
+        if not came_before:  # somebody has sent it anew, under the same id
+            delivery.end_reservation()  # not that of a retry, which has the same
+        #: INFO `Task … acknowledged unrun: it has run under lock … before.`: A second copy of a
+        #: parked task. -> If it comes often, the workers of its queue take longer than a turn
+        #: lasts.
+        acknowledge(delivery, f"it has run under lock {delivery.lock.key!r} before")
 
     def park(self, conflict: Conflict, bounds: Bounds) -> Lease | Conflict:
         """

@@ -187,7 +187,8 @@ class Lines:
 
         Returns:
             HAS_LEFT: the task was in line, had its turn or was replaced; or with RUNS, nothing is
-            known of it.  LEFT_BEFORE: it has claimed its turn, was set aside or is done.
+            known of it, or its claim was left.  LEFT_BEFORE: it has claimed its turn, was set aside
+            or is done.
             NOT_THERE: none of these.
         """
         call = (self._home, ticket, how, _written(task))

@@ -14,7 +14,8 @@
 -- Returns   {left, turns}   left: 1 the task was there: it waited, had its turn, or was replaced; or "runs", and
 --                                   nothing is known of it
 --                                 2 it has claimed its turn, was set aside or is done; or it was replaced, with
---                                   "runs" or "aside": nothing was changed
+--                                   "runs" or "aside": nothing was changed.  With "runs" a claim that was left, as
+--                                   nobody has its lease, does not count
 --                                 0 it was not there
 -- Touches all keys of the lock.  Sent twice, the second answers 0 or 2.
 
@@ -24,9 +25,17 @@
 local ticket, how, task
 home, ticket, how, task = unpack(ARGV)
 local lock = open_whole(KEYS[1])
+
+-- Whether a claim was left: its reply was lost, or its process has died.  park.lua lets a copy run then, too.
+local function is_left()
+  local claim = parse_claim(redis.call('HGET', lock.running, ticket))
+  local same_task = string.match(ticket, '^(.*):%d+:%d+$') .. '@'
+  return not claim.is_later and claim.settles <= now and not leases_of(lock, same_task)[1]
+end
+
 local has_place = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)
 local record = has_place or redis.call('HGET', lock.name .. REPLACED, ticket)
-local has_claimed = redis.call('HEXISTS', lock.running, ticket) == 1
+local has_claimed = redis.call('HEXISTS', lock.running, ticket) == 1 and not (how == 'runs' and is_left())
 
 if record and not is_of(record, task) then return {NOT_THERE, turns} end
 if has_claimed and how ~= 'over' then return {LEFT_BEFORE, turns} end

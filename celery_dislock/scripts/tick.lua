@@ -26,6 +26,9 @@ if before ~= '-' then
   if clock_is_wrong(ARGV[4]) then return {WRONG_CLOCK, string.format('%.0f', now_us)} end
   local by, last = read_run(redis.call('HGET', runs, entry))
   if by and by ~= token and tonumber(last) > tonumber(before) then return {SENT_SINCE, last} end
+else  -- the note may be late, and two may lead: another beat may have claimed a later tick since
+  local by, last = read_run(redis.call('HGET', runs, entry))
+  if by and by ~= token and tonumber(last) > tonumber(beat_us) then return {DONE} end
 end
 write_run(entry, beat_us, before)
 return {DONE}

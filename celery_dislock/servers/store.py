@@ -409,14 +409,18 @@ class Store:
 
         Returns:
             Number of leases that were taken over: 0 if they have ended, or another owner was first.
+            If a reply was lost, all of that node: the command was sent again, and may have found
+            its own work.
 
         Raises:
             StoreError: The server did not answer; the leases may have been taken over.
         """
-        return sum(
-            self.lock_server.run(scripts.TAKE_OVER, together, left_by, owner, holder)
-            for together in self.lock_server.together(locks)
-        )
+        taken = 0
+        for group in self.lock_server.together(locks):
+            call = (scripts.TAKE_OVER, group, left_by, owner, holder)
+            reply, resent = self.lock_server.exchange(*call)
+            taken += len(group) if resent else reply
+        return taken
 
     def remember(self, lock: str, task_id: str, mark: str, seconds: float) -> None:
         """

@@ -77,7 +77,7 @@ class Acquisition:
         )
         if notes.came:
             self._end_unasked()
-        if notes.given_up or notes.held_by:
+        if notes.given_up or notes.held_by or delivery.away is not None:
             first = partial(self._go_on, first)
         return self.answer(first)
 
@@ -169,7 +169,14 @@ class Acquisition:
             put_off(delivery, reason, level=logging.WARNING)
 
     def _go_on(self, ask: Callable[[], T]) -> T:
-        """Release or take over the leases that earlier deliveries have left, then call *ask*."""
+        """
+        Release or take over the leases that earlier deliveries have left, then call *ask*.
+
+        Raises:
+            StoreError: The lock server did not answer, here or before.
+        """
+        if self.delivery.away is not None:  # nobody knows which lock it is to take
+            raise self.delivery.away
         lock, attempt, notes = self.delivery.lock, self.delivery.attempt, self.delivery.notes
         for owner in notes.given_up:  # these may have been granted the lock after they gave up
             lock.store.release(lock.names, owner)

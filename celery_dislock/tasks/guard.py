@@ -277,31 +277,36 @@ class Guard:
 
     def _keys_and_terms(
         self, turn: tuple[str, str] | None, args: Any, kwargs: Any, serializer: str
-    ) -> tuple[Sequence[str], tuple[Terms, ...]]:
+    ) -> tuple[Sequence[str], tuple[Terms, ...], StoreError | None]:
         """
         Return the keys of a delivery, and the terms of each key, or one for all keys.
 
         A delivery with a *turn* takes the lock that its task was parked for, even if the code names
         another one by now.  The lock server has to know of the turn: anybody can write into a
-        message that the task has one.
+        message that the task has one.  If it does not answer, the error is returned as well.
         """
         try:
             built = self._keys.of(args, kwargs, serializer)
         except Exception as exc:
-            if turn is None or isinstance(exc, THROWN) or not self._knows(turn):
+            if turn is None or isinstance(exc, THROWN) or not (found := self._of_turn(turn)):
                 raise
-            return [key_of(turn[0])], self._terms[:1]
+            return found
         keys, terms = self._keys.in_order(built, self._terms)
-        if turn is not None and keys[0] != key_of(turn[0]) and self._knows(turn):
-            return [key_of(turn[0])], self._terms[:1]
-        return keys, terms
+        if turn is not None and keys[0] != key_of(turn[0]) and (found := self._of_turn(turn)):
+            return found
+        return keys, terms, None
 
-    def _knows(self, turn: tuple[str, str]) -> bool:
-        """Tell whether the lock server knows a turn; True if it does not answer."""
+    def _of_turn(
+        self, turn: tuple[str, str]
+    ) -> tuple[Sequence[str], tuple[Terms, ...], StoreError | None] | None:
+        """Return what :meth:`_keys_and_terms` does; None: the lock server knows no such turn."""
+        away = None
         try:
-            return self.runtime.process.lines.knows(*turn)
-        except StoreError:  # it will not answer the claim either, so the task is put off
-            return True
+            if not self.runtime.process.lines.knows(*turn):
+                return None
+        except StoreError as exc:
+            away = exc
+        return [key_of(turn[0])], self._terms[:1], away
 
     def _kept_for_retry(self, lease: Lease, delay: float) -> float:
         """Return how long the lease is kept for the retry, counted from its grant; 0: not kept."""
@@ -320,11 +325,12 @@ class Guard:
             notes.parked = None
         keys: Sequence[str]
         terms: tuple[Terms, ...] | None
+        away: StoreError | None = None
         if self._only_key is not None and notes.parked is None and not request.is_eager:
             keys, terms = [self._only_key(args, kwargs)], None
         else:  # an eager task's arguments have taken no way through a serializer
             serializer = task.serializer if request.is_eager else ""
-            keys, terms = self._keys_and_terms(notes.parked, args, kwargs, serializer)
+            keys, terms, away = self._keys_and_terms(notes.parked, args, kwargs, serializer)
         renewed = None if self.interval is None else self.timeout
         here = _described(process.host, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
@@ -347,6 +353,7 @@ class Guard:
         if TRACING in sys.modules:
             lock.channel.begins(attempt)
         delivery = Delivery(task, request, lock, attempt, notes)
+        delivery.away = away
         if notes.unique is not None:
             delivery.reservation = self.reservation_of(request)
             if delivery.reservation is not None and (delivery.reservation.lock,) == names:

@@ -23,7 +23,7 @@ from celery.exceptions import InvalidTaskError
 
 from celery_dislock.exceptions import DislockError
 from celery_dislock.hooks import watch_consumer
-from celery_dislock.messages.headers import HEADER, own_turn
+from celery_dislock.messages.headers import HEADER, Notes, own_turn
 from celery_dislock.messages.message import result_is_ignored
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import RUNS
@@ -32,10 +32,12 @@ from celery_dislock.scripts import LEFT_BEFORE
 from celery_dislock.tasks.sending import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from celery.worker.consumer import Consumer
     from kombu.message import Message
+
+    from celery_dislock.parking.process import ParkingProcess
 
 # Types of a body's parts: arguments, keyword arguments and embedded options.
 PARTS: tuple[Any, ...] = (list, tuple), dict, (dict, type(None))
@@ -168,7 +170,7 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
             process = self._runtime.process
             goes_on = (
                 not process.can_park
-                or process.lines.leave(*turn, RUNS, name) != LEFT_BEFORE
+                or _leave(process, turn, name, Notes.of(request).given_up) != LEFT_BEFORE
                 or bool((request.delivery_info or {}).get("redelivered"))
             )
         except DislockError as exc:
@@ -196,6 +198,21 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
                 *(what, turn[0]),
             )
         return goes_on
+
+
+def _leave(
+    process: ParkingProcess, turn: tuple[str, str], task: str, given_up: Iterable[str]
+) -> int:
+    """
+    Take a task that runs without a lock out of its line; see :meth:`Lines.leave`.
+
+    The owners that were given up are those of its earlier deliveries: one of them may have claimed
+    the turn, and its reply was lost.
+    """
+    lock, ticket = turn
+    for owner in given_up:
+        process.store.release([lock], owner)
+    return process.lines.leave(lock, ticket, RUNS, task)
 
 
 def _why(error: object) -> Exception:

@@ -509,6 +509,17 @@ class TestMarks:
         assert Answer(park([LOCK], "other@w:1/2", LONG, "{}", shown)) == "done"
         assert broker.ask("done", copy=2) == "done"
 
+    def test_a_claim_that_was_left_keeps_no_copy_from_running(self, broker, held, server):
+        """Nobody has its lease: its reply was lost, or its process has died."""
+        broker.park("a")
+        broker.end("first")
+        assert broker.claim("a", ttl=TURN) == "granted"
+        assert broker.leave("a", RUNS) is False
+        server.advance(TURN + 1)
+        assert broker.leave("a", ASIDE) is False
+        assert broker.leave("a", RUNS) is True
+        assert broker.claim("a", 3) == "done"
+
 
 class TestAnotherTaskOfTheSameId:
     """Who may write to one queue sends a task of his own under the id of another's."""

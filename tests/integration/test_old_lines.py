@@ -6,6 +6,7 @@ import pytest
 
 from celery_dislock import Key
 from celery_dislock.parking.store import ENDED
+from celery_dislock.scripts import KNOWS
 from tests.driven import KEY, Shop
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import Line
@@ -129,3 +130,14 @@ def test_a_turn_under_another_prefix_is_put_off(shop, caplog):
     assert "did not write" not in caplog.text
     (again,) = shop.put_off
     assert again.message.headers["dislock"].items() >= notes.items()
+
+
+def test_a_turn_that_may_not_be_known_is_no_way_to_another_lock(shop):
+    """That question got no answer, and the next one does: nobody knows which lock it may take."""
+    task = shop.declare()
+    shop.server.fail_once(KNOWS)
+    with shop.held("free"):
+        shop.run(task, notes={"ticket": ["dislock:{free}", "2:0:0"]})
+        assert (shop.ran, len(shop.put_off)) == ([], 1)
+        shop.work(later=60)
+    assert shop.ran == ["2"]

@@ -247,10 +247,16 @@ class Model:
         self.replaced.discard(task)
         return self.pass_on_if_any(home)
 
+    def is_at_work(self, task):
+        """Tell whether a task that has claimed its turn runs, or its result is on its way."""
+        has_lease = any(owner.startswith(f"{task}@") for owner in self.leases)
+        return has_lease or self.settling.get(task, 0) > self.now
+
     def withdraw(self, task, home, *, runs):
         """Return whether it was there, and who is to be published."""
         if not (self.waits(task) or task in self.handed):
-            known = task in self.running or task in self.done or task in self.aside
+            left = runs and task in self.running and not self.is_at_work(task)
+            known = (task in self.running and not left) or task in self.done or task in self.aside
             if not runs or known:
                 return False, []
         self.forget(task)
@@ -605,7 +611,7 @@ class ParkedMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(e.was_parked and e.at == "body" for e in self.executions))
     @rule(runs=st.booleans(), twice=often)
     def withdraw_what_runs(self, runs, twice):
-        """A copy of what has claimed its turn comes to such a worker: nothing changes."""
+        """A copy of what has claimed its turn comes to such a worker: it runs if that was left."""
         (task, *_) = (e.task for e in self.executions if e.was_parked and e.at == "body")
         self.withdraw_task(task, runs=runs, twice=twice)
 

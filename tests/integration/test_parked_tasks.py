@@ -13,9 +13,11 @@ from kombu import Exchange, Producer, Queue
 from kombu.exceptions import OperationalError
 
 from celery_dislock import SingletonTask, scripts
+from celery_dislock.messages.unrun import put_off
 from celery_dislock.signals import lock_released
 from tests.driven import KEY, Shop
 from tests.integration.parked import LOCK
+from tests.unit.deliveries import deliver
 
 TURN = {"ticket": [LOCK, "2:0:0"]}  # of the task "2"
 NAMED = f"for lock {KEY!r}"
@@ -58,7 +60,7 @@ def park_unanswered(shop, monkeypatch, *, done=True):
     with monkeypatch.context() as patch:
         patch.setattr(shop.app.backend, "store_result", fail_next)
         result = shop.run(shop.declare())
-    assert (shop.line, result.state) == (["2"] if done else [], "RETRY")
+    assert (shop.line, result.state) == (["2"] if done else [], "PARKED")
     return result
 
 
@@ -218,7 +220,7 @@ class TestParking:
             if at == "ask":
                 shop.server.fail_once(scripts.PARK, done=done)
             result = shop.run(task, headers={"tenant": "seven"}, retries=2)
-            assert (result.state, shop.ran) == ("RETRY", [])
+            assert (result.state, shop.ran) == ("RETRY" if at == "ask" else "PARKED", [])
             assert "without its lock" not in caplog.text
         monkeypatch.undo()
         shop.work(later=60)
@@ -241,9 +243,43 @@ class TestParking:
             if now == "full":
                 shop.run(task, "3")
             shop.work(later=60)
-            assert (shop.ran, shop.line, result.state) == ([], ["2"], "RETRY")
+            assert (shop.ran, shop.line, result.state) == ([], ["2"], "PARKED")
         shop.work(later=60)
         assert (shop.ran.count("2"), result.state) == (1, "SUCCESS")
+
+    @pytest.mark.parametrize("came", ["new", "with its turn"])
+    def test_one_that_may_have_run_meanwhile_keeps_its_result(self, shop, monkeypatch, came):
+        """Its worker gets no reply; before it gives up, another has run the task, which failed."""
+        task, other = shop.declare(), shop.other
+        store = shop.app.backend.store_result
+
+        def fail_next(task_id, result, state, **options):
+            if state == "PARKED":
+                shop.server.fail_once(scripts.PARK, done=True)
+            return store(task_id, result, state, **options)
+
+        def put_off_late(*args, **how):
+            if came == "new":
+                other.end("first")
+            assert other.claim("2") == "granted"
+            other.end("2", copy=2)
+            shop.app.backend.mark_as_failure("2", ValueError("no"))
+            put_off(*args, **how)
+
+        if came == "new":
+            other.ask("first")
+            monkeypatch.setattr(shop.app.backend, "store_result", fail_next)
+        else:
+            with shop.held():
+                shop.run(task)
+            shop.server.fail_once(scripts.PARK)
+        monkeypatch.setattr("celery_dislock.tasks.acquisition.put_off", put_off_late)
+        result = shop.run(task) if came == "new" else shop.app.AsyncResult("2")
+        shop.work()
+        assert len(shop.put_off) == 1
+        shop.work(later=60)
+        assert (shop.ran, list(shop.queue), list(shop.put_off)) == ([], [], [])
+        assert (result.state, str(result.result)) == ("FAILURE", "no")
 
     def test_one_that_may_be_in_line_is_not_skipped(self, shop, monkeypatch):
         """The line has no room when it comes again, and a request may still be on its way there."""
@@ -301,16 +337,36 @@ class TestCopies:
         assert "shop.export[2] acknowledged unrun" in caplog.text
 
     def test_one_of_what_is_done_keeps_no_key(self, shop):
-        """It has reserved its key again, as one that is put off does; that ends with it."""
+        """Somebody has sent it anew under that id, and reserved its key; that ends with it."""
         task = shop.declare(lock_unique_until="end")
         with shop.held():
             shop.run(task)
         shop.work()
-        shop.send(task, "2", notes=TURN)
+        shop.send(task, "2")
         assert shop.dislock.lock_of(KEY).state()[0].reservation is not None
         shop.work()
         assert shop.dislock.lock_of(KEY).state()[0].reservation is None
         assert shop.ran == ["2"]
+
+    @pytest.mark.parametrize("came", ["put off", "with its turn", "redelivered"])
+    def test_one_of_what_is_done_leaves_the_key_to_its_retry(self, shop, came):
+        """Both have the id and the reservation of the first message; the retry waits."""
+
+        def body(self):
+            if not self.request.retries:
+                raise self.retry(countdown=600)
+
+        task = shop.declare(body, lock_unique_until="end")
+        with shop.held():
+            shop.run(task)
+        (turn,) = shop.sent
+        shop.work()
+        notes = {key: turn[key] for key in ("unique", "v")}
+        notes |= {"put off": {"put_off": 1}, "with its turn": turn, "redelivered": {}}[came]
+        info = {"redelivered": came == "redelivered"}
+        ended = deliver(task, "2", headers={"dislock": notes}, delivery_info=info)
+        assert (ended.info.state, shop.ran) == ("IGNORED", ["2"])
+        assert task.apply_async().duplicate
 
 
 def raising(error):

@@ -61,6 +61,20 @@ def test_of_two_that_try_one_takes_over(store):
     assert refused.owner == "second"
 
 
+def test_a_lost_reply_of_one_node_is_no_loss_of_its_leases(store, monkeypatch):
+    """The command is sent again, and finds what the first one did."""
+    leave(store, LOCKS)
+    exchange = store.lock_server.exchange
+
+    def lossy(script, locks, *call):
+        first = exchange(script, locks, *call)
+        return first if locks == LOCKS[:1] else (exchange(script, locks, *call)[0], True)
+
+    monkeypatch.setattr(store.lock_server, "together", lambda locks: [[one] for one in locks])
+    monkeypatch.setattr(store.lock_server, "exchange", lossy)
+    assert store.take_over(LOCKS, "first", "second", NEW) == 2
+
+
 @pytest.mark.parametrize("how", ["held", "released", "run out"])
 def test_only_what_is_left_is_taken_over(store, redis_client, how):
     """A lease that its owner has still, or that has ended, is not there for others."""

@@ -451,6 +451,33 @@ def test_no_answer_to_a_claim_sends_nothing(when, caplog):
     assert world.leader is leader
 
 
+@pytest.mark.parametrize("way", ["stopped", "cut off"])
+def test_a_tick_whose_note_got_no_answer_goes_out_once(way):
+    """Its beat lives, and knows that: no beat sends it again, neither the next one nor itself."""
+    world = World({"seldom": 60.0}, beats=1)
+    run_until_due(world, 60.0)
+    before, leader, sends = len(world.sent), world.leader, world.leader.sends
+
+    def away(_when):
+        raise StoreError("redis://nowhere", "away")
+
+    def send(*message):
+        sends(*message)
+        leader.around = away
+
+    leader.sends = send
+    world.run(4 * STEP if way == "stopped" else 2 * TIMEOUT)
+    leader.sends, leader.around = sends, lambda _when: None
+    world.run(2.0)
+    if way == "stopped":
+        leader.stop()
+        world.beats = [world.start()]
+    world.run(TIMEOUT)
+    assert [one.id for one in world.sent[before:]] == [world.sent[-1].id]
+    world.run(60.0)
+    assert len(world.sent) == before + 2
+
+
 @pytest.mark.parametrize("ahead", [HOUR, -HOUR])
 def test_a_wrong_clock_is_said_once(caplog, ahead):
     """A beat whose clock is set wrong while it leads gives the lock to the next, due or not."""
@@ -505,6 +532,34 @@ def test_two_that_lead_send_each_tick_once():
     assert len({one.id for one in world.sent}) == len(world.sent)
     ticks = [one.tick for one in world.ticks("often")]
     assert min(b - a for a, b in pairwise(ticks)) >= 2 - STEP
+
+
+def test_a_late_note_takes_no_tick_back():
+    """Two lead; the note of one got no answer, and the other has sent the next tick meanwhile."""
+    world = World({"often": 1.0})
+    run_until_due(world, 1.0)
+    limit(world, 2)
+    world.run(5)
+    first, second = world.beats
+    sends = first.sends
+
+    def away(_when):
+        raise StoreError("redis://nowhere", "away")
+
+    def send(*message):
+        sends(*message)
+        first.around = away
+
+    first.sends = send
+    while first.around is not away:
+        world.run(STEP)
+    while world.sent[-1].by is first:
+        world.run(STEP)
+    assert first.leads
+    first.sends, first.around = sends, lambda _when: None
+    world.run(10.0)
+    assert {one.by for one in world.sent} == {first, second}
+    assert min(b.at - a.at for a, b in pairwise(world.sent)) >= 1 - STEP
 
 
 def test_who_leads_and_when_it_sent_is_on_the_lock_server():

@@ -62,7 +62,8 @@ def carried(app, lock_server, broker):
 
     def put_off(headers, task_id="1", **about):
         lock_server.away = True
-        assert deliver(task, task_id, headers=headers, **about).info.state == "RETRY"
+        info = deliver(task, task_id, headers=headers, **about).info
+        assert info.state in {"RETRY", "IGNORED"}  # the latter if it may be in line
         assert broker.last.notes.pop("v") == 1
         return broker.last.notes
 
@@ -203,7 +204,7 @@ def test_headers_of_anybody_else_hide_nothing_and_are_kept(app, lock_server, bro
     lock_server.away = True
     notes = {"v": 1, **GENUINE, "unique": [LOCK, "end", "ab", 7]}
     request = arrived(task, "1", **foreign, **{HEADER: notes})
-    assert run(task, request).info.state == "RETRY"
+    assert run(task, request).info.state == "IGNORED"  # it may be in line, and have run
     assert broker.last.notes == {**notes, "put_off": 4}
     theirs = {name: one for name, one in foreign.items() if name != "eta"}
     assert {name: broker.last.headers[name] for name in theirs} == theirs

@@ -11,6 +11,7 @@ from celery import Task
 from celery.exceptions import InvalidTaskError, NotRegistered
 from kombu.message import Message
 
+from celery_dislock import scripts
 from celery_dislock.worker.arrivals import ArrivalStep
 from tests.declaring import declare, never
 from tests.driven import held, new_app, reservation
@@ -240,6 +241,25 @@ def test_a_task_that_takes_no_lock_leaves_its_line_and_runs(
     assert f"Task {name}[2] runs without a lock: it was parked for lock" in caplog.text
     assert f"Task {name}[2] acknowledged unrun: another copy" in caplog.text
     assert lock_server.locks() == []
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_what_has_claimed_its_turn_and_got_no_reply_runs(lock_server, consumer, broker, released):
+    """Its earlier delivery was put off; now it comes to a worker where it takes no lock."""
+    older = new_app("older")
+    task = declare(older, never, name="plain", lock_on_conflict="queue")
+    with held(older):
+        deliver(task, "2")
+    turn = {"dislock": broker.last.notes}
+    lock_server.fail_once(scripts.PARK, done=True)
+    deliver(task, "2", headers=turn)
+    lock_server.advance(5 * released)  # then its process has given the lock back
+    assert lock_server.locks() == ([] if released else ["k"])
+    first, second = message({"dislock": broker.last.notes}, "plain"), message(turn, "plain")
+    for came in (first, second):
+        arrive(consumer, came)
+    assert (consumer.made, lock_server.locks()) == (["plain"], [])
+    assert (first.ended, second.ended) == ("", "acknowledged")
 
 
 @pytest.mark.parametrize("lost", [False, True])
