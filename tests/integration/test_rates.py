@@ -23,7 +23,7 @@ from celery_dislock.signals import lock_conflict
 from tests.driven import KEY, LockServer, Shop, new_app
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
-from tests.integration.parked import LOCK, Line
+from tests.integration.parked import LOCK, LONG, Line
 
 NAME = f"dislock:{{{KEY}}}"
 STEP = 0.05  # seconds between two looks at the messages
@@ -430,8 +430,8 @@ def test_a_program_waits_for_several_keys_and_counts_one_start_of_each(shop):
 
     numbers = count(1)
     both = shop.dislock.lock(["a", "b"], rate="2/m", limit=1)
-    hour = shop.other.store.acquire([name_of("b")], "h", 3600.0, "{}")
-    assert isinstance(hour, Granted)
+    held = shop.other.store.acquire([name_of("b")], "h", LONG, "{}")  # each look takes a second
+    assert isinstance(held, Granted)
     assert not both.acquire(timeout=1)
     assert [take("a"), take("a"), take("a")] == [True, True, False]
     shop.server.advance(61)
