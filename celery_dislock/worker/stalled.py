@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
 LOOKS = 4  # per renewal interval; the first one after an execution may be overdue looks at it
 OVERDUE = 1.2  # renewal intervals without a renewal after which the main process renews
+CAPPED = 0.5  # renewal intervals between two looks at an overdue lease at its cap
 
 logger = logging.getLogger("celery_dislock")
 
@@ -188,10 +189,11 @@ class StalledKeeper:
                 watched.due = math.inf
             if isinstance(found, StoreError):
                 continue
-            overdue = request.task.dislock_guard.interval * OVERDUE
-            watched.due = now + min(found.overdue_in or overdue, overdue)
+            # Soon again if it is capped: nobody renews the lease until the second look.
+            after = request.task.dislock_guard.interval * (CAPPED if found.capped else OVERDUE)
+            watched.due = now + min(found.overdue_in or after, after)
             why = _why_killed(request, watched, found, now)
-            self._tell(request, watched, found.unrenewed, now)
+            self._tell(request, watched, found, now)
             if why:
                 #: ERROR: `terminate`, or `lock_cancel_after`, and the body holds the GIL, or its
                 #: process was stopped. The lock is free then.
@@ -201,13 +203,13 @@ class StalledKeeper:
                 )
                 os.kill(request.worker_pid, signal.SIGKILL)
 
-    def _tell(self, request: Any, watched: Watched, unrenewed: float, now: float) -> None:
+    def _tell(self, request: Any, watched: Watched, found: Looked, now: float) -> None:
         """Log once that a process does not renew, if the main process has to do so again."""
-        if not unrenewed:
+        if not (found.unrenewed or found.capped):
             watched.silent_since = None
         elif watched.silent_since is None:  # the process may do so next, as after an outage
-            watched.silent_since = now - unrenewed
-        elif not watched.told:
+            watched.silent_since = now - found.unrenewed
+        elif not (watched.told or found.capped):
             watched.told = True
             #: WARNING: The main process renews it instead, up to its cap; once per task. -> Look at
             #: the process: `ps -o stat= -p PID` says T if it was stopped.

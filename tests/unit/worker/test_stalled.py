@@ -162,6 +162,26 @@ def test_who_stands_still_is_killed_if_it_has_to_end(
     assert why in caplog.text
 
 
+@pytest.mark.parametrize(("cap", "goes_on_for"), [(1, 0.0), (20, 18.9), (20, 19.8)])
+def test_who_stands_still_only_at_its_cap_is_killed(start, lock_server, killed, cap, goes_on_for):
+    """Its lease is renewed no more: when that has ended, the next one would run beside it."""
+    child = start(lock_on_cap="terminate", max_renew_times=cap)
+    lock_server.advance(goes_on_for * INTERVAL)
+    assert killed == []
+    lock_server.frozen.add(child.pid)
+    lock_server.advance(1.9 * INTERVAL)
+    assert lock_server.locks() == ["k1"]
+    assert killed == [(child.pid, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("cap", [1, 20])
+def test_who_goes_on_at_its_cap_ends_by_itself(start, lock_server, killed, cap):
+    """Its own watchdog ends the body, and lets that clean up."""
+    start(lock_on_cap="terminate", max_renew_times=cap)
+    lock_server.advance((cap + 0.9) * INTERVAL)
+    assert killed == []
+
+
 @pytest.mark.parametrize("why", ["nobody is newer", "it left", "raise", "skip", "cap"])
 def test_who_need_not_end_by_force_lives(start, lock_server, killed, why):
     """There is no newer task any more, or no option that says so."""
