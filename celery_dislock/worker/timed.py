@@ -33,6 +33,9 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Begin, and work as soon as :meth:`begin` says."""
         self._again(worker, self.begin(worker))
 
+    def wait(self) -> None:
+        """Called when the broker is lost: an event loop stands still until it is back."""
+
     def go_on(self, worker: WorkController) -> None:
         """Work soon, after the worker has lost its broker, and its timer perhaps all entries."""
         if self._entry is not None:
@@ -84,6 +87,14 @@ class ReconnectStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, consumer: Consumer) -> None:
         """Called at each connection; at the first one, nothing was lost yet."""
         if consumer.restart_count:
-            for step in consumer.controller.steps:
-                if isinstance(step, TimedStep):
-                    step.go_on(consumer.controller)
+            for step in _timed_steps(consumer):
+                step.go_on(consumer.controller)
+
+    def stop(self, consumer: Consumer) -> None:
+        """Called when the connection is lost, and at the end of the worker."""
+        for step in _timed_steps(consumer):
+            step.wait()
+
+
+def _timed_steps(consumer: Consumer) -> list[TimedStep]:
+    return [step for step in consumer.controller.steps if isinstance(step, TimedStep)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from celery import Task
@@ -14,6 +16,7 @@ from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.worker import stalled
 from celery_dislock.worker.stalled import StalledKeeper, StalledStep
+from celery_dislock.worker.timed import ReconnectStep
 from tests.declaring import declare
 from tests.driven import Child
 
@@ -42,6 +45,7 @@ def start(app, worker):
         children.append(child)
         if nth == 1:
             step = StalledStep(worker)
+            worker.steps = [step]
             assert step.include_if(worker)
             step.start(worker)
         return child
@@ -195,6 +199,25 @@ def test_who_need_not_end_by_force_lives(start, lock_server, killed, why):
         lines.drop("dislock:{k1}", "2:0:0", '"replaced":"x"')
     lock_server.advance(200)
     assert killed == []
+
+
+def test_it_goes_on_while_the_broker_is_away(start, lock_server, worker):
+    """The event loop of the main process stands still then; a thread ends when it goes on."""
+    start()
+    consumer = SimpleNamespace(controller=worker, restart_count=1)
+    [step] = worker.steps
+    looks, looked = [], threading.Event()
+    step.work = lambda: looks.append(threading.current_thread()) or looked.set() or 0.01
+    for _ in range(2):
+        looked.clear()
+        ReconnectStep(consumer).stop(consumer)
+        worker.timer.clear()
+        assert looked.wait(30)
+        ReconnectStep(consumer).start(consumer)
+        assert not looks[-1].is_alive()
+    looks.clear()
+    lock_server.advance(1)
+    assert set(looks) == {threading.current_thread()}
 
 
 def test_an_outage_is_said_once_and_tried_again_soon(start, lock_server, caplog):
