@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 WAITS = 4  # waits of one round trip to a server that is away: to connect, two replies, Sentinels
 STALL_LEAST = 0.25  # seconds by which a beat must be late to show that the process was stalled
-SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
 ERROR_PAUSE = 0.1  # seconds after an unexpected exception
 STOP_WITHIN = 2.0  # seconds to wait for the end of the thread
 
@@ -185,7 +184,7 @@ class Loop:
             return request()
         except StoreError as exc:
             error = exc
-        except SURVIVED as exc:
+        except BaseException as exc:  # noqa: BLE001 -- a receiver may raise anything
             self._survive(doing, exc)
             error = StoreError("?", repr(exc))
         return [error] * count
@@ -197,10 +196,13 @@ class Loop:
     def _call(self, call: Callable[..., object], *args: object) -> None:
         try:
             call(*args)
-        except SURVIVED as exc:
+        except BaseException as exc:  # noqa: BLE001 -- a receiver may raise anything
             self._survive("reporting on a lease", exc)
 
     def _survive(self, doing: str, exc: BaseException) -> None:
+        """Log what was raised, also if it is no Exception, such as the Timeout of gevent."""
+        if isinstance(exc, KeyboardInterrupt):
+            raise exc
         self.errors += 1
         #: ERROR: One of your signal receivers has raised, or this package has a bug. -> Read the
         #: traceback.
@@ -213,7 +215,7 @@ class Loop:
             while self._current is current:
                 try:
                     idle = self.tick()
-                except SURVIVED as exc:
+                except BaseException as exc:  # noqa: BLE001 -- a receiver may raise anything
                     self._survive("watching leases", exc)
                     idle = ERROR_PAUSE
                 if idle != 0.0 and self._current is current:

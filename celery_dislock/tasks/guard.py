@@ -431,7 +431,11 @@ def _interrupted(lease: Lease, body: Callable[[], Any]) -> Any:
             raise
         raise why_stopped(lease) from exc
     finally:
-        running.end()
+        try:
+            running.end()
+        except BaseException:  # a signal handler's exception, at any instruction
+            running.end()
+            raise
 
 
 def _await_here(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,8 @@ terminate the body.
 
 All of it runs in the worker's timer, which is the event loop if the worker has one.  A thread could
 be running while the main process forks a pool process; see :mod:`celery_dislock.tasks.request`.
-A worker that shuts down stops its timer and forks no more: then a thread goes on.
+A worker that shuts down, or whose broker is away, stops its timer and forks nothing: then a thread
+goes on.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
 LOOKS = 4  # per renewal interval; the first one after an execution may be overdue looks at it
 OVERDUE = 1.2  # renewal intervals without a renewal after which the main process renews
+CAPPED = 0.5  # renewal intervals between two looks at an overdue lease at its cap
 
 logger = logging.getLogger("celery_dislock")
 
@@ -59,6 +61,11 @@ class StalledStep(TimedStep):
     """Bootstep of a prefork worker that locks: renews for pool processes that do not."""
 
     label = "Dislock stalled"
+
+    def __init__(self, worker: WorkController, **kwargs: Any) -> None:
+        super().__init__(worker, **kwargs)
+        self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()  # the time of that thread
 
     def include_if(self, worker: WorkController) -> bool:
         """Tell whether this worker has pool processes, and tasks whose locks are renewed."""
@@ -82,14 +89,33 @@ class StalledStep(TimedStep):
         self._keeper.look(state.active_requests)
         return self._every
 
+    def wait(self) -> None:
+        """Go on in a thread while the broker is away."""
+        if self._entry is not None:
+            self._turn = None  # a timer that is a thread of its own would go on as well
+            self._begin_thread()
+
+    def go_on(self, worker: WorkController) -> None:
+        """Go on in the timer; ends the thread before pool processes are forked again."""
+        if self._thread is not None:
+            self._is_over.set()
+            self._thread.join()
+            self._thread = None
+        super().go_on(worker)
+
     def end(self) -> None:
         """Go on in a thread while the pool ends its tasks."""
-        if state.active_requests:
-            threading.Thread(target=self._go_on, name="dislock-stalled", daemon=True).start()
+        self._begin_thread()
+
+    def _begin_thread(self) -> None:
+        if state.active_requests and not (self._thread and self._thread.is_alive()):
+            self._is_over.clear()
+            self._thread = threading.Thread(target=self._go_on, name="dislock-stalled", daemon=True)
+            self._thread.start()
 
     def _go_on(self) -> None:
-        while state.active_requests:
-            time.sleep(self.work())
+        while state.active_requests and not self._is_over.wait(self.work()):
+            pass
 
 
 class Watched:
@@ -188,10 +214,11 @@ class StalledKeeper:
                 watched.due = math.inf
             if isinstance(found, StoreError):
                 continue
-            overdue = request.task.dislock_guard.interval * OVERDUE
-            watched.due = now + min(found.overdue_in or overdue, overdue)
+            # Soon again if it is capped: nobody renews the lease until the second look.
+            after = request.task.dislock_guard.interval * (CAPPED if found.capped else OVERDUE)
+            watched.due = now + min(found.overdue_in or after, after)
             why = _why_killed(request, watched, found, now)
-            self._tell(request, watched, found.unrenewed, now)
+            self._tell(request, watched, found, now)
             if why:
                 #: ERROR: `terminate`, or `lock_cancel_after`, and the body holds the GIL, or its
                 #: process was stopped. The lock is free then.
@@ -201,13 +228,13 @@ class StalledKeeper:
                 )
                 os.kill(request.worker_pid, signal.SIGKILL)
 
-    def _tell(self, request: Any, watched: Watched, unrenewed: float, now: float) -> None:
+    def _tell(self, request: Any, watched: Watched, found: Looked, now: float) -> None:
         """Log once that a process does not renew, if the main process has to do so again."""
-        if not unrenewed:
+        if not (found.unrenewed or found.capped):
             watched.silent_since = None
         elif watched.silent_since is None:  # the process may do so next, as after an outage
-            watched.silent_since = now - unrenewed
-        elif not watched.told:
+            watched.silent_since = now - found.unrenewed
+        elif not (watched.told or found.capped):
             watched.told = True
             #: WARNING: The main process renews it instead, up to its cap; once per task. -> Look at
             #: the process: `ps -o stat= -p PID` says T if it was stopped.

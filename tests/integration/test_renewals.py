@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections import Counter
 from contextlib import ExitStack
 
+import gevent
 import pytest
 from billiard import current_process
 
@@ -228,7 +230,7 @@ def test_a_lease_whose_thread_has_ended_is_renewed_no_more(driven, caplog, heard
     driven.assert_free("k")
 
 
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
+@pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError, gevent.Timeout])
 @pytest.mark.parametrize("where", ["lock_renewed", "lock_lost"])
 def test_a_receiver_that_raises_harms_nothing(driven, receive, error, where):
     """A bug in a user's signal receiver does not stop the watchdog or a lease."""
@@ -237,9 +239,14 @@ def test_a_receiver_that_raises_harms_nothing(driven, receive, error, where):
         raise error
 
     receive(where, receiver)
-    lost = driven.take("lost")
+    lost, told = driven.take("lost"), []
+    lost.on_end = lambda *_: told.append("lost")
+    with pytest.raises(LockLostError), driven.lock("also lost") as another:
+        another.on_end = lambda *_: told.append("also lost")
+        driven.client.delete(name_of("lost"), name_of("also lost"))
+        driven.advance(20)
+    assert sorted(told) == ["also lost", "lost"]
     with driven.lock() as lease:
-        driven.client.delete(name_of("lost"))
         driven.advance(50)
         assert lost.lost
         assert lease.renewals >= 4

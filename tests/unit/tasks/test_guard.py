@@ -26,6 +26,7 @@ from celery_dislock import (
     ensure_held,
     signals,
 )
+from celery_dislock.locks import interruption
 from celery_dislock.messages.headers import HEADER
 from tests.declaring import declare, never
 from tests.driven import held, reservation
@@ -72,6 +73,28 @@ def test_an_execution_leaves_nothing_to_the_garbage_collector(app):
         assert ended[0]() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("strikes", ["end", "disarm"])
+def test_a_body_that_has_ended_is_stopped_no_more_whatever_strikes_its_end(app, strikes):
+    """Else a loss that comes later would be thrown into what its process does by then."""
+    leases, codes = [], []
+    task = declare(app, lambda self: leases.append(self.lease), lock_on_lost="raise")
+
+    def trace(frame, _event, _arg):
+        code = frame.f_code
+        if code.co_filename == interruption.__file__ and code.co_name == strikes and not codes:
+            codes.append(code)
+            raise SoftTimeLimitExceeded  # a signal's handler runs as a function begins
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        deliver(task)
+    finally:
+        sys.settrace(before)
+    assert codes != []
+    leases[0].on_end(leases[0], "raise")
 
 
 def test_a_task_may_take_several_keys_all_or_none(app, lock_server):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from celery import Task
@@ -14,6 +16,7 @@ from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.worker import stalled
 from celery_dislock.worker.stalled import StalledKeeper, StalledStep
+from celery_dislock.worker.timed import ReconnectStep
 from tests.declaring import declare
 from tests.driven import Child
 
@@ -42,6 +45,7 @@ def start(app, worker):
         children.append(child)
         if nth == 1:
             step = StalledStep(worker)
+            worker.steps = [step]
             assert step.include_if(worker)
             step.start(worker)
         return child
@@ -162,6 +166,26 @@ def test_who_stands_still_is_killed_if_it_has_to_end(
     assert why in caplog.text
 
 
+@pytest.mark.parametrize(("cap", "goes_on_for"), [(1, 0.0), (20, 18.9), (20, 19.8)])
+def test_who_stands_still_only_at_its_cap_is_killed(start, lock_server, killed, cap, goes_on_for):
+    """Its lease is renewed no more: when that has ended, the next one would run beside it."""
+    child = start(lock_on_cap="terminate", max_renew_times=cap)
+    lock_server.advance(goes_on_for * INTERVAL)
+    assert killed == []
+    lock_server.frozen.add(child.pid)
+    lock_server.advance(1.9 * INTERVAL)
+    assert lock_server.locks() == ["k1"]
+    assert killed == [(child.pid, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("cap", [1, 20])
+def test_who_goes_on_at_its_cap_ends_by_itself(start, lock_server, killed, cap):
+    """Its own watchdog ends the body, and lets that clean up."""
+    start(lock_on_cap="terminate", max_renew_times=cap)
+    lock_server.advance((cap + 0.9) * INTERVAL)
+    assert killed == []
+
+
 @pytest.mark.parametrize("why", ["nobody is newer", "it left", "raise", "skip", "cap"])
 def test_who_need_not_end_by_force_lives(start, lock_server, killed, why):
     """There is no newer task any more, or no option that says so."""
@@ -175,6 +199,25 @@ def test_who_need_not_end_by_force_lives(start, lock_server, killed, why):
         lines.drop("dislock:{k1}", "2:0:0", '"replaced":"x"')
     lock_server.advance(200)
     assert killed == []
+
+
+def test_it_goes_on_while_the_broker_is_away(start, lock_server, worker):
+    """The event loop of the main process stands still then; a thread ends when it goes on."""
+    start()
+    consumer = SimpleNamespace(controller=worker, restart_count=1)
+    [step] = worker.steps
+    looks, looked = [], threading.Event()
+    step.work = lambda: looks.append(threading.current_thread()) or looked.set() or 0.01
+    for _ in range(2):
+        looked.clear()
+        ReconnectStep(consumer).stop(consumer)
+        worker.timer.clear()
+        assert looked.wait(30)
+        ReconnectStep(consumer).start(consumer)
+        assert not looks[-1].is_alive()
+    looks.clear()
+    lock_server.advance(1)
+    assert set(looks) == {threading.current_thread()}
 
 
 def test_an_outage_is_said_once_and_tried_again_soon(start, lock_server, caplog):
