@@ -261,6 +261,8 @@ def install(task: type[Task], app: Celery) -> None:
     """
     Put the guard around a task class's ``__call__``, unless it is there or ``lock_key`` is False.
 
+    A class that was registered in another app gets a guard of this one, as Celery binds it anew.
+
     A signal handler cannot stop a Celery task, and an override in a user's class can forget to call
     ``super()``.  ``__call__`` is outside of everything else, including autoretry.  The lock is
     released right after it, before Celery publishes callbacks and the next step of a chain.
@@ -272,7 +274,8 @@ def install(task: type[Task], app: Celery) -> None:
         SettingsError: One of the task's options cannot be used.
     """
     name = name_of(task, app)
-    if name is None or "dislock_guard" in vars(task):
+    there: Guard | None = vars(task).get("dislock_guard")
+    if name is None or (there is not None and there.runtime is runtime_of(app)):
         return
     declared = getattr(task, "lock_key", None)
     if declared is False or (declared is None and name.startswith("celery.")):

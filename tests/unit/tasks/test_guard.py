@@ -28,7 +28,7 @@ from celery_dislock import (
 )
 from celery_dislock.messages.headers import HEADER
 from tests.declaring import declare, never
-from tests.driven import held, reservation
+from tests.driven import held, new_app, reservation
 from tests.unit.deliveries import deliver
 
 
@@ -267,6 +267,23 @@ def test_a_class_without_a_name_is_guarded_under_the_one_that_celery_gives_it(ap
         assert locks == [key]
     assert tasks[0].name != tasks[1].name
     assert First.name is None
+
+
+def test_a_class_that_is_registered_in_a_second_app_takes_the_locks_of_that(app, lock_server):
+    """As by an app factory that each test calls: Celery binds the class to the app that is new."""
+
+    class Export(SingletonTask):
+        name, lock_key, lock_unique_until = "export", "k", "end"
+
+        def run(self):
+            return sorted(lock_server.contents())
+
+    for prefix in ("first", "second"):
+        other = new_app()
+        other.conf.dislock_prefix = prefix
+        task = other.register_task(Export())
+        assert other.register_task(task) is task
+        assert task.apply().get() == [f"{prefix}:{{k}}", f"{prefix}:{{k}}:unique"]
 
 
 @pytest.mark.parametrize("by", ["hasattr", "bind"])
