@@ -80,7 +80,7 @@ def lock_on_conflict(value: object) -> object:
         inspect.signature(value).bind(None, None)
     except TypeError as exc:
         raise ValueError("give a callable that takes the task and the conflict") from exc
-    except ValueError:  # a built-in callable without a signature
+    except (ValueError, NameError):  # a built-in callable, or types that are not imported
         pass
     return value
 

@@ -13,7 +13,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import LockKeyError, SettingsError
-from celery_dislock.keys.signatures import VARIADIC
+from celery_dislock.keys.signatures import AS_TEXT, VARIADIC
 from celery_dislock.keys.templates import InvalidTemplate, key_builder
 from celery_dislock.tasks.received import Received
 
@@ -147,7 +147,7 @@ def signature_of(task: type[Task]) -> inspect.Signature:
 
 
 def _signature(task: type[Task], *, follow_wrapped: bool) -> inspect.Signature:
-    signature = inspect.signature(task.run, follow_wrapped=follow_wrapped)
+    signature = inspect.signature(task.run, follow_wrapped=follow_wrapped, **AS_TEXT)
     takes = list(signature.parameters.values())
     if _is_static(task) or (takes and takes[0].kind is inspect.Parameter.VAR_POSITIONAL):
         return signature  # with `*args`, which has the task in a task with bind=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta  # noqa: TC003 -- pydantic reads it
 from functools import wraps
 from inspect import signature
@@ -255,3 +256,20 @@ def test_a_template_of_such_a_task_says_what_to_do(app, says):
         task.apply((7,)).get()
     assert str(refused.value).startswith("lock_key 'e:<corp_id>': t() missing 1 required ")
     assert "set the __signature__" in refused.value.reason
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated at once")
+def test_types_that_only_a_type_checker_imports_are_not_evaluated(app):
+    """Python 3.14 evaluates them when they are asked for; Celery does not ask."""
+    lines = (
+        "def body(order: OnlyChecked): return order",
+        "def by_callable(order: OnlyChecked) -> OnlyChecked: return f'order:{order}'",
+        "def decide(task: OnlyChecked, conflict: OnlyChecked): return 'skip'",
+    )
+    written = {}
+    exec(compile("\n".join(lines), "shop", "exec", dont_inherit=True), written)  # noqa: S102
+    for key in ("order:<order>", written["by_callable"]):
+        options = {"lock_key": key, "lock_on_conflict": written["decide"]}
+        about = {"name": f"t.{callable(key)}", "base": SingletonTask, "shared": False}
+        task = app.task(**options, **about)(written["body"])
+        assert task.lock_for(7).key == "order:7"
