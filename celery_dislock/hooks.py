@@ -67,6 +67,7 @@ from celery_dislock.tasks.task import (
     lock_for,
     make_guard,
     name_of,
+    others_of,
     refuse,
     replace_after_release,
 )
@@ -245,8 +246,8 @@ def _binding() -> None:
         if name and (locks or (comes_alone and _is_keyed(cls) and runtime_of(app).enabled)):
             try:
                 install(cls, app)
-            except SettingsError as exc:
-                refuse(name, app, exc)
+            except SettingsError as exc:  # perhaps of another object of the class
+                refuse(exc.owner if exc.owner in app._tasks else name, app, exc)  # noqa: SLF001
                 raise
         return bound
 
@@ -261,6 +262,8 @@ def install(task: type[Task], app: Celery) -> None:
     """
     Put the guard around a task class's ``__call__``, unless it is there or ``lock_key`` is False.
 
+    A class that was registered in another app gets a guard of this one, as Celery binds it anew.
+
     A signal handler cannot stop a Celery task, and an override in a user's class can forget to call
     ``super()``.  ``__call__`` is outside of everything else, including autoretry.  The lock is
     released right after it, before Celery publishes callbacks and the next step of a chain.
@@ -272,7 +275,14 @@ def install(task: type[Task], app: Celery) -> None:
         SettingsError: One of the task's options cannot be used.
     """
     name = name_of(task, app)
-    if name is None or "dislock_guard" in vars(task):
+    there: Guard | None = vars(task).get("dislock_guard")
+    if name is None:
+        return
+    if there is not None and there.runtime is runtime_of(app):
+        for one in others_of(task, app, there.name):  # each is a task, with options of its own
+            own: Guard | None = vars(one).get("dislock_guard")
+            if own is None or own.runtime is not there.runtime:
+                one.dislock_guard = make_guard(one.name, task, app)
         return
     declared = getattr(task, "lock_key", None)
     if declared is False or (declared is None and name.startswith("celery.")):
@@ -293,13 +303,14 @@ def install(task: type[Task], app: Celery) -> None:
     task.dislock_guard = guard  # last: another thread that sees the guard may use the task at once
 
 
-def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[..., Any]:
+def _guarded(of_class: Guard, own_call: Callable[..., Any] | None) -> Callable[..., Any]:
     """Make the ``__call__`` of a guarded task, around a user-defined one if there is one."""
 
     def __call__(self: Task, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         request = running_request(self)
         if request is None or request.called_directly or Delivery.of(request) is not None:
             return (own_call or Task.__call__)(self, *args, **kwargs)
+        guard: Guard = vars(self).get("dislock_guard", of_class)
         body = own_call.__get__(self) if own_call else self.run
         if guard.runtime.off:
             tell(self.app, "begin_unlocked", request)

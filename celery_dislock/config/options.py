@@ -80,7 +80,7 @@ def lock_on_conflict(value: object) -> object:
         inspect.signature(value).bind(None, None)
     except TypeError as exc:
         raise ValueError("give a callable that takes the task and the conflict") from exc
-    except ValueError:  # a built-in callable without a signature
+    except (ValueError, NameError):  # a built-in callable, or types that are not imported
         pass
     return value
 
@@ -335,8 +335,8 @@ OF_OTHERS = {
 }
 MIGRATING = "https://celery-dislock.readthedocs.io/en/stable/migrating.html"  # option by option
 
-# Names that other libraries have for an option of a task, with or without `lock_`.  Without it,
-# Celery takes them for attributes of the task, and they would have no effect.
+# Names that an option of a task has elsewhere, with or without `lock_`.  Without it, Celery takes
+# them for attributes of the task, and they would have no effect.
 MEANT = {
     "key": "give lock_key",
     "lock": "give lock_key",
@@ -346,6 +346,11 @@ MEANT = {
     "ttl": "leave it out, as locks end by themselves, or give lock_expire for a fixed expiry",
     "lease_time": "leave it out, as leases are renewed, or give lock_expire for a fixed expiry",
     "auto_renewal": "leave it out, as leases are renewed, or give lock_expire for a fixed expiry",
+    # Our own names of options of a lock in plain Python and of a Key.
+    **{
+        name: f"give lock_{name}"
+        for name in ("expire", "limit", "mode", "on_cap", "on_lost", "rate")
+    },
 }
 
 # The only values of these options that several independent lock servers support.

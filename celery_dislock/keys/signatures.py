@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,13 @@ NEVER_GIVEN = ("self", "cls", "args", "kwargs")  # given by other libraries to s
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Passed = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
+
+# Evaluated, annotations raise NameError from Python 3.14 on if only a type checker imports them.
+AS_TEXT: dict[str, Any] = {}
+if sys.version_info >= (3, 14):
+    import annotationlib
+
+    AS_TEXT["annotation_format"] = annotationlib.Format.STRING
 
 
 def passing(
@@ -65,7 +73,7 @@ def _taken_by(function: Callable[..., Any]) -> inspect.Signature | None:
     """Return the signature of a callable; None if it has none, as many built-in callables."""
     for follow in (False, True):  # what a decorator takes may differ from what it wraps
         try:
-            return inspect.signature(function, follow_wrapped=follow)
+            return inspect.signature(function, follow_wrapped=follow, **AS_TEXT)
         except (TypeError, ValueError):
             pass
     return None

@@ -86,7 +86,11 @@ class KeyBuilder(Protocol):
 
 
 def key_builder(
-    declared: str | Callable[..., str] | None, *, signature: inspect.Signature, task_name: str
+    declared: str | Callable[..., str] | None,
+    *,
+    signature: inspect.Signature,
+    task_name: str,
+    decorator: inspect.Signature | None = None,
 ) -> KeyBuilder:
     """
     Check a declared ``lock_key``, and return its key builder.
@@ -96,10 +100,15 @@ def key_builder(
             or None for the task's name and a digest of all its arguments.
         signature: Signature of the task's function, without ``self``.
         task_name: Name of the task, used if *declared* is None.
+        decorator: Signature of a decorator that stands before the function, and may give it
+            arguments of its own; None: there is none.
 
     Raises:
         InvalidTemplate: *declared* cannot be used.
     """
+    if decorator is not None and not callable(declared):
+        plain = key_builder(declared, signature=signature, task_name=task_name)
+        return DecoratedKey(plain, declared, decorator, task_name)
     if declared is None:
         return DigestKey(task_name, signature)
     if isinstance(declared, str):
@@ -237,6 +246,39 @@ class DigestKey:
                 raise LockKeyError(self._declared, name, reason) from error
         key = f"{self._name}:{digest.hexdigest()[:DIGEST_CHARS]}"
         return check_key(key, declared=self._declared)
+
+
+class DecoratedKey:
+    """
+    A key of a function whose decorator may give it arguments that the call does not have.
+
+    A digest is then that of the call's own arguments.
+    """
+
+    def __init__(
+        self,
+        plain: KeyBuilder,
+        template: str | None,
+        decorator: inspect.Signature,
+        task_name: str,
+    ) -> None:
+        self.reads = plain.reads
+        self._plain = plain
+        self._template = template
+        self._of_call = DigestKey(task_name, decorator)
+
+    def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+        """Return the key of a call; see `KeyBuilder.key`."""
+        try:
+            return self._plain.key(args, kwargs)
+        except TypeError as error:
+            if self._template is None:
+                return self._of_call.key(args, kwargs)
+            reason = (
+                f"{error}; if a decorator gives the task an argument, set the __signature__ of the "
+                "function that it returns, without that argument"
+            )
+            raise LockKeyError(self._template, None, reason) from error
 
 
 def _parse(template: str, signature: inspect.Signature) -> tuple[list[str], list[str]]:

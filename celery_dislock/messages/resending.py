@@ -70,6 +70,11 @@ def publish(
         return delay
 
 
+def is_broadcast(app: Celery, exchange: str) -> bool:
+    """Tell whether an exchange copies each message to all workers, as that of a ``Broadcast``."""
+    return any(one.exchange.type == "fanout" for one in _queues(app, exchange))
+
+
 def _queues(app: Celery, exchange: str) -> list[Queue]:
     """Return those of the app's queues that are bound to an exchange."""
     queues = app.amqp.queues.values()

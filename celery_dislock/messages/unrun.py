@@ -21,7 +21,7 @@ from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import PUT_OFF_MOST_TIMES
 from celery_dislock.messages.message import TaskSkipped, store_end
-from celery_dislock.messages.resending import publish
+from celery_dislock.messages.resending import is_broadcast, publish
 from celery_dislock.redaction import reason_of
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ def put_off(
     If the broker is away, a task that was acknowledged early exists only in this process.  Then the
     call blocks, in the worker slot, until the message is sent.
 
+    A message that was broadcast is not sent again: every worker would get another copy of it, and
+    send that again, too.
+
     Args:
         delivery: The delivery.
         reason: Why the task is put off.
@@ -63,8 +66,11 @@ def put_off(
     Raises:
         Retry, Ignore: The task was put off: with an *error*, and without one.
         Reject: The broker is away.  It still has the message, and will deliver it again.
+        Exception: The *error*, if the message was broadcast.
         LookupError: There is no message that could be sent again.
     """
+    if is_broadcast(delivery.task.app, delivery.request.delivery_info.get("exchange") or ""):
+        _end_broadcast(delivery, reason, error)
     notes = delivery.notes
     times = 2.0 ** min(notes.put_off, 10)
     jitter = random.uniform(0.75, 1.25)  # noqa: S311 -- not a secret
@@ -80,6 +86,18 @@ def put_off(
     stays = error is None or (notes.parked is not None and isinstance(error, StoreError))
     ends = Ignore(reason) if stays else Retry(str(error), exc=error, when=delay)
     raise delivery.logged(ends, f"put off for {delay:.1f} s: {reason}", level=level)
+
+
+def _end_broadcast(delivery: Delivery, reason: str, error: Exception | None) -> NoReturn:
+    """End a copy of a message that every worker has got, and that cannot be sent to this one."""
+    if error is not None:
+        delivery.end_reservation()
+        raise error
+    #: WARNING `Task … acknowledged unrun: it was broadcast, and cannot be put off: …`: Its message
+    #: went to all workers under one id, and another one runs it. -> Do not broadcast a task that
+    #: locks.
+    what = f"acknowledged unrun: it was broadcast, and cannot be put off: {reason}"
+    raise delivery.logged(Ignore(reason), what, level=logging.WARNING)
 
 
 def _send_again(delivery: Delivery, delay: float, reason: str) -> float:

@@ -13,6 +13,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import LockKeyError, SettingsError
+from celery_dislock.keys.signatures import AS_TEXT, VARIADIC
 from celery_dislock.keys.templates import InvalidTemplate, key_builder
 from celery_dislock.tasks.received import Received
 
@@ -45,10 +46,12 @@ class TaskKeys:
     """
 
     def __init__(self, name: str, task: type[Task], options: TaskOptions) -> None:
-        signature = signature_of(task)
+        signature, called = signature_of(task), _signature(task, follow_wrapped=False)
+        decorator = None if called == signature else called
         try:
             self._builders = [
-                key_builder(one, signature=signature, task_name=name) for one in options.keys
+                key_builder(one, signature=signature, task_name=name, decorator=decorator)
+                for one in options.keys
             ]
         except InvalidTemplate as exc:
             raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
@@ -132,11 +135,23 @@ def _dumped(argument: Any) -> Any:
 
 
 def signature_of(task: type[Task]) -> inspect.Signature:
-    """Return the signature of a task's body, without ``self``."""
-    signature = inspect.signature(task.run)
-    if _is_static(task):
-        return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    """
+    Return the signature of a task's body, without ``self``.
+
+    If its decorator takes any arguments, it is that of the function which the decorator has
+    wrapped, by ``functools.wraps``.
+    """
+    called = _signature(task, follow_wrapped=False)
+    takes_any = any(one.kind in VARIADIC for one in called.parameters.values())
+    return _signature(task, follow_wrapped=True) if takes_any else called
+
+
+def _signature(task: type[Task], *, follow_wrapped: bool) -> inspect.Signature:
+    signature = inspect.signature(task.run, follow_wrapped=follow_wrapped, **AS_TEXT)
+    takes = list(signature.parameters.values())
+    if _is_static(task) or (takes and takes[0].kind is inspect.Parameter.VAR_POSITIONAL):
+        return signature  # with `*args`, which has the task in a task with bind=True
+    return signature.replace(parameters=takes[1:])
 
 
 def _is_static(task: type[Task]) -> bool:

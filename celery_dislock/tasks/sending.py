@@ -136,7 +136,8 @@ class Sending(NamedTuple):
         declared = self.guard.options
         # With these options, the message that was sent last counts, so each says when it was sent.
         if declared.lock_queue_overflow == "replace" or declared.cancels:
-            given, running = options.get("headers"), Delivery.of(running_request(self.task))
+            given = dict(options.get("headers") or {})  # Celery takes pairs, too
+            running = Delivery.of(running_request(self.task))
             again = running is not None and running.id == options.get("task_id")
             first = running.notes.sent if running is not None and again else 0
             begins = time.time() + delay_of(options)  # a message counts as sent at its ETA

@@ -177,9 +177,12 @@ def make_guard(name: str, task: type[Task], app: Celery) -> Guard:
     Raises:
         SettingsError: One of its options cannot be used.
     """
-    declared = declared_options(task)
-    if "lock_key" in declared:
-        declared["lock_key"] = _lock_key(task, _registered(app).get(name, task))
+    instance = _registered(app).get(name, task)
+    # An object may have options of its own, set when it was made.
+    own = {n: one for n, one in vars(instance).items() if instance is not task and n in _OPTIONS}
+    declared = nearer(declared_options(task), own)
+    if "lock_key" in declared and "lock_key" not in own:
+        declared["lock_key"] = _lock_key(task, instance)
     return Guard(name, task, task_options(name, declared, app.conf), runtime_of(app))
 
 
@@ -213,6 +216,11 @@ def _command_line_loads_the_app() -> bool:
     """Tell whether Celery's command line is importing the app, whose module uses its tasks."""
     context = click.get_current_context(silent=True)
     return context is not None and context.command.name == "celery" and context.obj is None
+
+
+def others_of(task: type[Task], app: Celery, name: str) -> list[Task]:
+    """Return the registered objects of a class that have other names than this one."""
+    return [one for one in _registered(app).values() if type(one) is task and one.name != name]
 
 
 def _registered(app: Celery) -> dict[str, Task]:

@@ -209,6 +209,32 @@ class TestRun:
         assert script.lease[3]["timeout"] == 90.0
         assert script.environment["DISLOCK_KEY"] == "a + b"
 
+    @pytest.mark.parametrize(
+        ("terms", "options", "mode", "timeout"),
+        [
+            ({"lock_expire": 600}, [], "x", None),
+            ({"lock_expire": 600}, ["--watchdog-timeout", "90"], "x", 90.0),
+            ({"lock_watchdog_timeout": 60}, ["--expire", "90"], "x", None),
+            ({"lock_mode": "shared"}, [], "s", 30.0),
+            ({"lock_mode": "shared"}, ["--mode", "exclusive"], "x", 30.0),
+            ({"lock_mode": "shared"}, ["--limit", "2"], "x", 30.0),
+            ({"lock_limit": 2}, ["--mode", "shared"], "s", 30.0),
+            ({"lock_rate": "100/m"}, [], "x", 30.0),
+        ],
+        ids=str,
+    )
+    def test_what_has_no_effect_beside_an_option_of_a_task_is_left_out(
+        self, dislock, script, terms, options, mode, timeout
+    ):
+        """The defaults of the others, and what is given in place of one."""
+
+        @dislock.app.task(base=SingletonTask, name="t", lock_key="k", shared=False, **terms)
+        def task(): ...
+
+        answer = dislock("run", "--task", "t", *options, "--", *script.started("k"))
+        assert (answer.exit_code, answer.stderr) == (9, "")
+        assert (script.lease[2], script.lease[3].get("timeout")) == (mode, timeout)
+
     @pytest.mark.parametrize("name", running.PASSED_ON)
     def test_a_signal_while_it_is_started_reaches_it(self, dislock, monkeypatch, name):
         """It comes when the command has begun, and nobody knows that yet."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from celery_dislock.config.plain import of_task
+from celery_dislock.config.settings import nearer
 from celery_dislock.exceptions import LockHeldError, LockLostError
 from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.operating.cli.session import by_key, duration, session, tell
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from celery_dislock.config.options import TaskOptions
     from celery_dislock.operating.cli.session import WhichLock
 
 PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -109,14 +111,22 @@ def run(
         raise click.UsageError("Give the command to run, after --.")
     with session(context) as opened, Child() as child:
         if declared := which.options(opened):
-            for name, given in options.items():
-                options[name] = getattr(declared, of_task(name)) if given is None else given
+            options = _with_those_of(declared, options)
         keys = list(which.keys(opened))
         one_or_more: Any = keys[0] if len(keys) == 1 else keys
         options.update(timeout=timeout, fair=not unfair)
         lock = ReentrantLock(opened.runtime, one_or_more, options)
         code = _run(lock, child, command, grace)
     sys.exit(code)
+
+
+def _with_those_of(task: TaskOptions, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a task's lock, but those that have no effect beside what is given."""
+    stated = {of_task(name): one for name, one in given.items() if one is not None}
+    its = {of_task(name): getattr(task, of_task(name)) for name in given}
+    its = nearer(its, {name: its[name] for name in ("lock_expire", "lock_mode")})
+    merged = nearer(its, stated)
+    return {name: merged.get(of_task(name)) for name in given}
 
 
 def _run(lock: ReentrantLock, child: Child, command: tuple[str, ...], grace: float) -> int:

@@ -8,8 +8,10 @@ from contextlib import ExitStack, suppress
 import celery
 import pytest
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from kombu.common import Broadcast
 
 from celery_dislock import DamagedLockError, LockHeldError, SettingsError
+from celery_dislock.exceptions import UnreachableError
 from celery_dislock.signals import lock_conflict
 from tests.declaring import declare, never
 from tests.driven import held, reservation
@@ -297,6 +299,32 @@ def test_a_copy_of_the_holder_is_put_off_whatever_the_strategy(app, broker, stra
         deliver(refused(app, strategy), "2")
     assert broker.ids == ["2"]
     assert stored(app)[0] == "SUCCESS"  # of the first delivery
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_message_that_was_broadcast_is_not_sent_again(app, broker, strategy, caplog):
+    """Each worker has a copy of it, and would get one more of each that is put off."""
+    app.conf.task_queues = [Broadcast("all")]
+    task = refused(app, strategy)
+    with held(app, task_id="2"):
+        deliver(task, "2", delivery_info={"exchange": "all"})
+    assert broker.ids == []
+    assert stored(app)[0] == "SUCCESS"  # of the worker that runs it
+    assert "shop.t[2] acknowledged unrun: it was broadcast, and cannot be put off" in caplog.text
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_broadcast_task_that_would_come_again_fails(app, lock_server, broker, away):
+    """Its lock is held by another task, with "retry", or the lock server is away."""
+    app.conf.task_queues = [Broadcast("all")]
+    task = refused(app, "retry")
+    with held(app):
+        lock_server.away = away
+        deliver(task, "2", delivery_info={"exchange": "all"})
+        lock_server.away = False
+    assert broker.ids == []
+    state, error = stored(app)
+    assert (state, type(error)) == ("FAILURE", UnreachableError if away else LockHeldError)
 
 
 @pytest.mark.parametrize("strategy", ["raise", "wait", "skip"])

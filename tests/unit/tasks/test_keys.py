@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta  # noqa: TC003 -- pydantic reads it
+from functools import wraps
+from inspect import signature
 
 import pytest
 from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
 
-from celery_dislock import Key
+from celery_dislock import Key, SingletonTask
 from celery_dislock.config.settings import task_options
 from celery_dislock.exceptions import LockKeyError
 from celery_dislock.tasks.keys import TaskKeys
@@ -183,3 +186,90 @@ def test_two_tasks_that_may_wait_for_each_other_are_told(app, caplog):
     told = [one for one in caplog.messages if "different orders" in one]
     pairs = [one.partition(" take ")[0] for one in told]
     assert pairs == ["Tasks t.one and t.two", "Tasks t.two and t.same"]
+
+
+def with_session(body):
+    """Give a body an argument that no call has."""
+
+    @wraps(body)
+    def given(*args, **kwargs):
+        return body(*args, session="session", **kwargs)
+
+    return given
+
+
+def unwrapped(body):
+    """Hide the signature of a body; the task is one of its arguments."""
+
+    def given(*args, **kwargs):
+        return body(*args, **kwargs)
+
+    return given
+
+
+def narrowed(body):
+    """Take other arguments than the body."""
+
+    @wraps(body)
+    def given(self, corp_id):
+        return body(self, corp_id, session="session")
+
+    return given
+
+
+@pytest.mark.parametrize("around", [with_session, unwrapped, narrowed])
+def test_a_decorator_may_give_a_body_what_no_call_has(app, around):
+    """Celery runs such a task; its arguments alone make the key."""
+
+    def body(self, corp_id, session="none"):
+        return corp_id, session, self.lease.key
+
+    def needs(self, corp_id, session):
+        return corp_id, session, self.lease.key
+
+    inner = around(body if around is unwrapped else needs)
+    task = app.task(inner, name="t", bind=True, base=SingletonTask, shared=False)
+    given = "none" if around is unwrapped else "session"
+    for args, kwargs in (((7,), {}), ((), {"corp_id": 7})):
+        key = task.lock_for(*args, **kwargs).key
+        assert task.apply(args, kwargs).get() == (7, given, key)
+    assert task.lock_for(8).key != task.lock_for(7).key
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_a_template_of_such_a_task_says_what_to_do(app, says):
+    """A signature on what the decorator returns; else nobody knows which argument is which."""
+
+    def body(corp_id, session):
+        return corp_id, session
+
+    inner = with_session(body)
+    if says:
+        inner.__signature__ = signature(lambda corp_id: corp_id)
+    app.task(inner, name="t", lock_key="e:<corp_id>", base=SingletonTask, shared=False)
+    task = app.tasks["t"]
+    if says:
+        assert task.lock_for(7).key == task.lock_for(corp_id=7).key == "e:7"
+        assert task.apply((7,)).get() == (7, "session")
+        return
+    with pytest.raises(LockKeyError) as refused:
+        task.apply((7,)).get()
+    assert str(refused.value).startswith("lock_key 'e:<corp_id>': t() missing 1 required ")
+    assert "set the __signature__" in refused.value.reason
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated at once")
+def test_types_that_only_a_type_checker_imports_are_not_evaluated(app):
+    """Python 3.14 evaluates them when they are asked for; Celery does not ask."""
+    lines = (
+        "def body(order: OnlyChecked): return order",
+        "def by_callable(order: OnlyChecked) -> OnlyChecked: return f'order:{order}'",
+        "def decide(task: OnlyChecked, conflict: OnlyChecked): return 'skip'",
+    )
+    written = {}
+    exec(compile("\n".join(lines), "shop", "exec", dont_inherit=True), written)  # noqa: S102
+    for key in ("order:<order>", written["by_callable"]):
+        options = {"lock_key": key, "lock_on_conflict": written["decide"]}
+        about = {"name": f"t.{callable(key)}", "base": SingletonTask, "shared": False}
+        task = app.task(**options, **about)(written["body"])
+        assert task.lock_for(7).key == "order:7"

@@ -69,7 +69,23 @@ def test_a_message_is_reserved_published_and_confirmed(task, lock_server, broker
     assert (broker.last.headers["mine"], headers) == (1, {"mine": 1})  # the caller's stay
     assert broker.last.notes["unique"] == [LOCK, "start", sent.mark, 0]
     assert (result.id, result.duplicate, lock_server.requests) == ("a b", False, 4)
-    task.apply_async(headers=[("tenant", 7)], link=task.si())  # Celery takes pairs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lock_unique_until": "end"},
+        {"lock_on_conflict": "cancel"},
+        {"lock_on_conflict": "queue", "lock_queue_limit": 1, "lock_queue_overflow": "replace"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_headers_may_be_pairs(app, broker, options, linked):
+    """Celery takes what a dict takes."""
+    task = declare(app, **options)
+    task.apply_async(headers=[("tenant", 7)], link=task.si() if linked else None)
+    assert broker.last.headers["tenant"] == 7
 
 
 @pytest.mark.parametrize(
