@@ -346,11 +346,9 @@ MEANT = {
     "ttl": "leave it out, as locks end by themselves, or give lock_expire for a fixed expiry",
     "lease_time": "leave it out, as leases are renewed, or give lock_expire for a fixed expiry",
     "auto_renewal": "leave it out, as leases are renewed, or give lock_expire for a fixed expiry",
-    # Our own names of options of a lock in plain Python and of a Key.
-    **{
-        name: f"give lock_{name}"
-        for name in ("expire", "limit", "mode", "on_cap", "on_lost", "rate")
-    },
+    # Our own names of options of a lock in plain Python and of a Key, but what a task may well have
+    # for itself: "mode" and "expire".
+    **{name: f"give lock_{name}" for name in ("limit", "on_cap", "on_lost", "rate")},
 }
 
 # The only values of these options that several independent lock servers support.

@@ -257,8 +257,6 @@ def test_a_task_whose_keys_are_on_several_servers_is_not_parked(declared, conf, 
         # Those of dislock.lock() and of Key.
         ("limit", "no such option: give lock_limit"),
         ("rate", "no such option: give lock_rate"),
-        ("mode", "no such option: give lock_mode"),
-        ("expire", "no such option: give lock_expire"),
         ("on_lost", "no such option: give lock_on_lost"),
         ("on_cancel", "no such option; did you mean 'lock_on_cancel'?"),
         ("lock_colour", "no such option"),
@@ -271,7 +269,7 @@ def test_an_unknown_option_is_answered_with_the_one_that_is_meant(name, remedy):
 
 def test_other_attributes_are_nobodys_business():
     """Attributes that look like none of our options are left alone."""
-    task_options("t", {"colour": 5, "queue_name": "x", "retries_left": 2}, {})
+    task_options("t", {"mode": 5, "queue_name": "x", "retries_left": 2}, {})
 
 
 def configured(namespace=None, **settings):
