@@ -77,6 +77,9 @@ class Acquisition:
         )
         if notes.came:
             self._end_unasked()
+        if notes.unasked is not None:
+            self._unavailable(notes.unasked)
+            return None
         if notes.given_up or notes.held_by:
             first = partial(self._go_on, first)
         return self.answer(first)

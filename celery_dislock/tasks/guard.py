@@ -276,31 +276,33 @@ class Guard:
         return asking.answer(partial(redelivery.look_for_mark, delivery, lease, store))
 
     def _keys_and_terms(
-        self, turn: tuple[str, str] | None, args: Any, kwargs: Any, serializer: str
+        self, notes: Notes, args: Any, kwargs: Any, serializer: str
     ) -> tuple[Sequence[str], tuple[Terms, ...]]:
         """
         Return the keys of a delivery, and the terms of each key, or one for all keys.
 
-        A delivery with a *turn* takes the lock that its task was parked for, even if the code names
+        A delivery with a turn takes the lock that its task was parked for, even if the code names
         another one by now.  The lock server has to know of the turn: anybody can write into a
         message that the task has one.
         """
+        turn = notes.parked
         try:
             built = self._keys.of(args, kwargs, serializer)
         except Exception as exc:
-            if turn is None or isinstance(exc, THROWN) or not self._knows(turn):
+            if turn is None or isinstance(exc, THROWN) or not self._knows(turn, notes):
                 raise
             return [key_of(turn[0])], self._terms[:1]
         keys, terms = self._keys.in_order(built, self._terms)
-        if turn is not None and keys[0] != key_of(turn[0]) and self._knows(turn):
+        if turn is not None and keys[0] != key_of(turn[0]) and self._knows(turn, notes):
             return [key_of(turn[0])], self._terms[:1]
         return keys, terms
 
-    def _knows(self, turn: tuple[str, str]) -> bool:
-        """Tell whether the lock server knows a turn; True if it does not answer."""
+    def _knows(self, turn: tuple[str, str], notes: Notes) -> bool:
+        """Tell whether the lock server knows a turn; True if it does not answer, which is noted."""
         try:
             return self.runtime.process.lines.knows(*turn)
-        except StoreError:  # it will not answer the claim either, so the task is put off
+        except StoreError as exc:
+            notes.unasked = exc
             return True
 
     def _kept_for_retry(self, lease: Lease, delay: float) -> float:
@@ -324,7 +326,7 @@ class Guard:
             keys, terms = [self._only_key(args, kwargs)], None
         else:  # an eager task's arguments have taken no way through a serializer
             serializer = task.serializer if request.is_eager else ""
-            keys, terms = self._keys_and_terms(notes.parked, args, kwargs, serializer)
+            keys, terms = self._keys_and_terms(notes, args, kwargs, serializer)
         renewed = None if self.interval is None else self.timeout
         here = _described(process.host, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)

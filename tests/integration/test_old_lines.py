@@ -6,6 +6,7 @@ import pytest
 
 from celery_dislock import Key
 from celery_dislock.parking.store import ENDED
+from celery_dislock.scripts import KNOWS
 from tests.driven import KEY, Shop
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import Line
@@ -95,6 +96,20 @@ def test_a_turn_that_nobody_has_given_is_no_way_to_another_lock(shop, strategy):
         assert (shop.ran, shop.line) == ([], ["2"])
         assert shop.dislock.lock_of("free").holders() == []
     shop.work()
+    assert shop.ran == ["2"]
+
+
+@pytest.mark.parametrize("strategy", ["queue", "skip", "retry"])
+@pytest.mark.parametrize("done", [False, True], ids=["away", "reply lost"])
+def test_a_turn_that_could_not_be_asked_about_is_no_way_to_another_lock(shop, strategy, done):
+    """The lock server answers the next request again: until it is asked, no lock is taken."""
+    task = shop.declare(lock_on_conflict=strategy)
+    with shop.held():
+        shop.server.fail_once(KNOWS, done=done)
+        shop.run(task, notes={"ticket": ["dislock:{free}", "2:0:0"]})
+        assert shop.ran == []
+        assert shop.dislock.lock_of("free").holders() == []
+    shop.work(later=5)
     assert shop.ran == ["2"]
 
 
