@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.app.task import Context
 
+from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, reserved_name, shown_id
 from celery_dislock.keys.templates import in_order, key_of
@@ -311,6 +312,7 @@ class Guard:
             is_held = lease.confirm()
         except StoreError:
             return 0.0
+        delay = min(delay, LONGEST)  # of what comes later, no script could write the milliseconds
         return lease.held_for + delay + self.timeout if is_held else 0.0
 
     def _delivery(self, task: Task, request: Context, args: Any, kwargs: Any) -> Delivery:
