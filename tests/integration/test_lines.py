@@ -755,6 +755,26 @@ class TestSetAside:
         assert broker.records().aside == {"a": record}
         assert broker.line() == []
 
+    @pytest.mark.parametrize(
+        "arrived",
+        ["1", "null", "true", "{}", '"x"', '"1"' + ',"1"' * 20_000],
+        ids=["number", "null", "boolean", "object", "word", "long"],
+    )
+    def test_one_whose_locks_cannot_be_read(self, broker, held, server, arrived):
+        """Whatever stands in their place; the claim of such a task holds up no sweep."""
+        for task in "ab":
+            broker.park(task)
+        stations = f'[["{LOCK}","x:1",{arrived}]]'.encode()
+        record = broker.record_of("a").replace(b" x:1 ", b" %b " % stations)
+        more = len(record) - len(broker.record_of("a"))
+        server.send("HSET", f"{LOCK}:tickets", "a:0:0", record)
+        server.send("HINCRBY", f"{LOCK}:tickets", "bytes", more)
+        server.send("HSET", f"{LOCK}:running", "c:0:0", b"1 1 1 1 " + stations)
+        server.send("PEXPIRE", f"{LOCK}:running", 1_000_000)
+        broker.end("first")
+        assert broker.records().aside == ({} if arrived[:2] == '"1' else {"a": record})
+        broker.sweep()
+
     def test_one_that_is_to_make_room(self, broker, held):
         """It makes room, and nobody is told of an end that cannot be told."""
         broker.park("a")
