@@ -941,7 +941,7 @@ DAMAGE = {
     "the count of bytes": ("HSET", f"{LOCK}:tickets", "bytes", "?"),
     **{
         end: ("SET", f"{LOCK}:{end}", "?", "PX", "1000000")
-        for end in ("line", "places", "tickets", "handed", "running", "replaced", "aside")
+        for end in ("line", "places", "tickets", "handed", "running", "replaced", "aside", "newest")
     },
 }
 CALLS = {
@@ -964,7 +964,7 @@ CALLS = {
 
 def is_of_no_concern(damage, call):
     """A limit takes a damaged one's place, and who waits in its slot reads no parked tasks."""
-    parked = {"the count of bytes", "tickets", "running", "replaced", "aside"}
+    parked = {"the count of bytes", "tickets", "running", "replaced", "aside", "newest"}
     return (call, damage) == ("limit", "the limit") or (
         call.startswith("wait") and damage in parked
     )
