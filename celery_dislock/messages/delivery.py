@@ -111,8 +111,6 @@ class Delivery:
             it ends the ticket as well, so that no copy runs.
         after_result: Functions called with the task's state, after the result is stored and the
             callbacks are sent.
-        away: The error of the lock server, if it did not say whether it knows the turn that the
-            message brings.  None: it did, or nobody had to ask.
     """
 
     def __init__(
@@ -134,7 +132,6 @@ class Delivery:
         self.held_back: Outbox | None = None
         self.ending = self.if_done = RELEASED
         self.after_result: list[Callable[[str], None]] = []
-        self.away: StoreError | None = None
         # Celery copies delivery_info into a retry's options.
         self._as_it_came = (request.delivery_info or {}).pop(AS_IT_CAME, None)
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from celery.app.task import Context
 
+    from celery_dislock.exceptions import StoreError
+
 HEADER = "dislock"
 VERSION = 1  # of the header, in its member "v", which comes first
 
@@ -97,6 +99,8 @@ class Notes:
         came: Whether the message has our header; most have none.
         unique: The message's reservation, unchecked; see :func:`reservation_of`.  None: it has
             none.
+        unasked: Why the lock server could not say whether it knows *parked*, which decides which
+            lock the task takes.  None: it has, or was not asked.
         sent: UNIX time in microseconds at which the task was sent, for "cancel".  0: the task
             cancels nobody.
     """
@@ -112,6 +116,7 @@ class Notes:
     is_later: bool = False
     came: bool = False
     unique: Any = None
+    unasked: StoreError | None = None
     sent: int = 0
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -171,7 +172,8 @@ class Publisher:
         or have no worker.
         """
         backend = self._app.backend
-        for ticket in tickets:
+        # At random, so that a task whose result cannot be asked for keeps no other in line.
+        for ticket in random.sample(tickets, len(tickets)):
             try:
                 # Reading a result that is sent as a message would consume it.
                 state = (
@@ -182,7 +184,9 @@ class Publisher:
             except Exception as exc:  # noqa: BLE001 -- any of the backend's client
                 #: WARNING: No worker claims its turns, and the result backend is away; the next
                 #: sweep asks again. -> Repair the backend.
-                logger.warning("Could not ask for the result of parked task %s: %s", ticket, exc)
+                logger.warning(
+                    "Could not ask for the result of parked task %s: %s", ticket, reason_of(exc)
+                )
                 return
             if state in states.READY_STATES:
                 why = f"its result is {state}, and it does not claim its turns"

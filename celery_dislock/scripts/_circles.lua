@@ -10,10 +10,13 @@
 
 -- include: _parked
 
-local LOOKED_AT_MOST = 100  -- tickets and waiters of one search; if there are more, one is assumed to go on
+local LOOKED_AT_MOST = 1000  -- tickets and waiters in one script; if there are more, one is assumed to go on
+
+local looked_at = 0
+local waiting_now = {}  -- what waiting_ticket() returns, by lock and member, until a circle is opened
 
 -- The ticket of a member of a lock, and where that ticket waits; nothing if it has its turn, or can go on now.
-local function waiting_ticket(at, member)
+local function look_at(at, member)
   local ticket, beside = ticket_of(member)
   local seen, its = pcall(open_whole, beside or at.name)
   local parked = seen and not redis.call('ZSCORE', its.handed, ticket) and read_ticket(its, ticket)
@@ -24,6 +27,12 @@ local function waiting_ticket(at, member)
     name = member_elsewhere(its.name, ticket), at = where, member = there, terms = parked.stations[nth].terms,
     joined = parked.joined, lock = its, ticket = ticket, parked = parked, nth = nth,
   }
+end
+
+local function waiting_ticket(at, member)
+  local name = at.name .. '\0' .. member
+  if waiting_now[name] == nil then waiting_now[name] = look_at(at, member) or false end
+  return waiting_now[name] or nil
 end
 
 -- The owners that a ticket, or a waiter in a slot, waits for; nothing if it can go on without them.
@@ -65,7 +74,8 @@ local function stuck_with(start)
   while found[nth] do
     local one = found[nth]
     local owners = waits_for(one)
-    if not owners or #found > LOOKED_AT_MOST then return nil end
+    looked_at = looked_at + 1
+    if not owners or looked_at > LOOKED_AT_MOST then return nil end
     one.waits_for = {}
     for _, owner in ipairs(owners) do
       local other = is_parked(owner) and waiting_ticket(one.at, owner)
@@ -119,6 +129,7 @@ local function open_circle(circle)
       one.ticket, string.match(one.parked.message, '"task":"([^"]*)"') or '?', write_stations(one.parked.stations),
     } or {}) do told[#told + 1] = part end
   end
+  waiting_now = {}
   arrive_anew(youngest.lock, youngest.ticket, youngest.parked)
   recall_and_hand_off(youngest.lock)
   return told

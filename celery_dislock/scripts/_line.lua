@@ -73,9 +73,10 @@ local function parse_stations(text, joined)
   local seen, found = pcall(cjson.decode, text)
   local stations = {}
   for nth, one in ipairs(seen and type(found) == 'table' and found or {}) do
-    local name, word, arrived = unpack(type(one) == 'table' and one or {})
+    if type(one) ~= 'table' then return nil end
+    local name, word, arrived = one[1], one[2], one[3]
     terms = type(name) == 'string' and type(word) == 'string' and parse_terms(word)
-    if not terms or not string.find(arrived or '', '^%d+$') or #arrived > JOINED_DIGITS then return nil end
+    if not terms or type(arrived) ~= 'string' or not string.find(arrived, '^%d+$') or #arrived > JOINED_DIGITS then return nil end
     stations[nth] = {name = name, terms = terms, arrived = tonumber(arrived)}
   end
   return stations[1] and stations

@@ -54,7 +54,7 @@ local moves = 0                 -- calls of go_on() that this script has made
 
 -- As check_keys(), at all keys of the lock but its limit.
 local function check_all_keys(lock)
-  check_keys(lock, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE})
+  check_keys(lock, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE, NEWEST})
   local total = unless_hidden(pcall(redis.call, 'HGET', lock.tickets, TOTAL))
   if total and not string.find(total, '^%-?%d+$') then error('dislock: its count of bytes cannot be read', 0) end
 end

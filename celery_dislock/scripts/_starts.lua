@@ -17,10 +17,17 @@ local function due_in(lock, most, window, others)
   return wait + math.floor(others / most) * window * 1000
 end
 
+-- The rate that the starts are kept for: how many, and for how many milliseconds; nothing if that cannot be read.
+local function kept_for(lock)
+  local most, window = string.match(redis.call('LINDEX', lock .. STARTS, -1) or '', '^%d+ (%d+) (%d+)')
+  if not most or #most > NUMBER_DIGITS or #window > NUMBER_DIGITS or tonumber(most) == 0 then return nil end
+  return tonumber(most), tonumber(window)
+end
+
 local function add_start(lock, most, window)
   local starts = lock .. STARTS
-  local kept, kept_ms = string.match(redis.call('LINDEX', starts, -1) or '', '^%d+ (%d+) (%d+)')
-  kept, kept_ms = math.max(most, tonumber(kept) or 0), math.max(window, tonumber(kept_ms) or 0)
+  local kept, kept_ms = kept_for(lock)
+  kept, kept_ms = math.max(most, kept or 0), math.max(window, kept_ms or 0)
   local there = redis.call('LPUSH', starts, now_as_token)
   redis.call('LTRIM', starts, 0, math.min(kept, there > 1 and there - 1 or 1) - 1)  -- without "1 most window_ms"
   redis.call('RPUSH', starts, string.format('1 %.0f %.0f', kept, kept_ms))

@@ -80,8 +80,8 @@ local function next_terms()
   if member and is_parked(member) then terms = terms_here(record)
   else terms = parse_terms(string.match(record, '^%d+ %d+ %d+ (%S+)') or '') end
   if terms then return terms end
-  local most, window = string.match(redis.call('LINDEX', name .. STARTS, -1) or '', '^%d+ (%d+) (%d+)')
-  return {most = tonumber(most), window = tonumber(window)}
+  local most, window = kept_for(name)
+  return {most = most, window = window}
 end
 
 lock.seen = true  -- the starts as they are: this script changes nothing

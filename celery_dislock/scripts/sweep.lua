@@ -45,8 +45,9 @@ for _, ticket in ipairs(count_tickets(lock) > known and redis.call('HRANDFIELD',
 end
 hand_on_all()
 supersede(lock)
-local circles = {}
-for _, ticket in ipairs(keeping(lock)) do
+local circles, kept = {}, keeping(lock)
+for nth = 1, #kept do  -- from another one on each time, as all of them together look at LOOKED_AT_MOST
+  local ticket = kept[(now_us + nth) % #kept + 1]
   local circle = circle_of(lock, ticket)
   if circle then circles[#circles + 1] = open_circle(circle) end
 end

@@ -77,7 +77,10 @@ class Acquisition:
         )
         if notes.came:
             self._end_unasked()
-        if notes.given_up or notes.held_by or delivery.away is not None:
+        if notes.unasked is not None:
+            self._unavailable(notes.unasked)
+            return None
+        if notes.given_up or notes.held_by:
             first = partial(self._go_on, first)
         return self.answer(first)
 
@@ -169,14 +172,7 @@ class Acquisition:
             put_off(delivery, reason, level=logging.WARNING)
 
     def _go_on(self, ask: Callable[[], T]) -> T:
-        """
-        Release or take over the leases that earlier deliveries have left, then call *ask*.
-
-        Raises:
-            StoreError: The lock server did not answer, here or before.
-        """
-        if self.delivery.away is not None:  # nobody knows which lock it is to take
-            raise self.delivery.away
+        """Release or take over the leases that earlier deliveries have left, then call *ask*."""
         lock, attempt, notes = self.delivery.lock, self.delivery.attempt, self.delivery.notes
         for owner in notes.given_up:  # these may have been granted the lock after they gave up
             lock.store.release(lock.names, owner)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.app.task import Context
 
+from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, reserved_name, shown_id
 from celery_dislock.keys.templates import in_order, key_of
@@ -276,37 +277,34 @@ class Guard:
         return asking.answer(partial(redelivery.look_for_mark, delivery, lease, store))
 
     def _keys_and_terms(
-        self, turn: tuple[str, str] | None, args: Any, kwargs: Any, serializer: str
-    ) -> tuple[Sequence[str], tuple[Terms, ...], StoreError | None]:
+        self, notes: Notes, args: Any, kwargs: Any, serializer: str
+    ) -> tuple[Sequence[str], tuple[Terms, ...]]:
         """
         Return the keys of a delivery, and the terms of each key, or one for all keys.
 
-        A delivery with a *turn* takes the lock that its task was parked for, even if the code names
+        A delivery with a turn takes the lock that its task was parked for, even if the code names
         another one by now.  The lock server has to know of the turn: anybody can write into a
-        message that the task has one.  If it does not answer, the error is returned as well.
+        message that the task has one.
         """
+        turn = notes.parked
         try:
             built = self._keys.of(args, kwargs, serializer)
         except Exception as exc:
-            if turn is None or isinstance(exc, THROWN) or not (found := self._of_turn(turn)):
+            if turn is None or isinstance(exc, THROWN) or not self._knows(turn, notes):
                 raise
-            return found
+            return [key_of(turn[0])], self._terms[:1]
         keys, terms = self._keys.in_order(built, self._terms)
-        if turn is not None and keys[0] != key_of(turn[0]) and (found := self._of_turn(turn)):
-            return found
-        return keys, terms, None
+        if turn is not None and keys[0] != key_of(turn[0]) and self._knows(turn, notes):
+            return [key_of(turn[0])], self._terms[:1]
+        return keys, terms
 
-    def _of_turn(
-        self, turn: tuple[str, str]
-    ) -> tuple[Sequence[str], tuple[Terms, ...], StoreError | None] | None:
-        """Return what :meth:`_keys_and_terms` does; None: the lock server knows no such turn."""
-        away = None
+    def _knows(self, turn: tuple[str, str], notes: Notes) -> bool:
+        """Tell whether the lock server knows a turn; True if it does not answer, which is noted."""
         try:
-            if not self.runtime.process.lines.knows(*turn):
-                return None
+            return self.runtime.process.lines.knows(*turn)
         except StoreError as exc:
-            away = exc
-        return [key_of(turn[0])], self._terms[:1], away
+            notes.unasked = exc
+            return True
 
     def _kept_for_retry(self, lease: Lease, delay: float) -> float:
         """Return how long the lease is kept for the retry, counted from its grant; 0: not kept."""
@@ -314,6 +312,7 @@ class Guard:
             is_held = lease.confirm()
         except StoreError:
             return 0.0
+        delay = min(delay, LONGEST)  # of what comes later, no script could write the milliseconds
         return lease.held_for + delay + self.timeout if is_held else 0.0
 
     def _delivery(self, task: Task, request: Context, args: Any, kwargs: Any) -> Delivery:
@@ -325,12 +324,11 @@ class Guard:
             notes.parked = None
         keys: Sequence[str]
         terms: tuple[Terms, ...] | None
-        away: StoreError | None = None
         if self._only_key is not None and notes.parked is None and not request.is_eager:
             keys, terms = [self._only_key(args, kwargs)], None
         else:  # an eager task's arguments have taken no way through a serializer
             serializer = task.serializer if request.is_eager else ""
-            keys, terms, away = self._keys_and_terms(notes.parked, args, kwargs, serializer)
+            keys, terms = self._keys_and_terms(notes, args, kwargs, serializer)
         renewed = None if self.interval is None else self.timeout
         here = _described(process.host, request.hostname, process.pid, renewed)
         start = execution_start(request.id, request.hostname, process.pid)
@@ -353,7 +351,6 @@ class Guard:
         if TRACING in sys.modules:
             lock.channel.begins(attempt)
         delivery = Delivery(task, request, lock, attempt, notes)
-        delivery.away = away
         if notes.unique is not None:
             delivery.reservation = self.reservation_of(request)
             if delivery.reservation is not None and (delivery.reservation.lock,) == names:

@@ -766,6 +766,26 @@ class TestSetAside:
         assert broker.records().aside == {"a": record}
         assert broker.line() == []
 
+    @pytest.mark.parametrize(
+        "arrived",
+        ["1", "null", "true", "{}", '"x"', '"1"' + ',"1"' * 20_000],
+        ids=["number", "null", "boolean", "object", "word", "long"],
+    )
+    def test_one_whose_locks_cannot_be_read(self, broker, held, server, arrived):
+        """Whatever stands in their place; the claim of such a task holds up no sweep."""
+        for task in "ab":
+            broker.park(task)
+        stations = f'[["{LOCK}","x:1",{arrived}]]'.encode()
+        record = broker.record_of("a").replace(b" x:1 ", b" %b " % stations)
+        more = len(record) - len(broker.record_of("a"))
+        server.send("HSET", f"{LOCK}:tickets", "a:0:0", record)
+        server.send("HINCRBY", f"{LOCK}:tickets", "bytes", more)
+        server.send("HSET", f"{LOCK}:running", "c:0:0", b"1 1 1 1 " + stations)
+        server.send("PEXPIRE", f"{LOCK}:running", 1_000_000)
+        broker.end("first")
+        assert broker.records().aside == ({} if arrived[:2] == '"1' else {"a": record})
+        broker.sweep()
+
     def test_one_that_is_to_make_room(self, broker, held):
         """It makes room, and nobody is told of an end that cannot be told."""
         broker.park("a")
@@ -932,7 +952,7 @@ DAMAGE = {
     "the count of bytes": ("HSET", f"{LOCK}:tickets", "bytes", "?"),
     **{
         end: ("SET", f"{LOCK}:{end}", "?", "PX", "1000000")
-        for end in ("line", "places", "tickets", "handed", "running", "replaced", "aside")
+        for end in ("line", "places", "tickets", "handed", "running", "replaced", "aside", "newest")
     },
 }
 CALLS = {
@@ -955,7 +975,7 @@ CALLS = {
 
 def is_of_no_concern(damage, call):
     """A limit takes a damaged one's place, and who waits in its slot reads no parked tasks."""
-    parked = {"the count of bytes", "tickets", "running", "replaced", "aside"}
+    parked = {"the count of bytes", "tickets", "running", "replaced", "aside", "newest"}
     return (call, damage) == ("limit", "the limit") or (
         call.startswith("wait") and damage in parked
     )

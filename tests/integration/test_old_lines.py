@@ -99,6 +99,20 @@ def test_a_turn_that_nobody_has_given_is_no_way_to_another_lock(shop, strategy):
     assert shop.ran == ["2"]
 
 
+@pytest.mark.parametrize("strategy", ["queue", "skip", "retry"])
+@pytest.mark.parametrize("done", [False, True], ids=["away", "reply lost"])
+def test_a_turn_that_could_not_be_asked_about_is_no_way_to_another_lock(shop, strategy, done):
+    """The lock server answers the next request again: until it is asked, no lock is taken."""
+    task = shop.declare(lock_on_conflict=strategy)
+    with shop.held():
+        shop.server.fail_once(KNOWS, done=done)
+        shop.run(task, notes={"ticket": ["dislock:{free}", "2:0:0"]})
+        assert shop.ran == []
+        assert shop.dislock.lock_of("free").holders() == []
+    shop.work(later=5)
+    assert shop.ran == ["2"]
+
+
 @pytest.mark.parametrize("code", [CHANGED["argument"], CHANGED["several keys"]])
 def test_a_turn_that_was_lost_is_one_for_the_lock_of_now(shop, turn, code):
     """By its code, which may fail."""

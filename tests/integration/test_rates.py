@@ -460,6 +460,22 @@ def test_a_damaged_rate_stops_nobody_in_the_middle(shop, ending):
     assert shop.server.contents() == before
 
 
+@pytest.mark.parametrize(
+    "record", [f"1 {'9' * 400} 60000", f"1 5 {'9' * 400}", f"1 5 {'9' * 20}", "1 0 0", "?", ""]
+)
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_record_of_starts_that_cannot_be_read_stops_nobody(shop, record, is_free):
+    """What stands behind the starts, for how long they are kept, counts for nothing then."""
+    assert isinstance(ask(shop, "a"), Granted)
+    if is_free:
+        shop.dislock.runtime.process.store.release([NAME], "a")
+    shop.server.send("LTRIM", f"{NAME}:starts", 0, 0)
+    shop.server.send("RPUSH", f"{NAME}:starts", record)
+    shop.dislock.lock_of(KEY).state()
+    assert isinstance(ask(shop, "b"), Granted)
+    assert isinstance(ask(shop, "c"), Conflict)
+
+
 def test_a_program_without_an_app_holds_back(monkeypatch):
     """A lock of a program that has no Celery app can be held back as well."""
     server = LockServer()

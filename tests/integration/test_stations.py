@@ -233,6 +233,25 @@ def test_two_orders_of_the_same_keys_do_not_wait_for_ever(fleet):
     assert fleet.run_all() == ["t1", "t2"]
 
 
+def test_two_orders_of_wide_locks_do_not_wait_for_ever(fleet):
+    """As many tasks of each order as the locks admit keep what those of the other wait for."""
+    a, b, most = name_of("a"), name_of("b"), 60
+    wide = Terms(limit=most)
+    for nth in range(most):
+        fleet.send(f"h{nth}", [a], wide)
+        fleet.send(f"i{nth}", [b], wide)
+    for nth in range(most):
+        fleet.send(f"t{nth}", [a, b], wide)
+        fleet.send(f"u{nth}", [b, a], wide)
+    for task in list(fleet.locks):
+        fleet.end(task)
+    assert fleet.given() == []
+    ran = []
+    while len(fleet.lines.sweep([a])[a].circles) == 1:
+        ran += fleet.run_all()
+    assert len(ran) == 2 * most
+
+
 def circle_of(fleet, *orders):
     """Park a task with each of these orders, so that each keeps its first lock."""
     for nth, (first, *_) in enumerate(orders, 1):

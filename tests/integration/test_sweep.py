@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from celery.backends.base import DisabledBackend
+from redis.sentinel import MasterNotFoundError
 
 from celery_dislock.parking import sweep as module
 from celery_dislock.parking.store import FIRST, Lines
@@ -351,6 +352,43 @@ class TestWhoClaimsNoTurns:
         shop.sweep()
         assert shop.other.records().aside == {}
         assert ("Could not ask for the result" in caplog.text) == (how == "away")
+
+    def test_an_error_of_a_backend_shows_no_password(self, shop, unclaimed, caplog, monkeypatch):
+        """redis-py writes connection arguments into some of its messages."""
+
+        def away(*_):
+            raise MasterNotFoundError("No master found for 'm' : <Redis(password=s3cret)>")
+
+        monkeypatch.setattr(shop.app.backend, "get_state", away)
+        caplog.clear()
+        shop.sweep()
+        assert "Could not ask for the result of parked task 2:0:0: " in caplog.text
+        assert "s3cret" not in caplog.text
+
+    def test_an_id_that_a_backend_refuses_keeps_no_other_in_line(self, shop, caplog, monkeypatch):
+        """Memcached takes no long key, for one; each sweep stops at an error, wherever it comes."""
+        task = shop.declare(lock_limit=2)
+        for dead in "xy":
+            shop.other.ask(dead, ttl=5, limit=2)
+        for task_id in "23":
+            shop.run(task, task_id)
+        for _ in range(6):
+            shop.sweep()
+            shop.server.advance(400)
+        shop.queue.clear()
+        backend = shop.app.backend
+        backend.store_result("3", None, "FAILURE")
+        known = backend.get_state
+
+        def get_state(task_id):
+            if task_id == "2":
+                raise ValueError("key too long")
+            return known(task_id)
+
+        monkeypatch.setattr(backend, "get_state", get_state)
+        for _ in range(50):
+            shop.sweep()
+        assert list(shop.other.records().aside) == ["3"]
 
 
 def test_a_circle_is_opened_and_logged_with_both_orders(shop, caplog):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from celery_dislock.config.urls import MEMORY
+from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import DamagedLockError, DislockError, SettingsError, StoreError
 from celery_dislock.keys.templates import check_written
 from celery_dislock.operating.cli.table import columns, table
@@ -52,7 +53,10 @@ def duration(text: str) -> float:
     found = _TIME.fullmatch(text.strip().lower())
     if not found or found[2] not in _UNITS or not float(found[1]):
         raise click.BadParameter(f"{text!r} is no time above 0; give 90 (seconds), 10m, 2h or 1d")
-    return float(found[1]) * _UNITS[found[2]]
+    seconds = float(found[1]) * _UNITS[found[2]]
+    if seconds > LONGEST:
+        raise click.BadParameter(f"{plain(text)} is too long: give {LONGEST:.0f} seconds at most")
+    return seconds
 
 
 class _Away(click.ClickException):

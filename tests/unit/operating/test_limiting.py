@@ -203,13 +203,17 @@ def test_what_was_set_before_an_error_is_logged(dislock, server, caplog, monkeyp
     [
         *("pause export:*", "resume export:*", "limit export:* 2", "limit export:* --rate 9/m"),
         "limit k 1000000001",
+        *("pause k --for 999999999999d", "limit k --rate 9/m --for 999999999999d"),
     ],
 )
 def test_what_would_be_another_lock_or_a_damaged_one_is_refused(dislock, server, command):
-    """A pattern is no key; a limit that no script could read would make the lock unusable."""
+    """A pattern is no key; a limit that no script could read would make the lock unusable.
+
+    A time that Redis does not take would leave a pause without an end.
+    """
     answer = dislock(*command.split())
     assert answer.exit_code == USAGE
-    assert "1000000001" in command or "looks like a pattern" in answer.stderr
+    assert "export" not in command or "looks like a pattern" in answer.stderr
     assert server.contents() == {}
 
 
