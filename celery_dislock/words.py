@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import shlex
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,17 +66,6 @@ def plain(text: object) -> str:
     if written.isprintable():
         return written
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in written)
-
-
-def shell_word(text: object) -> str:
-    """Return text as one word of a command that people copy to a shell, which runs none of it."""
-    return shlex.quote(plain(text))
-
-
-def with_words(remedy: str, **words: str) -> str:
-    """Return a remedy with these words in the places of their names: ``KEY="export:7"``."""
-    names = re.compile(rf"\b({'|'.join(words)})\b")
-    return names.sub(lambda name: shell_word(words[name[0]]), remedy)
 
 
 def to_json(data: Any, **how: Any) -> str:

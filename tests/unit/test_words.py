@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 
 import pytest
 
-from celery_dislock.words import for_people, plain, shell_word, so_far, to_json, with_words
+from celery_dislock.words import for_people, plain, so_far, to_json
 
 
 @pytest.mark.parametrize(
@@ -68,30 +67,6 @@ def test_text_is_shown_as_it_is_written(text, shown):
     """Nothing in it is invisible, moves a cursor, turns the direction or ends a line."""
     assert plain(text) == shown
     assert plain(shown) == shown
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("export:7", "export:7"),
-        ("Acme Inc", "'Acme Inc'"),
-        ("a; $(reboot) `reboot` > x", "'a; $(reboot) `reboot` > x'"),
-        ("it's", "'it'\"'\"'s'"),
-        ("a\nreboot", "'a\\nreboot'"),
-        ("", "''"),
-    ],
-)
-def test_text_of_strangers_is_one_word_of_a_command(text, word):
-    """People copy the commands that they are told, and a shell would run what stands in a key."""
-    assert shell_word(text) == word
-    assert shlex.split(shell_word(text)) == [plain(text)]
-
-
-def test_a_name_of_a_remedy_stands_for_one_word():
-    """Also if that word looks like the name of another; other capitals stay."""
-    remedy = "celery dislock drop TICKET --key KEY, for a MONKEY"
-    told = with_words(remedy, KEY="TICKET 1", TICKET="KEY")
-    assert told == "celery dislock drop KEY --key 'TICKET 1', for a MONKEY"
 
 
 def test_json_has_no_number_that_json_does_not_have():

@@ -22,7 +22,7 @@ from celery_dislock.operating.cli.session import (
 from celery_dislock.operating.locks import as_data, rows
 from celery_dislock.servers.overview import PLACES_SHOWN, look_at_all
 from celery_dislock.servers.view import is_beat
-from celery_dislock.words import for_people, plain, shell_word, to_json
+from celery_dislock.words import for_people, plain, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -290,7 +290,7 @@ def described(lock: LockState) -> Iterator[str]:
     yield from _line_lines(lock)
     if lock.aside:
         yield f"  {lock.aside} set aside, because nobody could read or run them"
-        yield f"    ... celery dislock put-back {shell_word(lock.key)}"
+        yield f"    ... celery dislock put-back {lock.key}"
 
 
 def _limit_line(lock: LockState) -> str:
@@ -339,8 +339,7 @@ def _line_lines(lock: LockState) -> Iterator[str]:
         if station := _station(place, " of "):
             yield f"       waits for lock {station}"
     if lock.waiting > len(lock.line):
-        first = len(lock.line) + 1
-        yield f"    ... celery dislock line {shell_word(lock.key)} --first {first}"
+        yield f"    ... celery dislock line {lock.key} --first {len(lock.line) + 1}"
 
 
 def _as_date(unix_time: float) -> str:

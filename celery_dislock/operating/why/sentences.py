@@ -18,7 +18,7 @@ from celery_dislock.scripts.names import ASIDE, PLACES, REPLACED, TICKETS
 from celery_dislock.servers.find import LEASES
 from celery_dislock.servers.view import shown_key
 from celery_dislock.servers.waiters import ticket_of
-from celery_dislock.words import for_people, plain, shell_word, some, with_words
+from celery_dislock.words import for_people, plain, some
 
 if TYPE_CHECKING:
     from celery_dislock.operating.why.case import Case
@@ -107,22 +107,21 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
             f"{for_people(holder.renewed)}: its process is dead, stopped or cut off, or it has "
             "renewed it as often as it may."
         )
-        remedy = with_words(OVERDUE.remedy, KEY=lock.key)
+        remedy = OVERDUE.remedy.replace("KEY", lock.key)
         return case.answer("overdue", sentence, facts, remedy, **more)
     renewed = "with a fixed expiry"
     if holder.renewed is not None:
         renewed = f"last renewed {for_people(holder.renewed)} ago"
     sentence = f"{who} runs on {place}: it has held lock {lock.key!r} for {held}, {renewed}."
     hung = next((one for one in troubles_of(lock, case.site) if one.name == "hung"), None)
-    free = f"celery dislock free --terminate {shell_word(lock.key)}"
-    remedy = f"It runs. If its body hangs: {free}"
+    remedy = f"It runs. If its body hangs: celery dislock free --terminate {lock.key}"
     if holder.superseded is not None:
         facts.append(f"lock server: task {plain(holder.superseded)} waits for it to end")
         about["superseded"] = holder.superseded
-        remedy = f"It is cancelled. If it does not end: {free}"
+        remedy = f"It is cancelled. If it does not end: celery dislock free --terminate {lock.key}"
     if hung is not None:
         facts.append(f"lock server: {hung.row.what}")
-        remedy = with_words(hung.row.remedy, KEY=lock.key)
+        remedy = hung.row.remedy.replace("KEY", lock.key)
     return case.answer("running", sentence, facts, remedy, **more)
 
 
@@ -174,7 +173,7 @@ def in_line(case: Case, place: Place, slot: str = "") -> Answer:
     troubles = [one for one in troubles_of(lock, case.site) if one.name in IN_THE_WAY]
     facts += [f"lock server: {one.row.what}" for one in troubles]
     remedy = troubles[0].row.remedy if troubles else NEXT.get(state, BY_TURNS)
-    remedy = with_words(remedy, KEY=lock.key, TICKET=waiter.ticket)
+    remedy = remedy.replace("KEY", lock.key).replace("TICKET", waiter.ticket)
     about = {
         "place": waiter.place,
         "waiting": lock.waiting,
@@ -232,7 +231,7 @@ def with_turn(case: Case, place: Place) -> Answer:
         sentence = f"{turn}{again}: its message is with {worker.name}, and {what}."
     elif told.workers and not told.serving(queue):
         sentence = f"{turn}{again}, and no worker that answers consumes its queue {queue!r}."
-        remedy = f"Start a worker of that queue: celery worker --dislock -Q {shell_word(queue)}"
+        remedy = f"Start a worker of that queue: celery worker --dislock -Q {queue}"
     else:
         nobody = "no worker answers" if told.nobody else "no worker has taken it yet"
         sentence = f"{turn}{again}: its message is in queue {queue!r}, and {nobody}."
@@ -265,7 +264,6 @@ def set_aside(case: Case, found: Found) -> Answer:
     key, why = key_of(found.lock), case.stored.reason
     because = f": {why}" if why else ", because no worker could read or run it"
     sentence = f"{case.who()} was set aside in the line of lock {key!r}{because}."
-    words = f"--ticket {shell_word(found.name)} {shell_word(key)}"
-    remedy = f"When a worker can run it: celery dislock put-back {words}"
+    remedy = f"When a worker can run it: celery dislock put-back --ticket {found.name} {key}"
     facts = [] if why else ["log: the worker that set it aside has logged why"]
     return case.answer("set aside", sentence, facts, remedy, key=key)

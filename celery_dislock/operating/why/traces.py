@@ -17,7 +17,7 @@ from celery_dislock.parking.park import PARKED
 from celery_dislock.scripts.names import DONE, RUNNING, UNIQUE, UNSENT
 from celery_dislock.servers.records import text
 from celery_dislock.servers.view import shown_key
-from celery_dislock.words import for_people, shell_word, with_words
+from celery_dislock.words import for_people
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,8 +115,7 @@ def _active(case: Case, worker: Worker) -> Answer:
         f"{runs}, and does not hold its lock {keys}: it begins or ends at this moment, or its "
         "lease was lost, freed or capped (max_renew_times)."
     )
-    end = f"celery control terminate KILL {shell_word(case.id)}"
-    remedy = f"It runs, perhaps beside another. To end it: {end}"
+    remedy = f"It runs, perhaps beside another. To end it: celery control terminate KILL {case.id}"
     return tell("running without its lock", sentence, remedy)
 
 
@@ -170,8 +169,7 @@ def reserved(case: Case) -> Answer | None:
             f"{who} has begun, and holds no lock that is known here: it has just ended, or its "
             "process has died."
         )
-        free = f"celery dislock free {shell_word(lock.key)}"
-        remedy = f"If it has died, its key is free in {left}: {free}"
+        remedy = f"If it has died, its key is free in {left}: celery dislock free {lock.key}"
         return case.answer("began", sentence, facts, remedy, **more)
     return _sent(case, f"{who} was sent {since} ago", facts, more)
 
@@ -186,7 +184,7 @@ def _sent(case: Case, was_sent: str, facts: list[str], more: dict[str, Any]) -> 
             f"{was_sent}, {nobody}, and nothing waits in its queue {' or '.join(queues)}: it was "
             "purged or lost, or is in another queue."
         )
-        remedy = with_words(UNMET.remedy, KEY=more["key"])
+        remedy = UNMET.remedy.replace("KEY", more["key"])
         return case.answer("sent", sentence, facts, remedy, **more)
     if messages:
         facts.append(f"broker: {number(messages, 'message')} in {' and '.join(queues)}")
@@ -194,7 +192,7 @@ def _sent(case: Case, was_sent: str, facts: list[str], more: dict[str, Any]) -> 
     idle = [one for one in queues if told.workers and not told.serving(one)]
     if idle:
         facts.append(f"workers: none of them consumes {' or '.join(idle)}")
-        remedy = f"Start a worker of its queue: celery worker --dislock -Q {shell_word(idle[0])}"
+        remedy = f"Start a worker of its queue: celery worker --dislock -Q {idle[0]}"
     sentence = f"{was_sent}, and {nobody}: it waits with the broker, as far as is known."
     return case.answer("sent", sentence, facts, remedy, **more)
 
@@ -209,7 +207,7 @@ def duplicate(case: Case) -> Answer | None:
         f"{case.who()} was never sent: it was a duplicate of task {first}, whose message of key "
         f"{key!r} was there."
     )
-    remedy = f"Its work is that of the other: celery dislock why {shell_word(first)}"
+    remedy = f"Its work is that of the other: celery dislock why {first}"
     about = {"duplicate_of": first}
     return case.answer("duplicate", sentence, (), remedy, key=key, about=about)
 

@@ -83,17 +83,6 @@ def test_a_holder_is_told_for_whose_end_a_newer_task_waits(dislock, server):
     assert [one["superseded"] for one in holders] == ["id-2", None]
 
 
-def test_a_hostile_key_is_one_word_of_each_command(dislock, server):
-    """Of those that tell how to go on, and what to do about what is wrong."""
-    key = "a b; rm -rf x"
-    place_of = [place(parked=False, ticket="", waiting=9.0)]
-    server.put(lock(key, waiting=30, line=place_of, aside=1, limit=0, limit_age=1.0))
-    told = dislock("show", key).stdout
-    for words in ("put-back", "line", "resume"):
-        assert f"celery dislock {words} '{key}'" in told
-    assert f"celery dislock resume '{key}'." in dislock("pause", key).stdout
-
-
 def test_what_nobody_leads_or_holds_is_told(dislock, all_of_it):
     """A beat's lock as such; a key that nobody knows is a finding, also if it is misspelt."""
     assert "  led by nobody\n  last tick 90 s ago\n" in dislock("show", "led by nobody").stdout

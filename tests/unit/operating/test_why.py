@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 
 import pytest
@@ -534,29 +533,6 @@ def test_a_hostile_id_is_text(dislock, server, workers, task_id):
     assert answer.stdout.startswith("Nothing is known here of task ")
     assert "\x1b" not in answer.stdout
     assert len(answer.stdout) < 2000
-
-
-@pytest.mark.parametrize("how", ["runs", "newer", "hangs", "overdue", "waits", "purged"])
-def test_a_hostile_key_is_one_word_of_the_command(why, app, server, workers, monkeypatch, how):
-    """Who copies the remedy to a shell runs nothing of what stands in a key, as KEY or TICKET."""
-    key = "TICKET 7; rm -rf KEY"
-
-    @app.task(base=SingletonTask, name="m", lock_key=key, lock_unique_until="end", shared=False)
-    def mail(): ...
-
-    monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
-    states = {
-        "runs": {"holders": [holder()]},
-        "newer": {"holders": [holder(superseded="id-2")]},
-        "hangs": {"holders": [holder(held=9000.0)], "waiting": 1},
-        "overdue": {"holders": [holder(renewed=25.0, remaining=5.0)]},
-        "waits": {"waiting": 1, "line": [place()]},
-        "purged": {"reservation": RESERVED},
-    }
-    server.put(lock(key, **states[how]))
-    remedy = why({"waits": "parked-1", "purged": ID}.get(how, "id-1"))["remedy"]
-    assert shlex.quote(key) in remedy
-    assert key not in remedy.replace(shlex.quote(key), "")
 
 
 def test_an_id_is_not_that_of_another(why, server):
