@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from celery_dislock.operating.locks import ListedLock
     from celery_dislock.operating.site import Site
     from celery_dislock.servers.view import LockState
+    from celery_dislock.servers.waiters import Waiter
 
 HELD_LONG = 20  # timeouts, while others wait: ten minutes, unless a task has another timeout
 STUCK_LONG = 5.0  # seconds since the first in line has come
@@ -77,14 +78,15 @@ def _unswept(lock: LockState, site: Site) -> Sign | None:
     return None if all(map(site.is_swept, homes)) else Sign()
 
 
+def unclaimed(lock: LockState) -> list[Waiter]:
+    """Return the parked tasks that had three turns, and claimed none."""
+    return [one for one in (*lock.turns, *lock.line) if one.turns >= TURNS_MANY]
+
+
 def _unclaimed(lock: LockState, _: Site) -> Sign | None:
     """A parked task had three turns, and claimed none."""
-    unclaimed = [
-        f"ticket {one.ticket}, queue {one.routing_key or '?'}"
-        for one in (*lock.turns, *lock.line)
-        if one.turns >= TURNS_MANY
-    ]
-    return Sign(some(unclaimed), _longest_wait(lock)) if unclaimed else None
+    found = [f"ticket {one.ticket}, queue {one.routing_key or '?'}" for one in unclaimed(lock)]
+    return Sign(some(found), _longest_wait(lock)) if found else None
 
 
 def _stuck(lock: LockState, _: Site) -> Sign | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.keys.templates import key_of
 from celery_dislock.operating.checks.table import number
-from celery_dislock.operating.checks.troubles import OVERDUE, troubles_of
+from celery_dislock.operating.checks.troubles import OVERDUE, troubles_of, unclaimed
 from celery_dislock.operating.inspection import RESERVED, SCHEDULED
 from celery_dislock.scripts.names import ASIDE, PLACES, REPLACED, TICKETS
 from celery_dislock.servers.find import LEASES
@@ -171,9 +171,12 @@ def in_line(case: Case, place: Place, slot: str = "") -> Answer:
     if first is not None:
         facts.append(f"lock server: {first.who} is the first, for {for_people(first.waiting)}")
     troubles = [one for one in troubles_of(lock, case.site) if one.name in IN_THE_WAY]
-    facts += [f"lock server: {one.row.what}" for one in troubles]
+    facts += [
+        f"lock server: {one.row.what}{': ' if one.more else ''}{one.more}" for one in troubles
+    ]
     remedy = troubles[0].row.remedy if troubles else NEXT.get(state, BY_TURNS)
-    remedy = remedy.replace("KEY", lock.key).replace("TICKET", waiter.ticket)
+    its = next(iter(unclaimed(lock)), waiter)  # another may be in the way, and is to be dropped
+    remedy = remedy.replace("KEY", lock.key).replace("TICKET", its.ticket)
     about = {
         "place": waiter.place,
         "waiting": lock.waiting,

@@ -182,6 +182,16 @@ def test_what_is_in_the_way_of_its_lock(why, server, changes, state, way):
     assert answer["remedy"]
 
 
+def test_who_has_not_claimed_its_turns_is_dropped_and_nobody_behind_it(why, server):
+    """The remedy names the task that is in the way, and not the one that was asked for."""
+    first = place(1, turns=3, routing_key="mail")
+    server.put(lock("k", waiting=2, line=[first, place(2)]))
+    answer = why("parked-2")
+    assert answer["about"]["troubles"] == ["unclaimed"]
+    assert answer["remedy"].endswith("To end one: celery dislock drop parked-1:0:0")
+    assert any(one.endswith(": ticket parked-1:0:0, queue mail") for one in answer["rests_on"])
+
+
 def test_it_keeps_what_it_has_passed(why, server):
     """It is found at its second lock, whose record is beside the first."""
     kept = {"owner": "parked-1:0:0#", "turn": True, "waits": "api", "id": "parked-1"}
