@@ -249,11 +249,12 @@ def lost(case: Case) -> Answer | None:
         return case.answer("not known", sentence, (), remedy, key=key)
     sentence = (
         f"{case.who()} was parked for lock {key!r}, and this lock server knows nothing of that: it "
-        "has lost its data, or the workers use another one."
+        "has lost its data, the workers use another one, or it did not answer when they parked it."
     )
     remedy = (
-        "celery dislock doctor says where the workers lock. If they lock here, send the task "
-        "again: its message is lost."
+        "celery dislock doctor says where the workers lock. If they lock here, look into their "
+        "logs: a task that was put off there waits in its queue, and comes by itself. If it was "
+        "not, its message is lost: send it again."
     )
     return case.answer("not in line", sentence, (), remedy, key=key)
 

@@ -374,7 +374,10 @@ def test_it_is_put_off_and_nobody_has_it(why, store):
 def test_its_result_says_more_than_the_lock_server(why, server, store):
     """It was parked for a lock that knows nothing of it; or has begun, as Celery says."""
     store("PARKED", {"key": "k"})
-    says(why(), "not in line", "was parked for lock 'k', and this lock server knows nothing")
+    answer = why()
+    says(answer, "not in line", "was parked for lock 'k', and this lock server knows nothing")
+    # A task whose parking got no reply keeps that result, and its message is to come.
+    assert "a task that was put off there waits in its queue" in answer["remedy"]
     says(why(ID, "--key", "l", code=FOUND), "not known", "whether it still is is not known")
     server.send("SET", f"dislock:{{k}}:done:{ID}:0:0", "1")
     says(why(), "ended", "has left the line of lock 'k'")  # an Ignore in its body leaves PARKED
