@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.checks.table import Row, note, number, serious, warning
 from celery_dislock.servers.view import is_beat
-from celery_dislock.words import for_people, some
+from celery_dislock.words import filled, for_people, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -60,10 +60,10 @@ class Trouble(NamedTuple):
         """Its name in lists."""
         return self.row.name
 
-    def told(self, key: str) -> str:
-        """Return what is wrong with the lock of a key, and what to do, in sentences."""
+    def told(self, lock: LockState) -> str:
+        """Return what is wrong with this lock, and what to do, in sentences."""
         more = f": {self.more}" if self.more else ""
-        return f"{self.row.what}{more}. {self.row.remedy.replace('KEY', key)}"
+        return f"{self.row.what}{more}. {filled(self.row.remedy, KEY=lock.argument)}"
 
 
 def _overdue(lock: LockState, _: Site) -> Sign | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from celery.exceptions import TaskRevokedError
 from celery_dislock import SingletonTask
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LockHeldError, StoreError
-from celery_dislock.operating.site import Site
+from celery_dislock.operating.site import Site, UniqueTask
 from celery_dislock.operating.why import asked
 from celery_dislock.operating.why.sentences import at, nth
 from celery_dislock.parking.process import runtime_of
@@ -420,6 +421,29 @@ def test_its_message_waits_in_its_queue_or_is_lost(
     says(answer, "sent", lost if messages == 0 else waits)
     remedy = "celery dislock free k" if messages == 0 else "celery worker --dislock -Q mail"
     assert remedy in answer["remedy"]
+
+
+@pytest.mark.parametrize("key", ["1|2", "mail:Ann O'Neil", "export:$(id);#`id`", "TICKET:7", "KEY"])
+def test_a_shell_reads_each_command_as_it_is_meant(why, server, key):
+    """Keys and ids come from anybody, and people paste what they are told."""
+    parked = place(id="|KEY", ticket="|KEY:0:0", turns=3)
+    server.put(lock(key, holders=[holder()]), lock(f"l:{key}", waiting=1, line=[place()]))
+    free = ["celery", "dislock", "free", "--terminate", key]
+    assert shlex.split(why("id-1")["remedy"].partition(": ")[2]) == free
+    show = ["celery", "dislock", "show", f"l:{key}"]
+    assert shlex.split(why("parked-1")["remedy"].partition(": ")[2]) == show
+    server.put(lock("k", waiting=1, line=[parked]))
+    assert why("|KEY")["remedy"].endswith("celery dislock drop '|KEY:0:0'")
+
+
+def test_what_is_reserved_for_several_keys_is_freed_by_its_task(why, server, monkeypatch):
+    """Their name for people is no key of a lock."""
+    monkeypatch.setattr(Site, "tasks_of", lambda *_: [UniqueTask(["a"], "end", 60.0, "mail")])
+    monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
+    name = "dislock:{a}:and:0123456789abcdef0123456789abcdef"
+    server.put(lock("a and others", name=name, reservation=RESERVED))
+    remedy = why()["remedy"]
+    assert "celery dislock free --task NAME --args ARGUMENTS. It may be" in remedy
 
 
 def test_it_was_a_duplicate(why, app, server):
