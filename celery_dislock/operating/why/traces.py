@@ -313,8 +313,8 @@ TRACES: Sequence[Callable[[Case], Answer | None]] = (
     with_worker,
     retried,
     claimed,
-    duplicate,
     reserved,
+    duplicate,  # after its reservation: it may have been sent since, under the same id
     done,
     lost,
     started,

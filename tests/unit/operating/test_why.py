@@ -459,6 +459,9 @@ def test_it_was_a_duplicate(why, app, server):
         assert answer["about"] == {"duplicate_of": "first"}
     says(why("other", code=FOUND), "not known")
     assert 0 < server.ttls()[f"dislock:{{k}}:unsent:{ID}"] <= 7_200_000
+    reservations.end(wanted._replace(id="first"))
+    reservations.reserve(wanted, "n3", is_known=True)  # sent again, under its id
+    says(why(), "being sent", "is being sent at this moment")
 
 
 # Nothing is known, or not everything.
