@@ -12,7 +12,7 @@ from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.operating.checks.table import number
 from celery_dislock.operating.checks.troubles import TROUBLES
 from celery_dislock.operating.inspection import ACTIVE, RESERVED
-from celery_dislock.operating.why.sentences import at, in_the_way, nth, of_record
+from celery_dislock.operating.why.sentences import THEN, at, in_the_way, nth, of_record
 from celery_dislock.parking.park import PARKED
 from celery_dislock.scripts.names import DONE, RUNNING, UNIQUE, UNSENT
 from celery_dislock.servers.records import text
@@ -180,9 +180,20 @@ def _sent(
     case: Case, was_sent: str, facts: list[str], more: dict[str, Any], lock: LockState
 ) -> Answer:
     """Its message waits with the broker, or is lost."""
-    told, queues = case.told, sorted({task.queue for task in case.site.tasks_of(more["key"])})
+    told, tasks = case.told, case.site.tasks_of(lock.key)
+    queues = sorted({task.queue for task in tasks})
     messages = case.site.messages_in(queues) if queues and not told.unknown else None
     nobody = "no worker answers" if told.nobody else "no worker that answers has it"
+    # It is kept for lock_unique_for from when its message is due.
+    left = lock.reservation.remaining if lock.reservation else 0.0
+    due = left - max((task.unique_for for task in tasks), default=left)
+    if messages == 0 and due > 0:
+        sentence = (
+            f"{was_sent}, and is due in {for_people(due)}: until then its message waits with the "
+            "broker, or with a worker that has not answered, as far as is known."
+        )
+        remedy = f"{THEN} If it was purged: celery dislock free {lock.argument}"
+        return case.answer("not due", sentence, facts, remedy, **more)
     if messages == 0:
         sentence = (
             f"{was_sent}, {nobody}, and nothing waits in its queue {' or '.join(queues)}: it was "

@@ -423,6 +423,16 @@ def test_its_message_waits_in_its_queue_or_is_lost(
     assert remedy in answer["remedy"]
 
 
+def test_a_message_that_the_broker_delays_is_not_lost(why, server, monkeypatch):
+    """Its queue is empty until it is due, as with native delayed delivery."""
+    monkeypatch.setattr(Site, "tasks_of", lambda *_: [UniqueTask(["k"], "end", 60.0, "mail")])
+    monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
+    server.put(lock("k", reservation=RESERVED._replace(remaining=60.0 + 90.0)))
+    answer = why()
+    says(answer, "not due", f"Task {ID} was sent 3.0 s ago, and is due in 90 s: until then")
+    assert answer["remedy"].startswith("It starts by itself then. If it was purged: ")
+
+
 @pytest.mark.parametrize("key", ["1|2", "mail:Ann O'Neil", "export:$(id);#`id`", "TICKET:7", "KEY"])
 def test_a_shell_reads_each_command_as_it_is_meant(why, server, key):
     """Keys and ids come from anybody, and people paste what they are told."""
