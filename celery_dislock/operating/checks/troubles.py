@@ -130,10 +130,14 @@ def _unmet(lock: LockState, site: Site) -> Sign | None:
 
     The sender keeps a reservation for the task's ``lock_unique_for``, from when the message is due,
     and so does each worker that has the message, every few seconds.  So what is over of that time
-    is the time since then.  A message that waits in a long queue is not lost.
+    is the time since then.  A message that waits in a long queue is not lost, and that of a parked
+    task is on the lock server.
     """
     one = lock.reservation
     if one is None or one.state != "waiting" or one.since < min(UNMET_LONG, one.remaining):
+        return None
+    are_unseen = lock.waiting > len(lock.line)  # in line; it may be one of those
+    if are_unseen or any(waiter.id == one.id for waiter in (*lock.turns, *lock.line)):
         return None
     is_half_over = one.since > one.remaining
     # One that was sent with an earlier expiry is kept for less; which it was cannot be told.
