@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,6 +68,20 @@ def plain(text: object) -> str:
     if written.isprintable():
         return written
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in written)
+
+
+def as_argument(text: str) -> str:
+    """
+    Return text as a shell reads it, for a command that people are told to type.
+
+    A key or an id may come from anybody: ``1|2``, ``$(...)``.
+    """
+    return shlex.quote(text)
+
+
+def filled(told: str, **arguments: str) -> str:
+    """Put arguments in place of their names in capitals, in a text with a command."""
+    return re.sub("|".join(arguments), lambda name: arguments[name[0]], told)
 
 
 def to_json(data: Any, **how: Any) -> str:

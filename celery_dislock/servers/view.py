@@ -28,6 +28,7 @@ from celery_dislock.servers.records import (
     text,
 )
 from celery_dislock.servers.waiters import COUNT, MS, Waiter, in_line, parked_place
+from celery_dislock.words import as_argument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -184,6 +185,12 @@ class LockState(NamedTuple):
     limit_differs: int = 0
     limit_age: float | None = None
     rate: RateState | None = None
+
+    @property
+    def argument(self) -> str:
+        """What follows a command in a shell, in place of KEY; keys reserved together have none."""
+        are_several = not self.name.endswith("}")
+        return "--task NAME --args ARGUMENTS" if are_several else as_argument(self.key)
 
     @property
     def is_overdue(self) -> bool:

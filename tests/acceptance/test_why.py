@@ -526,7 +526,8 @@ def test_the_lock_server_has_moved(night, scene, server):
     elsewhere = night.looking_at(server.url)
     sentence = (
         f"Task {parked.id} was parked for lock '{scene.key}', and this lock server knows nothing "
-        "of that: it has lost its data, or the workers use another one."
+        "of that: it has lost its data, the workers use another one, or it did not answer when "
+        "they parked it."
     )
     told(parked, "not in line", sentence, commands=elsewhere)
     told(parked, "paused", "*", commands=night.commands)

@@ -272,6 +272,16 @@ class TestRun:
         assert ended(process)[0] == 9
         assert redis_client.keys("dislock:{k}*") == []
 
+    def test_a_signal_that_is_ignored_is_ignored_by_the_command(self, dislock):
+        """As under nohup: what goes on after a logout must not be ended by it."""
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            answer = dislock("run", "k", "--", "sh", "-c", "kill -HUP $PPID; kill -HUP $$; exit 9")
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        assert answer.exit_code == 9
+
     @pytest.mark.parametrize("trap", ["", "trap '' TERM; "])
     def test_a_lost_lock_ends_the_command_and_what_it_started(
         self, redis_url, redis_client, tmp_path, trap

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from celery_dislock.words import for_people, plain, so_far, to_json
+from celery_dislock.words import as_argument, filled, for_people, plain, so_far, to_json
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,11 @@ def test_json_has_no_number_that_json_does_not_have():
     assert json.loads(to_json(strange)) == {"a": [None, {"b": [None, None]}], "c": 1.5, "d": None}
     assert to_json({"a": [1.5, "NaN", None, True]}) == '{"a": [1.5, "NaN", null, true]}'
     assert to_json({"a": object}, indent=1, default=lambda _one: "x") == '{\n "a": "x"\n}'
+
+
+def test_commands_have_their_arguments_as_a_shell_reads_them():
+    """What is put in place of a name is not looked into again."""
+    told = "Drop it: drop TICKET KEY"
+    assert filled(told, KEY=as_argument("export:7"), TICKET=as_argument("|KEY")) == (
+        "Drop it: drop '|KEY' export:7"
+    )

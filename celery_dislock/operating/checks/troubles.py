@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.checks.table import Row, note, number, serious, warning
 from celery_dislock.servers.view import is_beat
-from celery_dislock.words import for_people, some
+from celery_dislock.words import filled, for_people, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from celery_dislock.operating.locks import ListedLock
     from celery_dislock.operating.site import Site
     from celery_dislock.servers.view import LockState
+    from celery_dislock.servers.waiters import Waiter
 
 HELD_LONG = 20  # timeouts, while others wait: ten minutes, unless a task has another timeout
 STUCK_LONG = 5.0  # seconds since the first in line has come
@@ -59,10 +60,10 @@ class Trouble(NamedTuple):
         """Its name in lists."""
         return self.row.name
 
-    def told(self, key: str) -> str:
-        """Return what is wrong with the lock of a key, and what to do, in sentences."""
+    def told(self, lock: LockState) -> str:
+        """Return what is wrong with this lock, and what to do, in sentences."""
         more = f": {self.more}" if self.more else ""
-        return f"{self.row.what}{more}. {self.row.remedy.replace('KEY', key)}"
+        return f"{self.row.what}{more}. {filled(self.row.remedy, KEY=lock.argument)}"
 
 
 def _overdue(lock: LockState, _: Site) -> Sign | None:
@@ -77,14 +78,15 @@ def _unswept(lock: LockState, site: Site) -> Sign | None:
     return None if all(map(site.is_swept, homes)) else Sign()
 
 
+def unclaimed(lock: LockState) -> list[Waiter]:
+    """Return the parked tasks that had three turns, and claimed none."""
+    return [one for one in (*lock.turns, *lock.line) if one.turns >= TURNS_MANY]
+
+
 def _unclaimed(lock: LockState, _: Site) -> Sign | None:
     """A parked task had three turns, and claimed none."""
-    unclaimed = [
-        f"ticket {one.ticket}, queue {one.routing_key or '?'}"
-        for one in (*lock.turns, *lock.line)
-        if one.turns >= TURNS_MANY
-    ]
-    return Sign(some(unclaimed), _longest_wait(lock)) if unclaimed else None
+    found = [f"ticket {one.ticket}, queue {one.routing_key or '?'}" for one in unclaimed(lock)]
+    return Sign(some(found), _longest_wait(lock)) if found else None
 
 
 def _stuck(lock: LockState, _: Site) -> Sign | None:
@@ -128,10 +130,14 @@ def _unmet(lock: LockState, site: Site) -> Sign | None:
 
     The sender keeps a reservation for the task's ``lock_unique_for``, from when the message is due,
     and so does each worker that has the message, every few seconds.  So what is over of that time
-    is the time since then.  A message that waits in a long queue is not lost.
+    is the time since then.  A message that waits in a long queue is not lost, and that of a parked
+    task is on the lock server.
     """
     one = lock.reservation
     if one is None or one.state != "waiting" or one.since < min(UNMET_LONG, one.remaining):
+        return None
+    are_unseen = lock.waiting > len(lock.line)  # in line; it may be one of those
+    if are_unseen or any(waiter.id == one.id for waiter in (*lock.turns, *lock.line)):
         return None
     is_half_over = one.since > one.remaining
     # One that was sent with an earlier expiry is kept for less; which it was cannot be told.

@@ -21,7 +21,7 @@ from celery_dislock.operating.cli.session import (
     write_json,
 )
 from celery_dislock.operating.locks import as_data
-from celery_dislock.words import for_people, plain
+from celery_dislock.words import as_argument, for_people, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +139,7 @@ def _set(
         write_json(as_data(done))
         return
     for one in done:
-        lasts = f"until: celery dislock resume {one['key']}"
+        lasts = f"until: celery dislock resume {as_argument(one['key'])}"
         if seconds:
             lasts = f"for {for_people(seconds)}"
         admits = [f"{number} at a time"] if number else []

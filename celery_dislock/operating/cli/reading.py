@@ -149,7 +149,7 @@ def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa
         else:
             for lock, found in zip(locks, troubles, strict=True):
                 write_lines(described(lock))
-                write_lines(f"  {one.name}: {one.told(lock.key)}" for one in found)
+                write_lines(f"  {one.name}: {one.told(lock)}" for one in found)
         if not any(lock.exists for lock in locks):
             context.exit(FOUND)
 
@@ -290,7 +290,7 @@ def described(lock: LockState) -> Iterator[str]:
     yield from _line_lines(lock)
     if lock.aside:
         yield f"  {lock.aside} set aside, because nobody could read or run them"
-        yield f"    ... celery dislock put-back {lock.key}"
+        yield f"    ... celery dislock put-back {lock.argument}"
 
 
 def _limit_line(lock: LockState) -> str:
@@ -339,7 +339,7 @@ def _line_lines(lock: LockState) -> Iterator[str]:
         if station := _station(place, " of "):
             yield f"       waits for lock {station}"
     if lock.waiting > len(lock.line):
-        yield f"    ... celery dislock line {lock.key} --first {len(lock.line) + 1}"
+        yield f"    ... celery dislock line {lock.argument} --first {len(lock.line) + 1}"
 
 
 def _as_date(unix_time: float) -> str:

@@ -159,7 +159,8 @@ class Child:
     """
     Passes signals on to a command.  A context manager; for the main thread.
 
-    A signal that comes before the command has begun ends this process, with SystemExit.
+    A signal that this process ignores is ignored by the command, too.  One that comes before the
+    command has begun ends this process, with SystemExit.
     """
 
     def __init__(self) -> None:
@@ -171,7 +172,8 @@ class Child:
     def __enter__(self) -> Self:
         for name in PASSED_ON:
             number = getattr(signal, name)
-            self._before[number] = signal.signal(number, self._got)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as HUP under nohup
+                self._before[number] = signal.signal(number, self._got)
         return self
 
     def __exit__(self, *_exc_info: object) -> None:

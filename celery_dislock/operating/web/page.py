@@ -272,7 +272,7 @@ class Page:
         state = site.overview.lock(name, first, PLACES_A_PAGE)
         # Of a pause and a limit the page tells more by itself.
         found = (one for one in troubles_of(state, site) if one.name not in {"paused", "limited"})
-        return state, [one.told(state.key) for one in found]
+        return state, [one.told(state) for one in found]
 
     def _why(self, request: Request, visitor: Visitor) -> Response:
         task_id = request.args.get("id", "")

@@ -31,7 +31,7 @@ The states, and what the sentence says of each:
 ``received``
     A worker has it, and it waits for a free slot there.
 ``not due``
-    A worker has it until the time that its sender has given.
+    A worker or the broker has it until the time that its sender has given.
 ``being sent``
     Its key is reserved for it, and its sender has not sent it yet.
 ``sent``

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.keys.templates import key_of
 from celery_dislock.operating.checks.table import number
-from celery_dislock.operating.checks.troubles import OVERDUE, troubles_of
+from celery_dislock.operating.checks.troubles import OVERDUE, troubles_of, unclaimed
 from celery_dislock.operating.inspection import RESERVED, SCHEDULED
 from celery_dislock.scripts.names import ASIDE, PLACES, REPLACED, TICKETS
 from celery_dislock.servers.find import LEASES
 from celery_dislock.servers.view import shown_key
 from celery_dislock.servers.waiters import ticket_of
-from celery_dislock.words import for_people, plain, some
+from celery_dislock.words import as_argument, filled, for_people, plain, some
 
 if TYPE_CHECKING:
     from celery_dislock.operating.why.case import Case
@@ -107,21 +107,22 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
             f"{for_people(holder.renewed)}: its process is dead, stopped or cut off, or it has "
             "renewed it as often as it may."
         )
-        remedy = OVERDUE.remedy.replace("KEY", lock.key)
+        remedy = filled(OVERDUE.remedy, KEY=lock.argument)
         return case.answer("overdue", sentence, facts, remedy, **more)
     renewed = "with a fixed expiry"
     if holder.renewed is not None:
         renewed = f"last renewed {for_people(holder.renewed)} ago"
     sentence = f"{who} runs on {place}: it has held lock {lock.key!r} for {held}, {renewed}."
     hung = next((one for one in troubles_of(lock, case.site) if one.name == "hung"), None)
-    remedy = f"It runs. If its body hangs: celery dislock free --terminate {lock.key}"
+    free = f"celery dislock free --terminate {lock.argument}"
+    remedy = f"It runs. If its body hangs: {free}"
     if holder.superseded is not None:
         facts.append(f"lock server: task {plain(holder.superseded)} waits for it to end")
         about["superseded"] = holder.superseded
-        remedy = f"It is cancelled. If it does not end: celery dislock free --terminate {lock.key}"
+        remedy = f"It is cancelled. If it does not end: {free}"
     if hung is not None:
         facts.append(f"lock server: {hung.row.what}")
-        remedy = hung.row.remedy.replace("KEY", lock.key)
+        remedy = filled(hung.row.remedy, KEY=lock.argument)
     return case.answer("running", sentence, facts, remedy, **more)
 
 
@@ -171,9 +172,12 @@ def in_line(case: Case, place: Place, slot: str = "") -> Answer:
     if first is not None:
         facts.append(f"lock server: {first.who} is the first, for {for_people(first.waiting)}")
     troubles = [one for one in troubles_of(lock, case.site) if one.name in IN_THE_WAY]
-    facts += [f"lock server: {one.row.what}" for one in troubles]
+    facts += [
+        f"lock server: {one.row.what}{': ' if one.more else ''}{one.more}" for one in troubles
+    ]
     remedy = troubles[0].row.remedy if troubles else NEXT.get(state, BY_TURNS)
-    remedy = remedy.replace("KEY", lock.key).replace("TICKET", waiter.ticket)
+    its = next(iter(unclaimed(lock)), waiter)  # another may be in the way, and is to be dropped
+    remedy = filled(remedy, KEY=lock.argument, TICKET=as_argument(its.ticket))
     about = {
         "place": waiter.place,
         "waiting": lock.waiting,
@@ -231,7 +235,7 @@ def with_turn(case: Case, place: Place) -> Answer:
         sentence = f"{turn}{again}: its message is with {worker.name}, and {what}."
     elif told.workers and not told.serving(queue):
         sentence = f"{turn}{again}, and no worker that answers consumes its queue {queue!r}."
-        remedy = f"Start a worker of that queue: celery worker --dislock -Q {queue}"
+        remedy = f"Start a worker of that queue: celery worker --dislock -Q {as_argument(queue)}"
     else:
         nobody = "no worker answers" if told.nobody else "no worker has taken it yet"
         sentence = f"{turn}{again}: its message is in queue {queue!r}, and {nobody}."
@@ -264,6 +268,7 @@ def set_aside(case: Case, found: Found) -> Answer:
     key, why = key_of(found.lock), case.stored.reason
     because = f": {why}" if why else ", because no worker could read or run it"
     sentence = f"{case.who()} was set aside in the line of lock {key!r}{because}."
-    remedy = f"When a worker can run it: celery dislock put-back --ticket {found.name} {key}"
+    command = f"celery dislock put-back --ticket {as_argument(found.name)} {as_argument(key)}"
+    remedy = f"When a worker can run it: {command}"
     facts = [] if why else ["log: the worker that set it aside has logged why"]
     return case.answer("set aside", sentence, facts, remedy, key=key)

@@ -12,18 +12,19 @@ from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.operating.checks.table import number
 from celery_dislock.operating.checks.troubles import TROUBLES
 from celery_dislock.operating.inspection import ACTIVE, RESERVED
-from celery_dislock.operating.why.sentences import at, in_the_way, nth, of_record
+from celery_dislock.operating.why.sentences import THEN, at, in_the_way, nth, of_record
 from celery_dislock.parking.park import PARKED
 from celery_dislock.scripts.names import DONE, RUNNING, UNIQUE, UNSENT
 from celery_dislock.servers.records import text
 from celery_dislock.servers.view import shown_key
-from celery_dislock.words import for_people
+from celery_dislock.words import as_argument, filled, for_people
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.operating.why.asked import Worker
     from celery_dislock.operating.why.case import Case
+    from celery_dislock.servers.view import LockState
     from celery_dislock.tasks.answer import Answer
 
 SEND_AGAIN = "It does not run any more. To run it, send it again."
@@ -115,7 +116,8 @@ def _active(case: Case, worker: Worker) -> Answer:
         f"{runs}, and does not hold its lock {keys}: it begins or ends at this moment, or its "
         "lease was lost, freed or capped (max_renew_times)."
     )
-    remedy = f"It runs, perhaps beside another. To end it: celery control terminate KILL {case.id}"
+    end = f"celery control terminate KILL {as_argument(case.id)}"
+    remedy = f"It runs, perhaps beside another. To end it: {end}"
     return tell("running without its lock", sentence, remedy)
 
 
@@ -169,22 +171,35 @@ def reserved(case: Case) -> Answer | None:
             f"{who} has begun, and holds no lock that is known here: it has just ended, or its "
             "process has died."
         )
-        remedy = f"If it has died, its key is free in {left}: celery dislock free {lock.key}"
+        remedy = f"If it has died, its key is free in {left}: celery dislock free {lock.argument}"
         return case.answer("began", sentence, facts, remedy, **more)
-    return _sent(case, f"{who} was sent {since} ago", facts, more)
+    return _sent(case, f"{who} was sent {since} ago", facts, more, lock)
 
 
-def _sent(case: Case, was_sent: str, facts: list[str], more: dict[str, Any]) -> Answer:
+def _sent(
+    case: Case, was_sent: str, facts: list[str], more: dict[str, Any], lock: LockState
+) -> Answer:
     """Its message waits with the broker, or is lost."""
-    told, queues = case.told, sorted({task.queue for task in case.site.tasks_of(more["key"])})
+    told, tasks = case.told, case.site.tasks_of(lock.key)
+    queues = sorted({task.queue for task in tasks})
     messages = case.site.messages_in(queues) if queues and not told.unknown else None
     nobody = "no worker answers" if told.nobody else "no worker that answers has it"
+    # It is kept for lock_unique_for from when its message is due.
+    left = lock.reservation.remaining if lock.reservation else 0.0
+    due = left - max((task.unique_for for task in tasks), default=left)
+    if messages == 0 and due > 0:
+        sentence = (
+            f"{was_sent}, and is due in {for_people(due)}: until then its message waits with the "
+            "broker, or with a worker that has not answered, as far as is known."
+        )
+        remedy = f"{THEN} If it was purged: celery dislock free {lock.argument}"
+        return case.answer("not due", sentence, facts, remedy, **more)
     if messages == 0:
         sentence = (
             f"{was_sent}, {nobody}, and nothing waits in its queue {' or '.join(queues)}: it was "
             "purged or lost, or is in another queue."
         )
-        remedy = UNMET.remedy.replace("KEY", more["key"])
+        remedy = filled(UNMET.remedy, KEY=lock.argument)
         return case.answer("sent", sentence, facts, remedy, **more)
     if messages:
         facts.append(f"broker: {number(messages, 'message')} in {' and '.join(queues)}")
@@ -192,7 +207,7 @@ def _sent(case: Case, was_sent: str, facts: list[str], more: dict[str, Any]) -> 
     idle = [one for one in queues if told.workers and not told.serving(one)]
     if idle:
         facts.append(f"workers: none of them consumes {' or '.join(idle)}")
-        remedy = f"Start a worker of its queue: celery worker --dislock -Q {idle[0]}"
+        remedy = f"Start a worker of its queue: celery worker --dislock -Q {as_argument(idle[0])}"
     sentence = f"{was_sent}, and {nobody}: it waits with the broker, as far as is known."
     return case.answer("sent", sentence, facts, remedy, **more)
 
@@ -207,7 +222,7 @@ def duplicate(case: Case) -> Answer | None:
         f"{case.who()} was never sent: it was a duplicate of task {first}, whose message of key "
         f"{key!r} was there."
     )
-    remedy = f"Its work is that of the other: celery dislock why {first}"
+    remedy = f"Its work is that of the other: celery dislock why {as_argument(first)}"
     about = {"duplicate_of": first}
     return case.answer("duplicate", sentence, (), remedy, key=key, about=about)
 
@@ -249,11 +264,12 @@ def lost(case: Case) -> Answer | None:
         return case.answer("not known", sentence, (), remedy, key=key)
     sentence = (
         f"{case.who()} was parked for lock {key!r}, and this lock server knows nothing of that: it "
-        "has lost its data, or the workers use another one."
+        "has lost its data, the workers use another one, or it did not answer when they parked it."
     )
     remedy = (
-        "celery dislock doctor says where the workers lock. If they lock here, send the task "
-        "again: its message is lost."
+        "celery dislock doctor says where the workers lock. If they lock here, look into their "
+        "logs: a task that was put off there waits in its queue, and comes by itself. If it was "
+        "not, its message is lost: send it again."
     )
     return case.answer("not in line", sentence, (), remedy, key=key)
 
@@ -308,8 +324,8 @@ TRACES: Sequence[Callable[[Case], Answer | None]] = (
     with_worker,
     retried,
     claimed,
-    duplicate,
     reserved,
+    duplicate,  # after its reservation: it may have been sent since, under the same id
     done,
     lost,
     started,

@@ -310,6 +310,23 @@ def test_a_reservation_whose_message_nobody_has_is_told_within_minutes(
 
 
 @pytest.mark.parametrize(
+    ("there", "unmet"),
+    [
+        ({"waiting": 1, "line": [place(id=RESERVED.id)]}, False),
+        ({"turns": [place(id=RESERVED.id)]}, False),
+        ({"waiting": 1, "line": [place(id="other")]}, True),
+    ],
+)
+def test_a_reservation_whose_task_is_parked_is_not_unmet(doctor, monkeypatch, there, unmet):
+    """Its message is on the lock server: the one of the key that runs may run for long."""
+    doctor.declare("t", lock_key="a:<n>", lock_unique_until="start", lock_unique_for=3600.0)
+    monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
+    kept = RESERVED._replace(since=1200.0, remaining=2400.0)
+    doctor.at.put(lock("a:1", holders=[holder()], reservation=kept, **there))
+    assert bool(doctor.found("reservations")) == unmet
+
+
+@pytest.mark.parametrize(
     ("prefix", "ours", "many"), [("old", True, 1), ("old", False, 0), ("dislock", True, 0)]
 )
 def test_lines_of_the_same_broker_under_another_prefix_are_a_finding(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from celery.exceptions import TaskRevokedError
 from celery_dislock import SingletonTask
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LockHeldError, StoreError
-from celery_dislock.operating.site import Site
+from celery_dislock.operating.site import Site, UniqueTask
 from celery_dislock.operating.why import asked
 from celery_dislock.operating.why.sentences import at, nth
 from celery_dislock.parking.process import runtime_of
@@ -180,6 +181,16 @@ def test_what_is_in_the_way_of_its_lock(why, server, changes, state, way):
     assert answer["about"]["place"] == 2
     assert "lock server: shop.pay[parked-1] is the first, for 5.0 s" in answer["rests_on"]
     assert answer["remedy"]
+
+
+def test_who_has_not_claimed_its_turns_is_dropped_and_nobody_behind_it(why, server):
+    """The remedy names the task that is in the way, and not the one that was asked for."""
+    first = place(1, turns=3, routing_key="mail")
+    server.put(lock("k", waiting=2, line=[first, place(2)]))
+    answer = why("parked-2")
+    assert answer["about"]["troubles"] == ["unclaimed"]
+    assert answer["remedy"].endswith("To end one: celery dislock drop parked-1:0:0")
+    assert any(one.endswith(": ticket parked-1:0:0, queue mail") for one in answer["rests_on"])
 
 
 def test_it_keeps_what_it_has_passed(why, server):
@@ -364,7 +375,10 @@ def test_it_is_put_off_and_nobody_has_it(why, store):
 def test_its_result_says_more_than_the_lock_server(why, server, store):
     """It was parked for a lock that knows nothing of it; or has begun, as Celery says."""
     store("PARKED", {"key": "k"})
-    says(why(), "not in line", "was parked for lock 'k', and this lock server knows nothing")
+    answer = why()
+    says(answer, "not in line", "was parked for lock 'k', and this lock server knows nothing")
+    # A task whose parking got no reply keeps that result, and its message is to come.
+    assert "a task that was put off there waits in its queue" in answer["remedy"]
     says(why(ID, "--key", "l", code=FOUND), "not known", "whether it still is is not known")
     server.send("SET", f"dislock:{{k}}:done:{ID}:0:0", "1")
     says(why(), "ended", "has left the line of lock 'k'")  # an Ignore in its body leaves PARKED
@@ -409,6 +423,39 @@ def test_its_message_waits_in_its_queue_or_is_lost(
     assert remedy in answer["remedy"]
 
 
+def test_a_message_that_the_broker_delays_is_not_lost(why, server, monkeypatch):
+    """Its queue is empty until it is due, as with native delayed delivery."""
+    monkeypatch.setattr(Site, "tasks_of", lambda *_: [UniqueTask(["k"], "end", 60.0, "mail")])
+    monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
+    server.put(lock("k", reservation=RESERVED._replace(remaining=60.0 + 90.0)))
+    answer = why()
+    says(answer, "not due", f"Task {ID} was sent 3.0 s ago, and is due in 90 s: until then")
+    assert answer["remedy"].startswith("It starts by itself then. If it was purged: ")
+
+
+@pytest.mark.parametrize("key", ["1|2", "mail:Ann O'Neil", "export:$(id);#`id`", "TICKET:7", "KEY"])
+def test_a_shell_reads_each_command_as_it_is_meant(why, server, key):
+    """Keys and ids come from anybody, and people paste what they are told."""
+    parked = place(id="|KEY", ticket="|KEY:0:0", turns=3)
+    server.put(lock(key, holders=[holder()]), lock(f"l:{key}", waiting=1, line=[place()]))
+    free = ["celery", "dislock", "free", "--terminate", key]
+    assert shlex.split(why("id-1")["remedy"].partition(": ")[2]) == free
+    show = ["celery", "dislock", "show", f"l:{key}"]
+    assert shlex.split(why("parked-1")["remedy"].partition(": ")[2]) == show
+    server.put(lock("k", waiting=1, line=[parked]))
+    assert why("|KEY")["remedy"].endswith("celery dislock drop '|KEY:0:0'")
+
+
+def test_what_is_reserved_for_several_keys_is_freed_by_its_task(why, server, monkeypatch):
+    """Their name for people is no key of a lock."""
+    monkeypatch.setattr(Site, "tasks_of", lambda *_: [UniqueTask(["a"], "end", 60.0, "mail")])
+    monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
+    name = "dislock:{a}:and:0123456789abcdef0123456789abcdef"
+    server.put(lock("a and others", name=name, reservation=RESERVED))
+    remedy = why()["remedy"]
+    assert "celery dislock free --task NAME --args ARGUMENTS. It may be" in remedy
+
+
 def test_it_was_a_duplicate(why, app, server):
     """Its sender has chosen the id; the first one's is told.  Another leaves nothing."""
     reservations = runtime_of(app).process.store.reservations
@@ -422,6 +469,9 @@ def test_it_was_a_duplicate(why, app, server):
         assert answer["about"] == {"duplicate_of": "first"}
     says(why("other", code=FOUND), "not known")
     assert 0 < server.ttls()[f"dislock:{{k}}:unsent:{ID}"] <= 7_200_000
+    reservations.end(wanted._replace(id="first"))
+    reservations.reserve(wanted, "n3", is_known=True)  # sent again, under its id
+    says(why(), "being sent", "is being sent at this moment")
 
 
 # Nothing is known, or not everything.
