@@ -13,7 +13,10 @@
 -- are given again when they have run out.
 
 -- include: _circles
+-- include: _states
+-- include: _unique
 
+local RESERVED_MS = 60000  -- how long the key stays reserved for a parked task after a sweep; several sweeps
 local UNCLAIMED = 3  -- turns in a row, after which the caller finds out whether any worker can claim the next one
 
 -- Delete claims whose process died, if no copy of the message has come in time.  Without a sweep the hash expires.
@@ -23,6 +26,24 @@ local function tidy_claims(lock)
     local claim = parse_claim(claims[i + 1])
     local ends = claim.settles ~= IN_BODY and claim.settles + COPY_MS or claim.claimed + CLAIMED_MS
     if ends <= now and not claim.is_later then redis.call('HDEL', lock.running, claims[i]) end
+  end
+end
+
+-- Keep the key reserved for a task in line: no worker has its message, so nobody else does.  With "expiry" the time
+-- counts from the sending.  The header comes first in a message, as Message.to_bytes() writes it.
+local function keep_reserved(lock)
+  local it = count_tickets(lock) <= TURNS_MOST and unique_of(lock.name .. UNIQUE)
+  if not (is_reserved(it) and it.state == 'w' and it.ends - now < RESERVED_MS) then return end
+  for _, ticket in ipairs(redis.call('HKEYS', lock.tickets)) do
+    if string.match(ticket, '^(.*):%d+:%d+$') == it.id then
+      local parked = read_ticket(lock, ticket)
+      local ends = parked and string.match(parked.message, '^[^\n]*"unique":%[".-","(%a+)"')
+      if ends and ends ~= 'expiry' then
+        it.ends = now + RESERVED_MS
+        keep_numbers(it, RESERVED_MS)
+        return write_unique(lock.name .. UNIQUE, it)
+      end
+    end
   end
 end
 
@@ -52,6 +73,7 @@ for nth = 1, #kept do  -- from another one on each time, as all of them together
   if circle then circles[#circles + 1] = open_circle(circle) end
 end
 for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do keep_key(key) end
+pcall(keep_reserved, lock)  -- a record that cannot be read costs a second message, and nothing else
 if redis.call('HLEN', lock.running) > lock.x + lock.s then tidy_claims(lock) end  -- more claims than leases
 
 local unclaimed = {}

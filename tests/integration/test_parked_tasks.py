@@ -293,6 +293,16 @@ class TestParking:
         shop.work()
         assert shop.ran == ["2"]
 
+    def test_with_expiry_its_key_stays_reserved_from_its_sending(self, shop):
+        """However long it waits in line."""
+        task = shop.declare(lock_unique_until="expiry", lock_unique_for=60.0)
+        with shop.held():
+            shop.run(task)
+            for _ in range(7):
+                shop.server.advance(10)
+                shop.sweep()
+            assert not shop.send(task, "3").duplicate
+
     def test_one_that_may_be_in_line_is_not_skipped(self, shop, monkeypatch):
         """The line has no room when it comes again, and a request may still be on its way there."""
         with shop.held():

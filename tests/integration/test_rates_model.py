@@ -231,7 +231,7 @@ def test_a_history_keeps_the_promise(seed):
 
 BROKEN = {
     "one start too many": ("most - 1 - others % most", "most - others % most"),
-    "the starts of a slower rate are forgotten": ("math.max(most, tonumber(kept) or 0)", "most"),
+    "the starts of a slower rate are forgotten": ("math.max(most, kept or 0)", "most"),
     "a claim is not counted": ("    count_start(at, station.terms)\n", ""),
     "a claim may come early": (
         "local early, its = starts_when(stations)",
