@@ -68,7 +68,7 @@ STEPS = {
         "StalledStep": "stalled",
         "ReservationStep": "reservations",
     },
-    "consumer": {"ArrivalStep": "arrivals"},
+    "consumer": {"ArrivalStep": "arrivals", "ReconnectStep": "timed"},
 }
 
 

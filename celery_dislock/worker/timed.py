@@ -8,6 +8,7 @@ from celery import bootsteps
 
 if TYPE_CHECKING:
     from celery.worker import WorkController
+    from celery.worker.consumer import Consumer
 
 EVERY = 5.0  # seconds, for a step that says nothing else
 
@@ -25,21 +26,30 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def __init__(self, worker: WorkController, **kwargs: Any) -> None:
         super().__init__(worker, **kwargs)
         self._entry: Any = None
+        self._turn: object = None  # of the entry that counts; others come and do nothing
         self._every = EVERY  # also after an error
 
     def start(self, worker: WorkController) -> None:
         """Begin, and work as soon as :meth:`begin` says."""
         self._again(worker, self.begin(worker))
 
-    def _again(self, worker: WorkController, after: float) -> None:
-        self._entry = worker.timer.call_after(after, self._run, (worker,))
+    def go_on(self, worker: WorkController) -> None:
+        """Work soon, after the worker has lost its broker, and its timer perhaps all entries."""
+        if self._entry is not None:
+            self._again(worker, 0.0)
 
-    def _run(self, worker: WorkController) -> None:
+    def _again(self, worker: WorkController, after: float) -> None:
+        turn = self._turn = object()
+        self._entry = worker.timer.call_after(after, self._run, (worker, turn))
+
+    def _run(self, worker: WorkController, turn: object) -> None:
+        if turn is not self._turn:
+            return
         after = self._every
         try:
             after = self.work()
         finally:  # Celery's timer logs what it raises
-            if self._entry is not None:  # it was not stopped meanwhile
+            if self._entry is not None and turn is self._turn:  # it was not stopped meanwhile
                 self._again(worker, after)
 
     def stop(self, _worker: WorkController) -> None:
@@ -60,3 +70,20 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def end(self) -> None:
         """Close what :meth:`begin` has made."""
         raise NotImplementedError
+
+
+class ReconnectStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """
+    Bootstep of a worker's consumer: has the timed steps go on when the broker is there again.
+
+    When the connection is lost, Celery before 5.7 empties the timer, also of what is not its own.
+    """
+
+    label = "Dislock timers"
+
+    def start(self, consumer: Consumer) -> None:
+        """Called at each connection; at the first one, nothing was lost yet."""
+        if consumer.restart_count:
+            for step in consumer.controller.steps:
+                if isinstance(step, TimedStep):
+                    step.go_on(consumer.controller)

@@ -26,6 +26,7 @@ from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, Scene, wait_for
+from tests.acceptance.scenarios import BRIEF
 from tests.redis_server import RedisServer
 
 ANY_BROKER = pytest.mark.parametrize("broker", ["redis", "rabbitmq"], indirect=True)
@@ -489,6 +490,27 @@ def test_lost_connection(start_worker, own_broker, fleet, scene):
     assert result.get(timeout=LIMIT)["held"] is True
     assert_released(ITSELF, own, scene, result.id)
     assert len(scene.reported("begin", id=result.id)) == 1
+
+
+def test_lost_connection_and_a_process_that_stands_still(start_worker, own_broker, scene):
+    """The main process renews for a stopped process after it has connected again, too."""
+    url, drop_connections = own_broker
+    own = start_worker("--dislock", broker_url=url)
+    (worker,) = own.workers
+    result = own.send(scenarios.hold_renewed, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    drop_connections()
+    wait_for("it has connected again", lambda: worker.log.count("Connected to") > 1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(
+            "the lease has outlived its process's renewals",
+            lambda: scene.lease.extended_by > 3 * BRIEF,
+        )
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
 
 
 @ANY_BROKER

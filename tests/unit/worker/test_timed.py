@@ -1,0 +1,65 @@
+"""What a worker does again and again goes on when it has lost its broker and found it again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from celery_dislock.worker.timed import ReconnectStep, TimedStep
+
+EVERY = 5.0  # seconds
+
+
+class Counting(TimedStep):
+    """Counts how often it has worked."""
+
+    times = 0
+
+    def begin(self, _worker):
+        return EVERY
+
+    def work(self):
+        self.times += 1
+        return EVERY
+
+    def end(self):
+        """Close nothing."""
+
+
+@pytest.fixture
+def step(worker):
+    step = Counting(worker)
+    worker.steps = [SimpleNamespace(), step]
+    step.start(worker)
+    return step
+
+
+def connect(worker, nth):
+    """Start the steps of the worker's consumer, as each of its connections does."""
+    consumer = SimpleNamespace(controller=worker, restart_count=nth)
+    ReconnectStep(consumer).start(consumer)
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["before 5.7", "from 5.7 on"])
+def test_it_goes_on_when_the_broker_is_there_again(worker, step, lock_server, clears):
+    """Celery before 5.7 empties the timer when the connection is lost; nothing comes twice."""
+    connect(worker, 0)
+    lock_server.advance(2.2 * EVERY)
+    assert step.times == 2
+    for nth in (1, 2, 3):
+        if clears:
+            worker.timer.clear()
+        connect(worker, nth)
+    lock_server.advance(0)
+    assert step.times == 3
+    lock_server.advance(2.2 * EVERY)
+    assert step.times == 5
+
+
+def test_what_was_stopped_does_not_go_on(worker, step, lock_server):
+    """A worker that shuts down may connect once more."""
+    step.stop(worker)
+    connect(worker, 1)
+    lock_server.advance(2 * EVERY)
+    assert step.times == 0
