@@ -513,6 +513,20 @@ def test_lost_connection_and_a_process_that_stands_still(start_worker, own_broke
     assert result.get(timeout=LIMIT)["held"] is True
 
 
+def test_lost_connection_and_a_process_that_is_killed(start_worker, own_broker, scene):
+    """Celery before 5.6.3 forgets what its pool runs; the key of the task is free all the same."""
+    url, drop_connections = own_broker
+    own = start_worker(broker_url=url)
+    (worker,) = own.workers
+    own.send(scenarios.unique_to_the_end, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    drop_connections()
+    wait_for("it has connected again", lambda: worker.log.count("Connected to") > 1)
+    os.kill(pid, signal.SIGKILL)
+    scene.wait_until_free()
+    scene.wait_until_unreserved()
+
+
 @ANY_BROKER
 def test_lost_connection_and_redelivery(start_worker, own_broker, scene):
     """With acks_late the message comes back while its task runs, and is put off until it ended."""
