@@ -140,6 +140,11 @@ class Fleet:
         """Tell these workers; with ``reply=True``, wait until all of them have answered."""
         return self._tell("revoke", task_id, **options)
 
+    def leases(self) -> list[Any]:
+        """Return what these workers tell of the tasks that they run."""
+        answers = self._tell("broadcast", "dislock", reply=True, limit=len(self.workers)) or ()
+        return [lease for each in answers for one in each.values() for lease in one["leases"]]
+
     def serve(self, queue: str) -> None:
         """Have these workers serve another queue, too; wait until they do."""
         self._tell("add_consumer", queue, reply=True)

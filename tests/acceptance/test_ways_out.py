@@ -527,6 +527,20 @@ def test_lost_connection_and_a_process_that_is_killed(start_worker, own_broker, 
     scene.wait_until_unreserved()
 
 
+def test_lost_connection_and_what_the_worker_tells(start_worker, own_broker, scene):
+    """A task that Celery before 5.6.3 has forgotten has its lock, and then is not told of."""
+    url, drop_connections = own_broker
+    own = start_worker(broker_url=url)
+    (worker,) = own.workers
+    result = scene.begin(own)
+    drop_connections()
+    wait_for("it has connected again", lambda: worker.log.count("Connected to") > 1)
+    assert [lease["held"] for lease in own.leases()] == [True]
+    scene.open_gate()
+    result.get(timeout=LIMIT)
+    wait_for("nothing runs", lambda: own.leases() == [])
+
+
 @ANY_BROKER
 def test_lost_connection_and_redelivery(start_worker, own_broker, scene):
     """With acks_late the message comes back while its task runs, and is put off until it ended."""
