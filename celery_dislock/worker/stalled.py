@@ -13,7 +13,8 @@ terminate the body.
 
 All of it runs in the worker's timer, which is the event loop if the worker has one.  A thread could
 be running while the main process forks a pool process; see :mod:`celery_dislock.tasks.request`.
-A worker that shuts down stops its timer and forks no more: then a thread goes on.
+A worker that shuts down, or waits for its broker, stops its timer and forks nothing: then a thread
+goes on.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class StalledStep(TimedStep):
 
     def begin(self, worker: WorkController) -> float:
         """Renew with connections of its own."""
+        self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
         self._keeper = StalledKeeper(runtime_of(worker.app).new_process().store)
         return self._every
 
@@ -82,14 +85,29 @@ class StalledStep(TimedStep):
         self._keeper.look(state.active_requests)
         return self._every
 
+    def bridge(self, worker: WorkController) -> None:
+        """Go on in a thread while the event loop stands still; nothing is forked meanwhile."""
+        if self._entry is not None and worker.use_eventloop:
+            self.end()
+
+    def go_on(self, worker: WorkController) -> None:
+        """Leave it to the event loop again, unless the worker shuts down."""
+        if self._entry is not None:
+            self._is_over.set()
+            if self._thread is not None:
+                self._thread.join()
+        super().go_on(worker)
+
     def end(self) -> None:
         """Go on in a thread while the pool ends its tasks."""
-        if state.active_requests:
-            threading.Thread(target=self._go_on, name="dislock-stalled", daemon=True).start()
+        if state.active_requests and (self._thread is None or not self._thread.is_alive()):
+            self._is_over.clear()
+            self._thread = threading.Thread(target=self._go_on, name="dislock-stalled", daemon=True)
+            self._thread.start()
 
     def _go_on(self) -> None:
-        while state.active_requests:
-            time.sleep(self.work())
+        while state.active_requests and not self._is_over.is_set():
+            self._is_over.wait(self.work())
 
 
 class Watched:

@@ -535,10 +535,30 @@ def test_lost_connection_and_what_the_worker_tells(start_worker, own_broker, sce
     result = scene.begin(own)
     drop_connections()
     wait_for("it has connected again", lambda: worker.log.count("Connected to") > 1)
-    assert [lease["held"] for lease in own.leases()] == [True]
+    wait_for("it says so", lambda: [lease["held"] for lease in own.leases()] == [True])
     scene.open_gate()
     result.get(timeout=LIMIT)
     wait_for("nothing runs", lambda: own.leases() == [])
+
+
+def test_lost_broker_and_a_process_that_stands_still(start_worker, scene, tmp_path):
+    """Its main process, which waits for the broker meanwhile, renews for it all the same."""
+    with RedisServer(tmp_path / "broker") as server:
+        own = start_worker("--dislock", broker_url=server.url)
+        (worker,) = own.workers
+        result = own.send(scenarios.hold_renewed, scene.key)
+        pid = scene.wait_for_report("begin")["pid"]
+    worker.wait_until_it_says("Connection to broker lost")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(
+            "the lease has outlived its process's renewals",
+            lambda: scene.lease.extended_by > 3 * BRIEF,
+        )
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
 
 
 @ANY_BROKER

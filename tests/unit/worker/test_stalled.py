@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from functools import partial
 
 import pytest
@@ -229,3 +230,30 @@ def test_the_step_belongs_to_prefork_workers_whose_tasks_renew_their_locks(
     worker.pool_cls = pool
     declare(app, **options)
     assert StalledStep(worker).include_if(worker) is is_there
+
+
+def test_a_thread_goes_on_while_the_worker_waits_for_its_broker(app, worker, monkeypatch):
+    """It has ended when the event loop goes on; but not in a worker that shuts down."""
+    declare(app)
+    step, worked = StalledStep(worker), threading.Event()
+    monkeypatch.setattr(step, "work", lambda: worked.set() or 0.01)
+    assert step.include_if(worker)
+    step.start(worker)
+    worker.state.active_requests.add("one")
+    worker.use_eventloop = False  # its timer has a thread, and goes on by itself
+    step.bridge(worker)
+    assert step._thread is None
+    worker.use_eventloop = True
+    step.bridge(worker)
+    assert worked.wait(5)
+    step.go_on(worker)
+    assert not step._thread.is_alive()
+    step.bridge(worker)
+    goes_on = step._thread
+    step.stop(worker)
+    step.go_on(worker)
+    assert goes_on.is_alive()
+    assert step._thread is goes_on
+    worker.state.active_requests.clear()
+    goes_on.join(5)
+    assert not goes_on.is_alive()
