@@ -84,6 +84,7 @@ class ReconnectStep(bootsteps.StartStopStep):  # type: ignore[misc]
     """
 
     label = "Dislock timers"
+    requires = ("celery.worker.consumer.connection:Connection",)  # which waits for the broker
 
     def start(self, consumer: Consumer) -> None:
         """Called at each connection; at the first one, nothing was lost yet."""

@@ -548,6 +548,7 @@ def test_lost_broker_and_a_process_that_stands_still(start_worker, scene, tmp_pa
         (worker,) = own.workers
         result = own.send(scenarios.hold_renewed, scene.key)
         pid = scene.wait_for_report("begin")["pid"]
+        wait_for("its worker knows", lambda: [one["held"] for one in own.leases()] == [True])
     worker.wait_until_it_says("Connection to broker lost")
     os.kill(pid, signal.SIGSTOP)
     try:
