@@ -27,7 +27,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overview import PLACES_SHOWN, Overview
 from celery_dislock.servers.view import shown_key
-from celery_dislock.tasks.request import scheduled
+from celery_dislock.tasks.request import is_child, scheduled
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import for_people
 
@@ -180,10 +180,11 @@ def _leases(app: Celery) -> list[dict[str, Any]]:
     with closing(runtime.process.new_store(WITHIN)) as store:
         overview = Overview(store.lock_server, runtime.settings.dislock_prefix)
         locks = overview.look([name for _, name in wanted], most=PLACES_SHOWN)
-    return [
-        _lease(request, name, None if isinstance(lock, StoreError) else lock)
+    leases = (
+        (request, _lease(request, name, None if isinstance(lock, StoreError) else lock))
         for (request, name), lock in zip(wanted, locks, strict=True)
-    ]
+    )
+    return [lease for request, lease in leases if lease["held"] or not _is_forgotten(request)]
 
 
 def _locks_of_running_tasks() -> Iterator[tuple[Request, str]]:
@@ -196,6 +197,16 @@ def _locks_of_running_tasks() -> Iterator[tuple[Request, str]]:
                 if turn and turn[0] not in names:  # its code names other keys by now
                     names = (turn[0],)
                 yield from ((request, name) for name in names)
+
+
+def _is_forgotten(request: Request) -> bool:
+    """
+    Tell whether the pool knows nothing of a task that Celery takes for running; it may have ended.
+
+    Before 5.6.3, Celery's pool forgets what it runs when the broker is lost.
+    """
+    known = getattr(request, "_apply_result", None)
+    return known is not None and known() is None and is_child(request.worker_pid)
 
 
 def _lease(request: Request, name: str, lock: LockState | None) -> dict[str, Any]:

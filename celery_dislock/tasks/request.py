@@ -109,6 +109,18 @@ class Recovering:
             count_crash(self, self._crash)
         super().reject(requeue)  # type: ignore[misc]
 
+    def _retry_worker_lost(self: Any, *args: Any) -> Any:
+        """
+        Retry as the body does by itself, with ``retry_on_worker_lost`` from Celery 5.7 on.
+
+        What sends a retry takes the notes of this delivery off; it knows it by the running request.
+        """
+        self.task.request_stack.push(self._context)
+        try:
+            return super()._retry_worker_lost(*args)  # type: ignore[misc]
+        finally:
+            self.task.request_stack.pop()
+
     def on_timeout(self: Any, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
         """Release the lock after a hard time limit."""
         if not soft:

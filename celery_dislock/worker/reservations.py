@@ -21,6 +21,7 @@ from celery.worker import state
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import UNIQUE, notes_in
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.tasks.request import is_alive, is_child
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.worker.timed import TimedStep
 
@@ -82,7 +83,7 @@ class ReservationStep(TimedStep):
     def _running(self) -> Iterator[Reservation]:
         for request in list(state.active_requests):
             reservation = self._reservation_of(request)
-            if reservation and reservation.until == "end":
+            if reservation and reservation.until == "end" and not _is_dead(request.worker_pid):
                 yield reservation
 
     def _reservation_of(self, request: Any) -> Reservation | None:
@@ -91,3 +92,13 @@ class ReservationStep(TimedStep):
             return None
         reservation: Reservation | None = guard.reservation_of(request._context)  # noqa: SLF001
         return reservation
+
+
+def _is_dead(pid: int | None) -> bool:
+    """
+    Tell whether a task's pool process has died, of which Celery may have told nothing.
+
+    Before 5.6.3, Celery forgets what its pool runs when it loses the broker.  Such a task stays
+    among the active ones for good.
+    """
+    return pid is not None and is_child(pid) and not is_alive(pid)

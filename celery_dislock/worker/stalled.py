@@ -13,7 +13,7 @@ terminate the body.
 
 All of it runs in the worker's timer, which is the event loop if the worker has one.  A thread could
 be running while the main process forks a pool process; see :mod:`celery_dislock.tasks.request`.
-A worker that shuts down, or whose broker is away, stops its timer and forks nothing: then a thread
+A worker that shuts down, or waits for its broker, stops its timer and forks nothing: then a thread
 goes on.
 """
 
@@ -62,11 +62,6 @@ class StalledStep(TimedStep):
 
     label = "Dislock stalled"
 
-    def __init__(self, worker: WorkController, **kwargs: Any) -> None:
-        super().__init__(worker, **kwargs)
-        self._thread: threading.Thread | None = None
-        self._is_over = threading.Event()  # the time of that thread
-
     def include_if(self, worker: WorkController) -> bool:
         """Tell whether this worker has pool processes, and tasks whose locks are renewed."""
         runtime = runtime_of(worker.app)
@@ -81,6 +76,8 @@ class StalledStep(TimedStep):
 
     def begin(self, worker: WorkController) -> float:
         """Renew with connections of its own."""
+        self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()  # the time of that thread
         self._keeper = StalledKeeper(runtime_of(worker.app).new_process().store)
         return self._every
 
@@ -89,33 +86,29 @@ class StalledStep(TimedStep):
         self._keeper.look(state.active_requests)
         return self._every
 
-    def wait(self) -> None:
-        """Go on in a thread while the broker is away."""
-        if self._entry is not None:
-            self._turn = None  # a timer that is a thread of its own would go on as well
-            self._begin_thread()
+    def bridge(self, worker: WorkController) -> None:
+        """Go on in a thread while the event loop stands still; nothing is forked meanwhile."""
+        if self._entry is not None and worker.use_eventloop:
+            self.end()
 
     def go_on(self, worker: WorkController) -> None:
-        """Go on in the timer; ends the thread before pool processes are forked again."""
-        if self._thread is not None:
+        """Leave it to the event loop again, unless the worker shuts down."""
+        if self._entry is not None:
             self._is_over.set()
-            self._thread.join()
-            self._thread = None
+            if self._thread is not None:
+                self._thread.join()
         super().go_on(worker)
 
     def end(self) -> None:
         """Go on in a thread while the pool ends its tasks."""
-        self._begin_thread()
-
-    def _begin_thread(self) -> None:
-        if state.active_requests and not (self._thread and self._thread.is_alive()):
+        if state.active_requests and (self._thread is None or not self._thread.is_alive()):
             self._is_over.clear()
             self._thread = threading.Thread(target=self._go_on, name="dislock-stalled", daemon=True)
             self._thread.start()
 
     def _go_on(self) -> None:
-        while state.active_requests and not self._is_over.wait(self.work()):
-            pass
+        while state.active_requests and not self._is_over.is_set():
+            self._is_over.wait(self.work())
 
 
 class Watched:

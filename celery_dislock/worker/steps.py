@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
+from kombu.asynchronous import get_event_loop, set_event_loop
 
 from celery_dislock.config.settings import app_settings, apply_options, check_servers
 from celery_dislock.config.urls import MEMORY
@@ -72,11 +73,16 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
         Celery does not always notice at once that a child was killed.  By itself it may take up to
         five seconds.
+
+        Called again when the consumer has lost the broker.  Then kombu, from 5.6 on, has forgotten
+        the event loop of this process, which :mod:`celery_dislock.tasks.request` needs.
         """
+        if get_event_loop() is None:
+            set_event_loop(hub)
         maintain_pool = getattr(worker.pool, "maintain_pool", None)
         if maintain_pool is not None and self.server:
             if self._check is not None:
-                self._check.cancel()  # called again when the consumer reconnects
+                self._check.cancel()
             self._check = hub.call_repeatedly(POOL_CHECK_EVERY, maintain_pool)
 
     def start(self, _worker: WorkController) -> None:

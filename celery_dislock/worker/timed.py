@@ -33,8 +33,8 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Begin, and work as soon as :meth:`begin` says."""
         self._again(worker, self.begin(worker))
 
-    def wait(self) -> None:
-        """Called when the broker is lost: an event loop stands still until it is back."""
+    def bridge(self, worker: WorkController) -> None:
+        """Called when the worker has lost its broker: an event loop waits for it, too."""
 
     def go_on(self, worker: WorkController) -> None:
         """Work soon, after the worker has lost its broker, and its timer perhaps all entries."""
@@ -80,21 +80,23 @@ class ReconnectStep(bootsteps.StartStopStep):  # type: ignore[misc]
     Bootstep of a worker's consumer: has the timed steps go on when the broker is there again.
 
     When the connection is lost, Celery before 5.7 empties the timer, also of what is not its own.
+    While a worker with an event loop waits for its broker, its timer stands still.
     """
 
     label = "Dislock timers"
+    requires = ("celery.worker.consumer.connection:Connection",)  # which waits for the broker
 
     def start(self, consumer: Consumer) -> None:
         """Called at each connection; at the first one, nothing was lost yet."""
         if consumer.restart_count:
-            for step in _timed_steps(consumer):
+            for step in _timed(consumer):
                 step.go_on(consumer.controller)
 
     def stop(self, consumer: Consumer) -> None:
-        """Called when the connection is lost, and at the end of the worker."""
-        for step in _timed_steps(consumer):
-            step.wait()
+        """Called when the connection is lost, and at the end."""
+        for step in _timed(consumer):
+            step.bridge(consumer.controller)
 
 
-def _timed_steps(consumer: Consumer) -> list[TimedStep]:
+def _timed(consumer: Consumer) -> list[TimedStep]:
     return [step for step in consumer.controller.steps if isinstance(step, TimedStep)]

@@ -140,6 +140,14 @@ class Fleet:
         """Tell these workers; with ``reply=True``, wait until all of them have answered."""
         return self._tell("revoke", task_id, **options)
 
+    def leases(self) -> list[Any]:
+        """Return what these workers tell of the tasks that they run, if they do within moments."""
+        within = {"limit": len(self.workers), "timeout": 2.0}
+        answers = self._tell("broadcast", "dislock", reply=True, **within) or ()
+        if len(answers) < len(self.workers):
+            return [{"held": None}]
+        return [lease for each in answers for one in each.values() for lease in one["leases"]]
+
     def serve(self, queue: str) -> None:
         """Have these workers serve another queue, too; wait until they do."""
         self._tell("add_consumer", queue, reply=True)
@@ -154,7 +162,7 @@ class Fleet:
         with Celery(broker=url, set_as_current=False) as client:
             names = [f"{worker.name}@here" for worker in self.workers]
             tell = getattr(client.control, command)
-            return tell(*args, destination=names, timeout=LIMIT, **options)
+            return tell(*args, destination=names, **{"timeout": LIMIT, **options})
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[Connection | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import celery
 import pytest
 from billiard.exceptions import WorkerLostError
 from celery import states
@@ -48,6 +49,22 @@ class TestRevoked:
         assert second.get(timeout=LIMIT)["held"] is True
         scene.wait_until_unreserved()
         assert not scene.reported("begin", id=first.id)
+
+    @PREFORK
+    def test_one_that_is_revoked_in_its_queue_frees_its_key_when_it_is_discarded(
+        self, fleet, scene
+    ):
+        """No worker knows its key before, also not those that store at once that it has ended."""
+        queue = f"{fleet.queue}-{scene.key}"
+        first = scenarios.unique_to_the_end.apply_async((scene.key,), queue=queue)
+        fleet.revoke(first.id, reply=True)
+        ended = states.REVOKED if celery.VERSION >= (5, 6, 2) else states.PENDING
+        assert (first.state, scene.reserved_for) == (ended, first.id)
+        fleet.serve(queue)
+        scene.wait_until_unreserved()
+        fleet.leave(queue)
+        wait_for("the result says so", lambda: first.state == states.REVOKED)
+        assert not scene.reported("begin")
 
 
 class TestLocksOff:

@@ -513,6 +513,34 @@ def test_lost_connection_and_a_process_that_stands_still(start_worker, own_broke
     assert result.get(timeout=LIMIT)["held"] is True
 
 
+def test_lost_connection_and_a_process_that_is_killed(start_worker, own_broker, scene):
+    """Celery before 5.6.3 forgets what its pool runs; the key of the task is free all the same."""
+    url, drop_connections = own_broker
+    own = start_worker(broker_url=url)
+    (worker,) = own.workers
+    own.send(scenarios.unique_to_the_end, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    drop_connections()
+    wait_for("it has connected again", lambda: worker.log.count("Connected to") > 1)
+    os.kill(pid, signal.SIGKILL)
+    scene.wait_until_free()
+    scene.wait_until_unreserved()
+
+
+def test_lost_connection_and_what_the_worker_tells(start_worker, own_broker, scene):
+    """A task that Celery before 5.6.3 has forgotten has its lock, and then is not told of."""
+    url, drop_connections = own_broker
+    own = start_worker(broker_url=url)
+    (worker,) = own.workers
+    result = scene.begin(own)
+    drop_connections()
+    wait_for("it has connected again", lambda: worker.log.count("Connected to") > 1)
+    wait_for("it says so", lambda: [lease["held"] for lease in own.leases()] == [True])
+    scene.open_gate()
+    result.get(timeout=LIMIT)
+    wait_for("nothing runs", lambda: own.leases() == [])
+
+
 def test_a_broker_that_is_away_and_a_process_that_stands_still(start_fleet, scene, tmp_path):
     """The main process waits for the broker, and renews for a stopped process meanwhile."""
 

@@ -48,8 +48,8 @@ class Worker:
         @app.task(name="other", shared=False)
         def other(): ...
 
-    def run(self, *args, name="export", task_id="1", began=1.0):
-        about = {"id": task_id, "args": args, "kwargs": {}, "time_start": began}
+    def run(self, *args, name="export", task_id="1", began=1.0, **more):
+        about = {"id": task_id, "args": args, "kwargs": {}, "time_start": began, **more}
         task = self.app.tasks[name]
         self._requests.append(
             SimpleNamespace(task=task, hostname="w@h", worker_pid=7, request_dict={}, **about)
@@ -89,6 +89,14 @@ def test_a_task_that_runs_without_its_lock_is_told_from_one_that_waits(worker, s
     missed = {one["key"]: one["missed"] for one in worker.ask()["leases"]}
     assert [key for key, so in missed.items() if so] == ["export:1"]
     assert len(missed) == 5
+
+
+def test_a_task_that_the_pool_has_forgotten_is_told_if_it_has_its_lock(worker, server):
+    """Before 5.6.3, Celery does not hear the end of what ran when it lost its broker."""
+    server.put(lock("export:2", holders=[holder(id="2", worker="w@h")]))
+    for n in (1, 2):
+        worker.run(n, task_id=str(n), _apply_result=lambda: None)
+    assert [one["key"] for one in worker.ask()["leases"]] == ["export:2"]
 
 
 def test_a_worker_tells_of_one_task(worker, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from celery_dislock.worker import reservations
 from celery_dislock.worker.reservations import ReservationStep
 from tests.declaring import declare
 from tests.driven import Child, reservation
@@ -59,8 +60,9 @@ def test_what_has_no_reservation_to_renew_is_left_alone(have, lock_server, worke
 
 
 @pytest.mark.parametrize("options", [{}, {"lock_limit": None}, {"lock_expire": 5}])
-def test_what_runs_is_renewed(app, broker, lock_server, worker, options):
+def test_what_runs_is_renewed(app, broker, lock_server, worker, monkeypatch, options):
     """It may be stopped, or have no lease with which its process would renew it."""
+    monkeypatch.setattr(reservations, "is_alive", lambda _pid: True)
     options = {"lock_unique_until": "end", "lock_unique_for": 100, **options}
     task = declare(app, **options)
     task.apply_async(task_id="a")
@@ -74,6 +76,22 @@ def test_what_runs_is_renewed(app, broker, lock_server, worker, options):
     lock_server.advance(1000)
     assert reservation(task).state == "running"
     child.go_on()
+    assert reservation(task) is None
+
+
+def test_what_ran_in_a_dead_process_is_not(app, broker, lock_server, worker, monkeypatch):
+    """Celery before 5.6.3 keeps it among the active ones when it has lost its broker meanwhile."""
+    options = {"lock_unique_until": "end", "lock_unique_for": 100}
+    task = declare(app, **options)
+    task.apply_async(task_id="a")
+    child = Child(app, broker.last.headers, "a", name="runs", **options)
+    worker.state.active_requests.add(child.request)
+    step = ReservationStep(worker)
+    assert step.include_if(worker)
+    step.start(worker)
+    monkeypatch.setattr(reservations, "is_alive", lambda pid: pid != child.pid)
+    lock_server.frozen.add(child.pid)
+    lock_server.advance(1000)
     assert reservation(task) is None
 
 

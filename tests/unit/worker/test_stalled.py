@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from celery import Task
@@ -16,7 +15,6 @@ from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.worker import stalled
 from celery_dislock.worker.stalled import StalledKeeper, StalledStep
-from celery_dislock.worker.timed import ReconnectStep
 from tests.declaring import declare
 from tests.driven import Child
 
@@ -201,25 +199,6 @@ def test_who_need_not_end_by_force_lives(start, lock_server, killed, why):
     assert killed == []
 
 
-def test_it_goes_on_while_the_broker_is_away(start, lock_server, worker):
-    """The event loop of the main process stands still then; a thread ends when it goes on."""
-    start()
-    consumer = SimpleNamespace(controller=worker, restart_count=1)
-    [step] = worker.steps
-    looks, looked = [], threading.Event()
-    step.work = lambda: looks.append(threading.current_thread()) or looked.set() or 0.01
-    for _ in range(2):
-        looked.clear()
-        ReconnectStep(consumer).stop(consumer)
-        worker.timer.clear()
-        assert looked.wait(30)
-        ReconnectStep(consumer).start(consumer)
-        assert not looks[-1].is_alive()
-    looks.clear()
-    lock_server.advance(1)
-    assert set(looks) == {threading.current_thread()}
-
-
 def test_an_outage_is_said_once_and_tried_again_soon(start, lock_server, caplog):
     """Within the time that the lease has left there are several tries."""
     start()
@@ -272,3 +251,30 @@ def test_the_step_belongs_to_prefork_workers_whose_tasks_renew_their_locks(
     worker.pool_cls = pool
     declare(app, **options)
     assert StalledStep(worker).include_if(worker) is is_there
+
+
+def test_a_thread_goes_on_while_the_worker_waits_for_its_broker(app, worker, monkeypatch):
+    """It has ended when the event loop goes on; but not in a worker that shuts down."""
+    declare(app)
+    step, worked = StalledStep(worker), threading.Event()
+    monkeypatch.setattr(step, "work", lambda: worked.set() or 0.01)
+    assert step.include_if(worker)
+    step.start(worker)
+    worker.state.active_requests.add("one")
+    worker.use_eventloop = False  # its timer has a thread, and goes on by itself
+    step.bridge(worker)
+    assert step._thread is None
+    worker.use_eventloop = True
+    step.bridge(worker)
+    assert worked.wait(5)
+    step.go_on(worker)
+    assert not step._thread.is_alive()
+    step.bridge(worker)
+    goes_on = step._thread
+    step.stop(worker)
+    step.go_on(worker)
+    assert goes_on.is_alive()
+    assert step._thread is goes_on
+    worker.state.active_requests.clear()
+    goes_on.join(5)
+    assert not goes_on.is_alive()

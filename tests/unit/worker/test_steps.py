@@ -10,6 +10,7 @@ from celery import Celery, Task
 from celery.concurrency.solo import TaskPool
 from celery.worker import WorkController
 from celery.worker.components import Pool
+from kombu.asynchronous import get_event_loop, hub, set_event_loop
 
 from celery_dislock import Dislock, StoreError
 from celery_dislock.parking.process import runtime_of
@@ -28,6 +29,11 @@ def app(plain_app):
 @pytest.fixture
 def worker(app):
     return SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here")
+
+
+@pytest.fixture(autouse=True)
+def _without_an_event_loop(monkeypatch):
+    monkeypatch.setattr(hub, "_current_loop", None)
 
 
 def test_the_worker_says_where_its_locks_are(app, worker, caplog):
@@ -56,6 +62,14 @@ def test_no_dislock_says_so_loudly(app, worker, caplog):
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "LOCKS ARE OFF" in record.message
+
+
+def test_the_event_loop_is_known_when_the_broker_is_there_again(worker):
+    """Else locks of dead processes are released in a thread, of which a fork takes a part along."""
+    step, loop = LockStep(worker), set_event_loop(hub.Hub())
+    loop.reset()  # as Celery does when the connection is lost
+    step.register_with_event_loop(SimpleNamespace(pool=SimpleNamespace()), loop)
+    assert get_event_loop() is loop
 
 
 def test_the_command_line_wins_over_the_setting(app, worker, reachable):

@@ -60,8 +60,14 @@ def test_it_goes_on_when_the_broker_is_there_again(worker, step, lock_server, cl
 def test_what_was_stopped_does_not_go_on(worker, step, lock_server):
     """A worker that shuts down may connect once more."""
     step.stop(worker)
-    consumer = SimpleNamespace(controller=worker, restart_count=0)
-    ReconnectStep(consumer).stop(consumer)
     connect(worker, 1)
     lock_server.advance(2 * EVERY)
     assert step.times == 0
+
+
+def test_it_hears_that_the_broker_is_lost(worker, step, monkeypatch):
+    """Its timer may stand still from then on."""
+    heard = []
+    monkeypatch.setattr(step, "bridge", heard.append)
+    ReconnectStep(None).stop(SimpleNamespace(controller=worker))
+    assert heard == [worker]
