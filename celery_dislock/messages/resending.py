@@ -17,13 +17,13 @@ from kombu.transport.native_delayed_delivery import MAX_LEVEL, calculate_routing
 from celery_dislock.messages.delivery import delay_of
 from celery_dislock.messages.headers import HEADER, as_sent, notes_of, with_notes
 from celery_dislock.messages.message import DELAYED_DELIVERY, undelayed
+from celery_dislock.messages.routes import queues_of, reached
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from celery import Celery
     from celery.app.task import Context
-    from kombu.entity import Queue
 
     from celery_dislock.messages.message import Message
 
@@ -54,7 +54,7 @@ def publish(
         kind = producer.connection.transport.driver_type
         # Transports other than AMQP know the type of an exchange only after its declaration.
         is_known = kind == "amqp" or not message.exchange
-        declare = [] if is_known else _queues(app, message.exchange)
+        declare = [] if is_known else queues_of(app, message.exchange)
         delayed: dict[str, Any] = {}
         if delay and _is_delayed_by_broker(app, kind, message):
             delay = math.ceil(delay)
@@ -70,24 +70,15 @@ def publish(
         return delay
 
 
-def is_broadcast(app: Celery, exchange: str) -> bool:
-    """Tell whether an exchange copies each message to all workers, as that of a ``Broadcast``."""
-    return any(one.exchange.type == "fanout" for one in _queues(app, exchange))
-
-
-def _queues(app: Celery, exchange: str) -> list[Queue]:
-    """Return those of the app's queues that are bound to an exchange."""
-    queues = app.amqp.queues.values()
-    return [one for one in queues if one.exchange is not None and one.exchange.name == exchange]
-
-
 def _is_delayed_by_broker(app: Celery, kind: str, message: Message) -> bool:
     """Tell whether the broker can delay a message: Celery has bound the queue for delays."""
     fits = 0 < len(message.routing_key.encode()) <= ROUTING_KEY_MOST
     if not (fits and detect_quorum_queues(app, kind)[0]):
         return False
+    if len(reached(app, DELAYED_DELIVERY, message.routing_key)) > 1:
+        return False  # it would come to all of them
     was_delayed = message.exchange.endswith(DELAYED_DELIVERY)
-    queues = _queues(app, message.exchange)
+    queues = queues_of(app, message.exchange)
     return was_delayed or any(one.exchange.type != "direct" for one in queues)
 
 
@@ -133,7 +124,7 @@ def retried(app: Celery, options: dict[str, Any], request: Context) -> dict[str,
     if isinstance(exchange, str) and isinstance(key, str) and not options.get("queue"):
         exchange, key = options["exchange"], options["routing_key"] = undelayed(exchange, key)
         was_delayed = exchange.endswith(DELAYED_DELIVERY)
-        queues = app.amqp.queues.values() if was_delayed else _queues(app, exchange)
+        queues = app.amqp.queues.values() if was_delayed else queues_of(app, exchange)
         # A delayed message is sent to the queue that Celery has been given, or to the default one.
         for queue in queues:
             if queue.routing_key == key and queue.exchange and queue.exchange.type != "direct":

@@ -91,6 +91,31 @@ def test_a_task_that_is_put_off_comes_again_to_its_queue(queues, key, queue):
     assert sorted(reports(queues, key)) == sorted(map(str, range(MANY)))
 
 
+@pytest.mark.parametrize(
+    ("name", "exchange", "route", "copies"),
+    [("try", "copied", "copied", 2), ("try", "fifth", "same", 1), ("queue", "copied", "copied", 2)],
+)
+def test_messages_of_several_queues_do_not_multiply(queues, key, name, exchange, route, copies):
+    """An exchange copies them to its queues; delayed delivery to all queues with the same key."""
+    hold(queues, key)
+    where = {"exchange": f"{queues.kind}-{exchange}", "routing_key": f"{queues.kind}-{route}"}
+    result = queues.app.tasks[name].apply_async([key], **where)
+
+    def times(what):
+        return queues.worker.log.count(f"{name}[{result.id}] {what}")
+
+    if name == "try":
+        wait_for("it is put off", lambda: times("put off") >= 3 * copies, LIMIT)
+    else:
+        wait_for("it is in line", lambda: times("received") >= copies and times("parked"), LIMIT)
+    queues.client.set(f"gate:{key}", "open")
+    assert value_of(result, LIMIT) == "ran"
+    runs, sent = (copies, copies) if name == "try" else (1, copies + 1)  # with its turn
+    wait_for("all have run", lambda: len(reports(queues, key)) >= runs, LIMIT)
+    wait_for("all have come", lambda: times("received") == times("put off") + sent, LIMIT)
+    assert reports(queues, key) == ["ran"] * runs
+
+
 def test_parked_tasks_run_though_they_were_delayed_before(queues, key):
     """Each has its turn once, also if it came with a countdown."""
     hold(queues, key)
