@@ -2,7 +2,9 @@
 
 RabbitMQ keeps delayed messages itself if one of the app's queues is a quorum queue: Celery calls
 that native delayed delivery.  It knows whole seconds only, and takes no delay of less than one.
-Elsewhere a delayed message has an ETA, and a worker keeps it until then.
+Elsewhere a delayed message has an ETA, and a worker keeps it until then.  A broker delivers again
+what a worker keeps for long: RabbitMQ after 30 minutes, Redis after its ``visibility_timeout``.  So
+a message with a longer delay comes before its time, and is put off again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from celery_dislock.messages.message import Message
 
 DELAY_LEAST = 1  # seconds: the shortest delay that native delayed delivery takes
+KEPT_MOST = 600.0  # seconds for which a worker keeps a message; less if its broker waits for less
 # Bytes of a routing key; AMQP writes 255, and the delay stands before it.
 ROUTING_KEY_MOST = 255 - 2 * (MAX_LEVEL + 1)
 
@@ -45,7 +48,8 @@ def publish(
         delay: Seconds until the message is delivered, >= 0.
 
     Returns:
-        The seconds until the message is delivered, rounded if the broker delays it.
+        The seconds until the message is delivered: rounded if the broker delays it, and less than
+        *delay* if a worker cannot keep it for so long.
 
     Raises:
         Exception: Any error of the broker's client: the broker is away, or refused the message.
@@ -64,6 +68,7 @@ def publish(
                 "expiration": None,  # an expiration would cut the delay short
             }
         elif delay:
+            delay = min(delay, _kept_most(app))
             eta = app.now() + timedelta(seconds=delay)
             delayed = {"headers": {"eta": eta.isoformat()}}
         message.publish(producer, notes, declare, **delayed)
@@ -80,6 +85,12 @@ def _is_delayed_by_broker(app: Celery, kind: str, message: Message) -> bool:
     was_delayed = message.exchange.endswith(DELAYED_DELIVERY)
     queues = queues_of(app, message.exchange)
     return was_delayed or any(one.exchange.type != "direct" for one in queues)
+
+
+def _kept_most(app: Celery) -> float:
+    """Return for how many seconds a worker may keep a message, before its broker sends another."""
+    visible_for = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+    return KEPT_MOST if visible_for is None else min(KEPT_MOST, float(visible_for) / 2)
 
 
 def in_time(app: Celery, options: dict[str, Any]) -> dict[str, Any]:

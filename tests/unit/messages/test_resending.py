@@ -104,6 +104,18 @@ def test_a_broker_does_not_delay_what_it_would_copy(app, kind):
         assert ("eta" in app.sent[-1]["headers"]) is not is_delayed
 
 
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 600), ({"visibility_timeout": 60}, 30), ({"visibility_timeout": 43_200}, 600)],
+)
+def test_a_message_is_delayed_for_no_longer_than_its_broker_waits(app, kind, options, most):
+    """A worker that keeps it gets another one: RabbitMQ waits for 30 minutes, Redis for an hour."""
+    app.conf.broker_transport_options = options
+    assert publish(app, message(), {}, delay=7200) == (7200 if kind == "quorum" else most)
+    assert publish(app, message("plain", "plain"), {}, delay=7200) == most
+    assert publish(app, message(), {}, delay=20) == 20
+
+
 def test_without_a_delay_a_message_goes_to_where_it_came_from(app):
     """Its ETA is over, and stays what it was."""
     publish(app, message("celery_delayed_delivery", "first"), {})
