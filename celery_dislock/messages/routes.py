@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from celery import Celery
+    from celery.worker.request import Request
     from kombu.entity import Queue
 
     from celery_dislock.messages.message import Message
@@ -75,10 +76,35 @@ def to_one_queue(app: Celery, message: Message) -> Message:
     if not message.exchange or is_broadcast(app, message.exchange):
         return message
     queues = reached(app, message.exchange, message.routing_key)
-    here = [one.name for one in queues if one.name in app.amqp.queues.consume_from]
+    here = _consumed(app, queues)
     if len(queues) < 2 or not here:  # noqa: PLR2004 -- several
         return message
     return replace(message, exchange="", routing_key=here[0])
+
+
+def known_here(app: Celery, request: Request) -> list[str]:
+    """
+    Return the queue to which a message must go again, as other processes do not know its exchange.
+
+    With brokers other than AMQP's, who publishes has to know the type of an exchange.  Only the
+    main process knows those of queues that a worker was told later to consume from.
+    """
+    exchange, routing_key = map(request.delivery_info.get, ("exchange", "routing_key"))
+    if not (exchange and hasattr(request.message.channel, "typeof")):
+        return []
+    later = [one for one in queues_of(app, exchange) if one.exchange.type == "topic"]
+    if not later or any(one.name in _configured(app) for one in later):
+        return []
+    return _consumed(app, reached(app, exchange, str(routing_key or "")))[:1]
+
+
+def _configured(app: Celery) -> set[str]:
+    queues = app.conf.task_queues or ()
+    return {one if isinstance(one, str) else one.name for one in queues}
+
+
+def _consumed(app: Celery, queues: Sequence[Queue]) -> list[str]:
+    return [one.name for one in queues if one.name in app.amqp.queues.consume_from]
 
 
 def _fits(pattern: Sequence[str], words: Sequence[str]) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from celery import Celery
 from kombu import Exchange, Queue, binding
 from kombu.common import Broadcast
 
-from celery_dislock.messages.routes import reached, to_one_queue
+from celery_dislock.messages.routes import known_here, reached, to_one_queue
 from tests.unit.messages.test_resending import message
 
 TOPIC, DIRECT, DELAYED = Exchange("topic", "topic"), Exchange("direct"), "celery_delayed_delivery"
@@ -92,3 +94,25 @@ def test_a_message_goes_to_one_of_its_queues_again(app, exchange, key, here, que
     sent = to_one_queue(app, message(exchange, key))
     assert (sent.exchange, sent.routing_key) == (("", queue) if queue else (exchange, key))
     assert sent.headers == message().headers
+
+
+def test_a_queue_that_was_added_later_is_named_to_the_pool_process(app):
+    """If its exchange is one whose type has to be known, and the broker is none of AMQP."""
+    app.amqp.queues.select_add(Queue("late", Exchange("late", "topic"), "late.#"))
+    app.amqp.queues.select_add(Queue("plain", Exchange("plain"), "plain"))
+    with app.connection_for_read() as connection, connection.channel() as channel:
+        for exchange, key, names in [
+            ("late", "late.one", ["late"]),
+            ("late", "other", []),
+            ("late", {"of": "a stranger"}, []),
+            (["late"], "late.one", []),
+            ("plain", "plain", []),
+            ("topic", "shop.one", []),
+            ("all", "", []),
+            ("", "late", []),
+        ]:
+            info = {"exchange": exchange, "routing_key": key}
+            came = SimpleNamespace(channel=channel)
+            assert known_here(app, SimpleNamespace(delivery_info=info, message=came)) == names
+            came.channel = None
+            assert known_here(app, SimpleNamespace(delivery_info=info, message=came)) == []
