@@ -20,6 +20,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import HELD, with_notes
 from celery_dislock.messages.message import AS_IT_CAME, Message
+from celery_dislock.messages.routes import to_one_queue
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
@@ -156,14 +157,14 @@ class Delivery:
     @property
     def message(self) -> Message:
         """
-        The message as it came.
+        The message as it came, for one queue alone.
 
         Raises:
             LookupError: There is none: the task is eager, or no worker of Celery's has received it.
         """
         if self._as_it_came is None:
             raise LookupError(f"task {self} came without a message that could be sent again")
-        return Message.of(self.request, self._as_it_came)
+        return to_one_queue(self.task.app, Message.of(self.request, self._as_it_came))
 
     @property
     def lease(self) -> Lease | None:

@@ -100,8 +100,10 @@ class Message:
     def of(cls, request: Context, as_it_came: Any) -> Message:
         """Return the message of a delivery, from what :func:`keep_message` has kept."""
         info = request.delivery_info
-        headers, content_type, content_encoding, body = as_it_came
+        headers, content_type, content_encoding, body, *queue = as_it_came
         exchange, routing_key = undelayed(info.get("exchange"), info.get("routing_key"))
+        if queue:
+            exchange, [routing_key] = "", queue
         if isinstance(body, str):
             body = body.encode(content_encoding or "utf-8")
         return cls(
@@ -228,9 +230,11 @@ def _can_be_sent(name: str, value: Any) -> bool:
     return name not in PROPERTIES or isinstance(value, str)
 
 
-def keep_message(request: Request) -> None:
+def keep_message(request: Request, *queue: str) -> None:
     """
     Pass the message as received to the pool process, in the request's ``delivery_info``.
+
+    If a *queue* is given, the message is published to that again, and not to its exchange.
 
     This adds little to what is sent to the pool process: pickle writes an object once that the
     request has already, such as the body.
@@ -241,6 +245,7 @@ def keep_message(request: Request) -> None:
         message.content_type,
         message.content_encoding,
         message.body,
+        *queue,
     )
     # A copy of delivery_info: what `celery inspect` shows of the request must not contain the body.
     request.request_dict["delivery_info"] = {**request.delivery_info, AS_IT_CAME: as_it_came}

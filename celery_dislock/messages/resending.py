@@ -2,7 +2,9 @@
 
 RabbitMQ keeps delayed messages itself if one of the app's queues is a quorum queue: Celery calls
 that native delayed delivery.  It knows whole seconds only, and takes no delay of less than one.
-Elsewhere a delayed message has an ETA, and a worker keeps it until then.
+Elsewhere a delayed message has an ETA, and a worker keeps it until then.  A broker delivers again
+what a worker keeps for long: RabbitMQ after 30 minutes, Redis after its ``visibility_timeout``.  So
+a message with a longer delay comes before its time, and is put off again.
 """
 
 from __future__ import annotations
@@ -17,17 +19,18 @@ from kombu.transport.native_delayed_delivery import MAX_LEVEL, calculate_routing
 from celery_dislock.messages.delivery import delay_of
 from celery_dislock.messages.headers import HEADER, as_sent, notes_of, with_notes
 from celery_dislock.messages.message import DELAYED_DELIVERY, undelayed
+from celery_dislock.messages.routes import queues_of, reached
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from celery import Celery
     from celery.app.task import Context
-    from kombu.entity import Queue
 
     from celery_dislock.messages.message import Message
 
 DELAY_LEAST = 1  # seconds: the shortest delay that native delayed delivery takes
+KEPT_MOST = 600.0  # seconds for which a worker keeps a message; less if its broker waits for less
 # Bytes of a routing key; AMQP writes 255, and the delay stands before it.
 ROUTING_KEY_MOST = 255 - 2 * (MAX_LEVEL + 1)
 
@@ -45,7 +48,8 @@ def publish(
         delay: Seconds until the message is delivered, >= 0.
 
     Returns:
-        The seconds until the message is delivered, rounded if the broker delays it.
+        The seconds until the message is delivered: rounded if the broker delays it, and less than
+        *delay* if a worker cannot keep it for so long.
 
     Raises:
         Exception: Any error of the broker's client: the broker is away, or refused the message.
@@ -54,7 +58,7 @@ def publish(
         kind = producer.connection.transport.driver_type
         # Transports other than AMQP know the type of an exchange only after its declaration.
         is_known = kind == "amqp" or not message.exchange
-        declare = [] if is_known else _queues(app, message.exchange)
+        declare = [] if is_known else queues_of(app, message.exchange)
         delayed: dict[str, Any] = {}
         if delay and _is_delayed_by_broker(app, kind, message):
             delay = math.ceil(delay)
@@ -64,21 +68,11 @@ def publish(
                 "expiration": None,  # an expiration would cut the delay short
             }
         elif delay:
+            delay = min(delay, _kept_most(app))
             eta = app.now() + timedelta(seconds=delay)
             delayed = {"headers": {"eta": eta.isoformat()}}
         message.publish(producer, notes, declare, **delayed)
         return delay
-
-
-def is_broadcast(app: Celery, exchange: str) -> bool:
-    """Tell whether an exchange copies each message to all workers, as that of a ``Broadcast``."""
-    return any(one.exchange.type == "fanout" for one in _queues(app, exchange))
-
-
-def _queues(app: Celery, exchange: str) -> list[Queue]:
-    """Return those of the app's queues that are bound to an exchange."""
-    queues = app.amqp.queues.values()
-    return [one for one in queues if one.exchange is not None and one.exchange.name == exchange]
 
 
 def _is_delayed_by_broker(app: Celery, kind: str, message: Message) -> bool:
@@ -86,9 +80,17 @@ def _is_delayed_by_broker(app: Celery, kind: str, message: Message) -> bool:
     fits = 0 < len(message.routing_key.encode()) <= ROUTING_KEY_MOST
     if not (fits and detect_quorum_queues(app, kind)[0]):
         return False
+    if len(reached(app, DELAYED_DELIVERY, message.routing_key)) > 1:
+        return False  # it would come to all of them
     was_delayed = message.exchange.endswith(DELAYED_DELIVERY)
-    queues = _queues(app, message.exchange)
+    queues = queues_of(app, message.exchange)
     return was_delayed or any(one.exchange.type != "direct" for one in queues)
+
+
+def _kept_most(app: Celery) -> float:
+    """Return for how many seconds a worker may keep a message, before its broker sends another."""
+    visible_for = (app.conf.broker_transport_options or {}).get("visibility_timeout")
+    return KEPT_MOST if visible_for is None else min(KEPT_MOST, float(visible_for) / 2)
 
 
 def in_time(app: Celery, options: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def retried(app: Celery, options: dict[str, Any], request: Context) -> dict[str,
     if isinstance(exchange, str) and isinstance(key, str) and not options.get("queue"):
         exchange, key = options["exchange"], options["routing_key"] = undelayed(exchange, key)
         was_delayed = exchange.endswith(DELAYED_DELIVERY)
-        queues = app.amqp.queues.values() if was_delayed else _queues(app, exchange)
+        queues = app.amqp.queues.values() if was_delayed else queues_of(app, exchange)
         # A delayed message is sent to the queue that Celery has been given, or to the default one.
         for queue in queues:
             if queue.routing_key == key and queue.exchange and queue.exchange.type != "direct":

@@ -21,7 +21,8 @@ from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import PUT_OFF_MOST_TIMES
 from celery_dislock.messages.message import TaskSkipped, store_end
-from celery_dislock.messages.resending import is_broadcast, publish
+from celery_dislock.messages.resending import publish
+from celery_dislock.messages.routes import is_broadcast
 from celery_dislock.redaction import reason_of
 
 if TYPE_CHECKING:

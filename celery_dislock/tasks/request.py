@@ -32,6 +32,7 @@ from celery_dislock.keys.names import execution_start, ticket_of
 from celery_dislock.messages.events import revoked, worker_tells_revoked
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
+from celery_dislock.messages.routes import known_here
 from celery_dislock.tasks.cancelling import end_cancelled, why_replaced
 from celery_dislock.tasks.crashes import count_crash, forget_turn, is_stopping
 from celery_dislock.words import plain
@@ -69,7 +70,7 @@ class Recovering:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not self.task.dislock_guard.runtime.off:
-            keep_message(self)
+            keep_message(self, *known_here(self.task.app, self))
         self._was_parked = TICKET in notes_in(self.message.headers)
 
     def on_failure(self: Any, exc_info: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,9 @@ from celery_dislock.parking.process import runtime_of
 LIMIT = 60.0  # seconds: longer than any test waits
 SHORT = 0.3  # seconds: less than a broker with delayed delivery takes
 QUEUES = ("first", "second")  # their names begin with the kind
+# Queues with their exchange and routing key: two get each message, two each that RabbitMQ delays.
+COPIED = [("third", "copied", "copied"), ("fourth", "copied", "copied")]
+DOUBLED = [*COPIED, ("fifth", "fifth", "same"), ("sixth", "sixth", "same")]
 
 
 def made(kind: str, locks: str, url: str, broker: str) -> Celery:
@@ -29,8 +32,13 @@ def made(kind: str, locks: str, url: str, broker: str) -> Celery:
     exchange_type = "direct" if kind == "redis" else "topic"
     app.conf.update(
         task_queues=[
-            Queue(name, Exchange(name, exchange_type), name, queue_arguments=arguments)
-            for name in (f"{kind}-{queue}" for queue in QUEUES)
+            Queue(
+                f"{kind}-{name}",
+                Exchange(f"{kind}-{exchange}", exchange_type),
+                f"{kind}-{key}",
+                queue_arguments=arguments,
+            )
+            for name, exchange, key in [*((name, name, name) for name in QUEUES), *DOUBLED]
         ],
         task_default_queue=f"{kind}-first",
         task_default_queue_type="quorum" if kind == "quorum" else "classic",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from kombu import Exchange, Queue
 
 from tests.acceptance.delayed_app import LIMIT, QUEUES, SHORT, close, made
 from tests.acceptance.fleet import Worker, value_of, wait_for
@@ -89,6 +90,47 @@ def test_a_task_that_is_put_off_comes_again_to_its_queue(queues, key, queue):
     queues.client.set(f"gate:{key}", "open")
     assert sorted(value_of(one, LIMIT) for one in results) == sorted(map(str, range(MANY)))
     assert sorted(reports(queues, key)) == sorted(map(str, range(MANY)))
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange", "route", "copies"),
+    [("try", "copied", "copied", 2), ("try", "fifth", "same", 1), ("queue", "copied", "copied", 2)],
+)
+def test_messages_of_several_queues_do_not_multiply(queues, key, name, exchange, route, copies):
+    """An exchange copies them to its queues; delayed delivery to all queues with the same key."""
+    hold(queues, key)
+    where = {"exchange": f"{queues.kind}-{exchange}", "routing_key": f"{queues.kind}-{route}"}
+    result = queues.app.tasks[name].apply_async([key], **where)
+
+    def times(what):
+        return queues.worker.log.count(f"{name}[{result.id}] {what}")
+
+    if name == "try":
+        wait_for("it is put off", lambda: times("put off") >= 3 * copies, LIMIT)
+    else:
+        wait_for("it is in line", lambda: times("received") >= copies and times("parked"), LIMIT)
+    queues.client.set(f"gate:{key}", "open")
+    assert value_of(result, LIMIT) == "ran"
+    runs, sent = (copies, copies) if name == "try" else (1, copies + 1)  # with its turn
+    wait_for("all have run", lambda: len(reports(queues, key)) >= runs, LIMIT)
+    wait_for("all have come", lambda: times("received") == times("put off") + sent, LIMIT)
+    assert reports(queues, key) == ["ran"] * runs
+
+
+@pytest.mark.parametrize("name", ["try", "queue"])
+def test_a_task_of_a_queue_that_was_added_later_comes_again(queues, key, name):
+    """Of whose exchange the pool processes of the worker have not heard."""
+    late = f"{queues.kind}-late-{name}"
+    queue = Queue(late, Exchange(late, "topic"), f"{late}.#")
+    about = {"exchange": late, "exchange_type": "topic", "routing_key": f"{late}.#"}
+    queues.app.control.add_consumer(late, reply=True, timeout=LIMIT, limit=1, **about)
+    hold(queues, key)
+    options = {"exchange": queue.exchange, "routing_key": f"{late}.one", "declare": [queue]}
+    result = queues.app.tasks[name].apply_async([key], **options)
+    ends = {"try": "put off", "queue": "parked"}[name]
+    wait_for("it waits", lambda: f"{name}[{result.id}] {ends}" in queues.worker.log, LIMIT)
+    queues.client.set(f"gate:{key}", "open")
+    assert value_of(result, 20) == "ran"
 
 
 def test_parked_tasks_run_though_they_were_delayed_before(queues, key):

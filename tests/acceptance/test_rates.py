@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, Scene, fleets
+from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, Scene, fleets
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -51,3 +53,16 @@ def test_other_strategies_keep_it_too(fleet, scene, task):
     assert all(
         later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
     )
+
+
+@pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
+def test_a_task_that_is_put_off_for_longer_than_its_broker_waits_runs_once(start_fleet, scene):
+    """The worker that keeps it until then would get it again from its broker, and run both."""
+    fleet = start_fleet("prefork", queue=scene.key, env={"SCENARIOS_VISIBILITY_TIMEOUT": "2"})
+    for _ in range(2):  # the second comes when the first starts
+        fleet.send(scenarios.rated_slowly_or_retry, scene.key).get(timeout=LIMIT)
+    last = fleet.send(scenarios.rated_slowly_or_retry, scene.key)
+    last.get(timeout=LIMIT)
+    time.sleep(9)  # the time of another start
+    assert [event["id"] for event in scene.reported("begin")].count(last.id) == 1
+    assert len(starts_of(scene)) == 3

@@ -93,6 +93,29 @@ def test_a_delay_is_in_whole_seconds_where_the_broker_delays(app, kind, exchange
     assert sent.headers["eta"].startswith("2020")
 
 
+def test_a_broker_does_not_delay_what_it_would_copy(app, kind):
+    """Celery binds all queues to the exchange of delayed delivery, by their routing keys alone."""
+    for name, key in [("third", "third"), ("fourth", "third"), ("nested", "first.nested")]:
+        app.amqp.queues.add(Queue(name, Exchange(name, "topic"), key))
+    for exchange, key, copied in [("third", "third", True), ("second", "second", False)]:
+        publish(app, message(exchange, key), {}, delay=5)
+        is_delayed = kind == "quorum" and not copied
+        assert app.sent[-1]["exchange"] == ("celery_delayed_27" if is_delayed else exchange)
+        assert ("eta" in app.sent[-1]["headers"]) is not is_delayed
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 600), ({"visibility_timeout": 60}, 30), ({"visibility_timeout": 43_200}, 600)],
+)
+def test_a_message_is_delayed_for_no_longer_than_its_broker_waits(app, kind, options, most):
+    """A worker that keeps it gets another one: RabbitMQ waits for 30 minutes, Redis for an hour."""
+    app.conf.broker_transport_options = options
+    assert publish(app, message(), {}, delay=7200) == (7200 if kind == "quorum" else most)
+    assert publish(app, message("plain", "plain"), {}, delay=7200) == most
+    assert publish(app, message(), {}, delay=20) == 20
+
+
 def test_without_a_delay_a_message_goes_to_where_it_came_from(app):
     """Its ETA is over, and stays what it was."""
     publish(app, message("celery_delayed_delivery", "first"), {})
