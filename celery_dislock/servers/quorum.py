@@ -227,7 +227,7 @@ class Quorum(Server):
 
         It is not final if no owner is known to have a majority: another attempt may succeed.
         """
-        name, majority = self._names.of(owner), self._majority
+        name, majority = self._names.of(owner, attempts=True), self._majority
         ttl = ttl_ms / 1000
         asked_at = self._clock()
         ask = (name, ttl_ms + drift(ttl_ms), holder, *USUAL)

@@ -7,12 +7,19 @@ from contextlib import ExitStack, closing, nullcontext
 import pytest
 import redis
 
-from celery_dislock import Dislock, LockHeldError, LockLostError, SettingsError, StoreError
+from celery_dislock import (
+    Dislock,
+    LockHeldError,
+    LockLostError,
+    SettingsError,
+    StoreError,
+    scripts,
+)
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.memory import memory_server
 from celery_dislock.servers.store import Store
-from proof.proxy import Proxy, cut, swallow_reply
+from proof.proxy import Proxy, cut, lose_reply, runs, swallow_reply
 from tests.holding import name_of, wait_for
 from tests.integration.driven import ALWAYS
 
@@ -230,6 +237,22 @@ def test_servers_that_fail_are_left_alone_for_a_while_and_told_of_once(five, loc
     gone, back = [line for line in caplog.messages if "Lock server" in line]
     assert f"Lock server {five.urls[0]} failed, the others go on without it: " in gone
     assert back == f"Lock server {five.urls[0]} answers again."
+
+
+def test_what_was_granted_in_an_outage_is_released_after_it(five):
+    """The servers took an acquisition and could not say so, nor be told that it was given up."""
+    lock = five.dislock.lock("k", watchdog_timeout=600)
+    with lock:
+        pass  # the servers know the scripts
+    for proxy in five.proxies[:3]:
+        proxy.fault(runs(scripts.ACQUIRE), lose_reply, times=ALWAYS)
+        proxy.fault(runs(scripts.RELEASE), cut, times=ALWAYS)
+    with pytest.raises(StoreError):
+        lock.acquire()
+    assert five.kept() == [0, 1, 2]
+    for proxy in five.proxies:
+        proxy.forget_faults()
+    wait_for(lambda: not five.kept(), "the release by the watchdog")
 
 
 def test_a_waiter_asks_again_soon(five):
