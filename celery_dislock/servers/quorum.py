@@ -97,6 +97,10 @@ class Quorum(Server):
         self._clock = clock
         self._names = Names(clock)
 
+    def known_as(self, owner: str) -> str:
+        """Return the name under which these servers know an owner of this process."""
+        return self._names.of(owner)
+
     def exchange(
         self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
     ) -> tuple[Any, bool]:
