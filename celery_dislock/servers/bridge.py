@@ -12,9 +12,11 @@ Source: SQLAlchemy has run its blocking core on event loops in this way since ve
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 try:
@@ -107,13 +109,18 @@ async def run_on_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
         RuntimeError: No asyncio task runs here.
     """
     runs, call = _begin(function, args, kwargs)
-    while call.waits_for is not None:
-        try:
-            result = await call.waits_for
-        except BaseException as exc:  # noqa: BLE001 -- it is raised in the function
-            runs.throw(exc)
-        else:
-            runs.switch(result)
+    waiting = vars(_here).setdefault("waiting", {}).setdefault(call.loop, set())
+    waiting.add(call)
+    try:
+        while call.waits_for is not None:
+            try:
+                result = await call.waits_for
+            except BaseException as exc:  # noqa: BLE001 -- it is raised in the function
+                runs.throw(exc)
+            else:
+                runs.switch(result)
+    finally:
+        waiting.discard(call)
     returned: T = call.outcome()
     return returned
 
@@ -134,7 +141,8 @@ def _begin(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, C
     require_greenlet()
     task = task_here()
     call = Call(task, task.get_loop())
-    idle = vars(_idle).setdefault("greenlets", [])
+    _end_calls_of_closed_loops()
+    idle = vars(_here).setdefault("idle", [])
     runs = idle.pop() if idle else greenlet(_run_calls)
     here = current_greenlet()
     runs.parent, runs.dislock_call = here, call
@@ -143,7 +151,26 @@ def _begin(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, C
     return runs, call
 
 
-_idle = threading.local()  # greenlets of a thread that run no call: to start one costs 30 us
+# Of a thread: greenlets that run no call, as to start one costs 30 us, and the calls of each loop.
+_here = threading.local()
+
+
+def _end_calls_of_closed_loops() -> None:
+    """
+    End the tasks of this thread that have a call, and whose event loop was closed.
+
+    They can never go on.  The garbage collector would end them so, but it does not look into a
+    greenlet that waits, and keeps what that refers to: the task, and its connection.
+    """
+    waiting = vars(_here).get("waiting", {})
+    for loop in [one for one in waiting if one.is_closed()]:
+        for call in list(waiting.pop(loop, ())):
+            with suppress(Exception, asyncio.CancelledError):  # nobody waits for that task
+                call.task.get_coro().close()
+
+
+if hasattr(os, "register_at_fork"):  # a child ends no call of its parent
+    os.register_at_fork(after_in_child=lambda: vars(_here).pop("waiting", None))
 
 
 def _run_calls(*called: Any) -> None:
@@ -152,7 +179,7 @@ def _run_calls(*called: Any) -> None:
     while True:
         here.dislock_call.run(*called)
         called, here.dislock_call, here.gr_context = (), None, None  # nothing is kept alive
-        _idle.greenlets.append(here)
+        _here.idle.append(here)
         called = here.parent.switch()
 
 

@@ -285,7 +285,9 @@ class Cluster(Server):
         return address
 
     def _uncovered(self, slot: int) -> StoreError:
-        return StoreError(self.name, f"slot {slot} of the cluster is on no node")
+        error = StoreError(self.name, f"slot {slot} of the cluster is on no node")
+        error.raw = ClusterDownError(error.reason)  # what any node would have answered
+        return error
 
     def _find_slots(
         self,

@@ -162,30 +162,35 @@ class Names:
 
     A server that did not answer may run its commands late, also the release that undoes an attempt.
     This release would end the lease of the same owner's next attempt, so that uses another name.
-    The first name is the owner itself, and the others begin with it.
+    Until then the owner has its last name: it may still have leases under that.  The first name is
+    the owner itself, and the others begin with it.
 
     All objects of this class share the names: an event loop takes a lock over its own connections,
     and the watchdog renews it over others.
     """
 
-    _changed: ClassVar[dict[str, tuple[int, float]]] = {}
+    # How many names an owner has had before, whether its next attempt needs another, and the time
+    # of its last use.
+    _changed: ClassVar[dict[str, tuple[int, bool, float]]] = {}
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
 
-    def of(self, owner: str) -> str:
-        """Return the owner's current name."""
+    def of(self, owner: str, *, attempts: bool = False) -> str:
+        """Return the owner's current name; *attempts*: the name for an attempt that begins."""
         if owner not in self._changed:
             return owner
-        times, _ = self._changed[owner]
-        self._changed[owner] = times, self._clock()
-        return f"{owner}#{times}"
+        times, spent, _ = self._changed[owner]
+        if attempts and spent:
+            times, spent = times + 1, False
+        self._changed[owner] = times, spent, self._clock()
+        return f"{owner}#{times}" if times else owner
 
     def change(self, owner: str) -> None:
-        """Give the owner another name; forget names that were not used for FORGET_AFTER."""
+        """Give the owner's next attempt another name; forget names unused for FORGET_AFTER."""
         now = self._clock()
-        for other, (_, used) in list(self._changed.items()):
+        for other, (_, _, used) in list(self._changed.items()):
             if used < now - FORGET_AFTER:
                 self._changed.pop(other, None)
-        times, _ = self._changed.get(owner, (0, now))
-        self._changed[owner] = times + 1, now
+        times, _, _ = self._changed.get(owner, (0, True, now))
+        self._changed[owner] = times, True, now

@@ -97,6 +97,10 @@ class Quorum(Server):
         self._clock = clock
         self._names = Names(clock)
 
+    def known_as(self, owner: str) -> str:
+        """Return the name under which these servers know an owner of this process."""
+        return self._names.of(owner)
+
     def exchange(
         self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
     ) -> tuple[Any, bool]:
@@ -227,7 +231,7 @@ class Quorum(Server):
 
         It is not final if no owner is known to have a majority: another attempt may succeed.
         """
-        name, majority = self._names.of(owner), self._majority
+        name, majority = self._names.of(owner, attempts=True), self._majority
         ttl = ttl_ms / 1000
         asked_at = self._clock()
         ask = (name, ttl_ms + drift(ttl_ms), holder, *USUAL)

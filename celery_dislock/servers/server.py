@@ -54,6 +54,10 @@ class Server(Protocol):
         """Group consecutive keys that one script can take together: here all."""
         return [keys]
 
+    def known_as(self, owner: str) -> str:
+        """Return the name under which the server knows an owner of this process: here the same."""
+        return owner
+
     def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
         """
         Run a script.  Blocks for one round trip, or for a few if replies are lost.

@@ -222,7 +222,7 @@ class Guard:
         if outbox is not None and retry_in is not None and lease is not None:
             kept = self._kept_for_retry(lease, retry_in) if self.options.lock_hold_on_retry else 0.0
             if kept:
-                outbox.held_by = lease.owner
+                outbox.held_by = delivery.lock.store.lock_server.known_as(lease.owner)
                 ending = ending._replace(expires=True, at_least=kept)
         if retry_in is not None or not outcome.done:  # the task's message comes again
             delivery.reservation = None

@@ -528,6 +528,10 @@ class LuaServer:
     def close(self) -> None:
         """Do nothing: there are no connections."""
 
+    def known_as(self, owner: str) -> str:
+        """Return the name under which the server knows an owner: the same."""
+        return owner
+
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """Return all keys as one group."""
         return [keys]

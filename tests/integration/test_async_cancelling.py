@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import subprocess
@@ -15,6 +16,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+import redis
 
 from celery_dislock import Dislock, LockHeldError, scripts
 from proof.proxy import Proxy, lose_reply, runs, swallow_reply
@@ -518,6 +520,47 @@ def close_a_loop(redis_url):
             task.get_coro().close()
         thread.submit(held.release).result(PATIENCE)
     dislock.close()
+
+
+def test_loops_that_are_closed_one_after_the_other_leave_nothing(redis_url, redis_client):
+    """The next loop of their thread ends the tasks that still wait for a lock."""
+    act = f"from {__name__} import close_loops; close_loops({redis_url!r})"
+    subprocess.run([sys.executable, "-c", act], check=True, timeout=PATIENCE)
+    assert list(redis_client.scan_iter("dislock:*")) == []
+
+
+def close_loops(redis_url):
+    """Close event loops in each of which a task waits in line; count places and connections."""
+    dislock, others = Dislock.from_url(redis_url), Dislock.from_url(redis_url)
+    counts = []
+
+    def run(coroutine):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(coroutine)
+        loop.close()
+
+    async def begin():
+        waiter = asyncio.create_task(takes(dislock.async_lock("a")))
+        waiter._log_destroy_pending = False
+        await takes(dislock.async_lock("b"))
+        await until(lambda: len(others.lock_of("a").line()) == 1, "the end of all places but this")
+
+    async def look():
+        gc.collect()
+        with redis.Redis.from_url(redis_url) as client:
+            counts.append(len(client.client_list()))
+        await begin()
+
+    with ThreadPoolExecutor(1) as thread:
+        held = others.lock("a")
+        thread.submit(held.acquire).result(PATIENCE)
+        for _ in range(5):
+            run(look())
+        run(takes(dislock.async_lock("b")))
+        thread.submit(held.release).result(PATIENCE)
+    assert len(set(counts[2:])) == 1, counts
+    dislock.close()
+    others.close()
 
 
 def test_a_loop_that_is_blocked_for_three_timeouts_keeps_its_locks(redis_url):

@@ -6,15 +6,27 @@ from contextlib import ExitStack, closing, nullcontext
 
 import pytest
 import redis
+from celery import Celery
+from kombu import Producer
 
-from celery_dislock import Dislock, LockHeldError, LockLostError, SettingsError, StoreError
+from celery_dislock import (
+    Dislock,
+    LockHeldError,
+    LockLostError,
+    SettingsError,
+    SingletonTask,
+    StoreError,
+    scripts,
+)
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.memory import memory_server
+from celery_dislock.servers.peers import Names
 from celery_dislock.servers.store import Store
-from proof.proxy import Proxy, cut, swallow_reply
+from proof.proxy import Proxy, cut, lose_reply, runs, swallow_reply
 from tests.holding import name_of, wait_for
 from tests.integration.driven import ALWAYS
+from tests.unit.deliveries import deliver
 
 LOCK = name_of("k")
 PATIENCE = {"socket_timeout": 3.0}  # how long a server that is silent is waited for
@@ -230,6 +242,55 @@ def test_servers_that_fail_are_left_alone_for_a_while_and_told_of_once(five, loc
     gone, back = [line for line in caplog.messages if "Lock server" in line]
     assert f"Lock server {five.urls[0]} failed, the others go on without it: " in gone
     assert back == f"Lock server {five.urls[0]} answers again."
+
+
+def test_what_was_granted_in_an_outage_is_released_after_it(five):
+    """The servers took an acquisition and could not say so, nor be told that it was given up."""
+    lock = five.dislock.lock("k", watchdog_timeout=600)
+    with lock:
+        pass  # the servers know the scripts
+    for proxy in five.proxies[:3]:
+        proxy.fault(runs(scripts.ACQUIRE), lose_reply, times=ALWAYS)
+        proxy.fault(runs(scripts.RELEASE), cut, times=ALWAYS)
+    with pytest.raises(StoreError):
+        lock.acquire()
+    assert five.kept() == [0, 1, 2]
+    for proxy in five.proxies:
+        proxy.forget_faults()
+    wait_for(lambda: not five.kept(), "the release by the watchdog")
+
+
+def test_a_retry_in_another_process_takes_over_what_was_kept_for_it(five, monkeypatch):
+    """Though the servers know the owner by another name, as one of them was silent at first."""
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(dislock_url=five.urls, dislock_transport_options={"socket_timeout": 1.0})
+    sent, tokens = [], []
+    publish = Producer.publish
+
+    def publishing(*args, **options):
+        sent.append(options["headers"])
+        return publish(*args, **options)
+
+    @app.task(bind=True, base=SingletonTask, lock_key="k", lock_hold_on_retry=True, shared=False)
+    def export(self):
+        tokens.append(self.lease.token)
+        if not self.request.retries:
+            raise self.retry(countdown=60)
+
+    monkeypatch.setattr(Producer, "publish", publishing)
+    with five.dislock.lock("k"):
+        pass  # the servers know the scripts
+    with closing(Dislock(app)):
+        five.all_become(["b/1", "b/1"])
+        five.proxies[4].fault(runs(scripts.ACQUIRE), swallow_reply)
+        deliver(export)
+        [(owner, _)] = five.clients[4].hgetall(LOCK).items()
+        assert owner.endswith("#1"), "it did not ask twice"
+        monkeypatch.setattr(Names, "_changed", {})  # another process knows nothing of this one
+        deliver(export, headers=sent[-1], retries=1)
+    assert len(tokens) == 2
+    assert tokens == sorted(set(tokens))
+    assert five.kept() == [0, 1]
 
 
 def test_a_waiter_asks_again_soon(five):

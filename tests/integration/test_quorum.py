@@ -243,10 +243,12 @@ def test_the_name_of_an_owner_is_forgotten_an_hour_after_its_last_use():
     names = Names(lambda: now)
     for owner in ("used", "done"):
         names.change(owner)
+        assert names.of(owner) == owner
+        assert names.of(owner, attempts=True) == f"{owner}#1"
     for now in (3000.0, 6000.0):  # noqa: B007 -- the clock
         assert names.of("used") == "used#1"
     names.change("another")
-    assert [names.of(owner) for owner in ("used", "done", "another")] == [
+    assert [names.of(owner, attempts=True) for owner in ("used", "done", "another")] == [
         "used#1",
         "done",
         "another#1",

@@ -616,6 +616,34 @@ class TestCluster:
             assert store.renew(asked, within=WITHIN) == [True]
         assert store.release([lock], "a/1") is True
 
+    def test_a_slot_that_was_on_no_node_is_looked_for_again(self, connect, cluster):
+        """Also by one who only renews; an operator has mended the cluster meanwhile."""
+        store = connect(cluster.url)
+        lock = name_on(cluster.masters, 0, "uncovered")
+        take(store, "a/1", lock=lock)
+        asked, slot = [([lock], "a/1", LONG)], key_slot(lock.encode())
+
+        def on(servers, command):
+            for server in servers:
+                with server.client() as client, contextlib.suppress(redis.ResponseError):
+                    client.execute_command("CLUSTER", command, slot)
+
+        def renewal():
+            return store.renew(asked, within=WITHIN)[0]
+
+        def is_up(server):
+            with server.client() as client:
+                return client.execute_command("CLUSTER INFO")["cluster_state"] == "ok"
+
+        try:
+            on(cluster.servers, "DELSLOTS")
+            wait_for(lambda: "is on no node" in str(renewal()), "a map without the slot")
+        finally:
+            on(cluster.masters[:1], "ADDSLOTS")
+            wait_for(lambda: all(map(is_up, cluster.servers)), "the cluster")
+        wait_for(lambda: renewal() is True, "a renewal")
+        assert store.release([lock], "a/1") is True
+
     def test_a_lock_of_a_slot_that_moves_is_refused_and_kept(self, connect, cluster):
         """Its holder goes on, and is told to others; a free one is taken when the slot is there."""
         store = connect(cluster.url)
