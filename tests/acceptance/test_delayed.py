@@ -123,7 +123,8 @@ def test_a_task_of_a_queue_that_was_added_later_comes_again(queues, key, name):
     late = f"{queues.kind}-late-{name}"
     queue = Queue(late, Exchange(late, "topic"), f"{late}.#")
     about = {"exchange": late, "exchange_type": "topic", "routing_key": f"{late}.#"}
-    queues.app.control.add_consumer(late, reply=True, timeout=LIMIT, limit=1, **about)
+    its = {"destination": [f"{queues.worker.name}@here"], "reply": True, "timeout": LIMIT}
+    queues.app.control.add_consumer(late, **its, **about)
     hold(queues, key)
     options = {"exchange": queue.exchange, "routing_key": f"{late}.one", "declare": [queue]}
     result = queues.app.tasks[name].apply_async([key], **options)

@@ -236,9 +236,12 @@ class TestRun:
         assert (script.lease[2], script.lease[3].get("timeout")) == (mode, timeout)
 
     @pytest.mark.parametrize("name", running.PASSED_ON)
-    def test_a_signal_while_it_is_started_reaches_it(self, dislock, monkeypatch, name):
+    def test_a_signal_while_it_is_started_reaches_it(self, dislock, monkeypatch, request, name):
         """It comes when the command has begun, and nobody knows that yet."""
         popen, number = subprocess.Popen, getattr(signal, name)
+        # Whoever runs these tests in the background may ignore it.
+        before = signal.signal(number, signal.default_int_handler)
+        request.addfinalizer(lambda: signal.signal(number, before))
 
         def start(*args, **options):
             process = popen(*args, **options)
