@@ -192,12 +192,12 @@ def conditions(measured: dict[str, Measured]) -> Iterator[str]:
         listed = ", ".join(f"{name} {of.when}" for name, of in measured.items())
         yield f"Measured on different days: {listed}."
     yield "; ".join(sorted({of.machine for of in measured.values()})) + "."
-    busiest = max(of.load for of in measured.values())
-    if busiest > QUIET:
+    if busy := {name: of.load for name, of in measured.items() if of.load > QUIET}:
         yield (
-            "\n**The machine was busy with other work**: the load average before the figures was "
-            f"up to {busiest:.1f} per core. So the ranges are wide, times are longer than they "
-            "would be, and figures that are close to one another are equal."
+            f"\n**The machine was busy with other work** before these: {', '.join(busy)}, with a "
+            f"load average of up to {max(busy.values()):.1f} per core. So their ranges are wide, "
+            "times are longer than they would be, and figures that are close to one another are "
+            "equal."
         )
 
 
