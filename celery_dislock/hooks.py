@@ -62,12 +62,12 @@ from celery_dislock.tasks.task import (
     apply_uniquely,
     custom_call,
     end_unguarded,
+    is_guarded,
     lease_of,
     leave_revoked,
     lock_for,
     make_guard,
     name_of,
-    others_of,
     refuse,
     replace_after_release,
 )
@@ -262,8 +262,6 @@ def install(task: type[Task], app: Celery) -> None:
     """
     Put the guard around a task class's ``__call__``, unless it is there or ``lock_key`` is False.
 
-    A class that was registered in another app gets a guard of this one, as Celery binds it anew.
-
     A signal handler cannot stop a Celery task, and an override in a user's class can forget to call
     ``super()``.  ``__call__`` is outside of everything else, including autoretry.  The lock is
     released right after it, before Celery publishes callbacks and the next step of a chain.
@@ -275,14 +273,7 @@ def install(task: type[Task], app: Celery) -> None:
         SettingsError: One of the task's options cannot be used.
     """
     name = name_of(task, app)
-    there: Guard | None = vars(task).get("dislock_guard")
-    if name is None:
-        return
-    if there is not None and there.runtime is runtime_of(app):
-        for one in others_of(task, app, there.name):  # each is a task, with options of its own
-            own: Guard | None = vars(one).get("dislock_guard")
-            if own is None or own.runtime is not there.runtime:
-                one.dislock_guard = make_guard(one.name, task, app)
+    if name is None or is_guarded(task, app):
         return
     declared = getattr(task, "lock_key", None)
     if declared is False or (declared is None and name.startswith("celery.")):

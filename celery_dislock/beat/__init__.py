@@ -84,13 +84,11 @@ class BeatLock:
         super().__init__(app, *args, **kwargs)  # type: ignore[call-arg]
         self.lock_key = None  # turns RedBeat's own lock off
         self._claimed_us = self._began_us = 0
-        # Ticks that were claimed, and have not gone out as far as is known: when their entries were
-        # sent before, and when they were claimed.
+        # Ticks that may not have gone out: when the entry was sent before, and they were claimed.
         self._unsent: dict[str, tuple[int, int]] = {}
         self._unnoted: dict[str, int] = {}  # ticks that have gone out: when they were claimed
         self._followed = False  # whether another beat may have sent what this one does not know
-        self._said = ""
-        self._ticks = False
+        self._said, self._ticks = "", False
 
     @cached_property
     def _lock(self) -> Lock:

@@ -249,18 +249,10 @@ class DigestKey:
 
 
 class DecoratedKey:
-    """
-    A key of a function whose decorator may give it arguments that the call does not have.
-
-    A digest is then that of the call's own arguments.
-    """
+    """A key of a function whose decorator may give it arguments; a digest is of the call's own."""
 
     def __init__(
-        self,
-        plain: KeyBuilder,
-        template: str | None,
-        decorator: inspect.Signature,
-        task_name: str,
+        self, plain: KeyBuilder, template: str | None, decorator: inspect.Signature, task_name: str
     ) -> None:
         self.reads = plain.reads
         self._plain = plain

@@ -397,9 +397,7 @@ class Store:
 
     def take_over(self, locks: Sequence[str], left_by: str, owner: str, holder: str) -> int:
         """
-        Take over leases that another owner has left to run out.
-
-        The locks are at no time free in between.
+        Take over leases that another owner has left to run out; they are never free in between.
 
         Args:
             locks: Names of the locks in Redis.
@@ -408,17 +406,15 @@ class Store:
             holder: JSON object that others are shown from now on.
 
         Returns:
-            Number of leases that were taken over: 0 if they have ended, or another owner was first.
-            If a reply was lost, all of that node: the command was sent again, and may have found
-            its own work.
+            How many were taken over: 0 if they have ended, or another owner was first; all of a
+            node whose reply was lost, as the command was sent again, and may find its own work.
 
         Raises:
             StoreError: The server did not answer; the leases may have been taken over.
         """
-        taken = 0
-        for group in self.lock_server.together(locks):
-            call = (scripts.TAKE_OVER, group, left_by, owner, holder)
-            reply, resent = self.lock_server.exchange(*call)
+        server, taken = self.lock_server, 0
+        for group in server.together(locks):
+            reply, resent = server.exchange(scripts.TAKE_OVER, group, left_by, owner, holder)
             taken += len(group) if resent else reply
         return taken
 

@@ -218,9 +218,22 @@ def _command_line_loads_the_app() -> bool:
     return context is not None and context.command.name == "celery" and context.obj is None
 
 
-def others_of(task: type[Task], app: Celery, name: str) -> list[Task]:
-    """Return the registered objects of a class that have other names than this one."""
-    return [one for one in _registered(app).values() if type(one) is task and one.name != name]
+def is_guarded(task: type[Task], app: Celery) -> bool:
+    """
+    Tell whether a class has a guard of this app, and give its other objects guards of their own.
+
+    Each registered object is a task, with a name and options of its own.  A guard of another app
+    does not count: Celery binds a class to the app that has registered it last.
+    """
+    there: Guard | None = vars(task).get("dislock_guard")
+    if there is None or there.runtime is not runtime_of(app):
+        return False
+    for one in _registered(app).values():
+        own: Guard | None = vars(one).get("dislock_guard")
+        is_other = type(one) is task and one.name != there.name
+        if is_other and (own is None or own.runtime is not there.runtime):
+            one.dislock_guard = make_guard(one.name, task, app)
+    return True
 
 
 def _registered(app: Celery) -> dict[str, Task]:
