@@ -164,7 +164,9 @@ class Delivery:
         """
         if self._as_it_came is None:
             raise LookupError(f"task {self} came without a message that could be sent again")
-        return to_one_queue(self.task.app, Message.of(self.request, self._as_it_came))
+        message = Message.of(self.request, self._as_it_came)
+        # Mostly it came by the default exchange, which knows one queue.
+        return to_one_queue(self.task.app, message) if message.exchange else message
 
     @property
     def lease(self) -> Lease | None:

@@ -73,7 +73,7 @@ def to_one_queue(app: Celery, message: Message) -> Message:
 
     A message that has reached one queue alone stays as it is, and so does one that was broadcast.
     """
-    if not message.exchange or is_broadcast(app, message.exchange):
+    if is_broadcast(app, message.exchange):
         return message
     queues = reached(app, message.exchange, message.routing_key)
     here = _consumed(app, queues)
