@@ -62,7 +62,7 @@ from celery_dislock.tasks.task import (
     apply_uniquely,
     custom_call,
     end_unguarded,
-    is_guarded,
+    guard_objects,
     lease_of,
     leave_revoked,
     lock_for,
@@ -273,7 +273,7 @@ def install(task: type[Task], app: Celery) -> None:
         SettingsError: One of the task's options cannot be used.
     """
     name = name_of(task, app)
-    if name is None or is_guarded(task, app):
+    if name is None or guard_objects(task, app):
         return
     declared = getattr(task, "lock_key", None)
     if declared is False or (declared is None and name.startswith("celery.")):

@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     Report = Callable[[Lease], None]
 
 BATCH = 500  # leases in one round trip: about 5 ms of work for the server
-EARLY_BY = (
-    1 / 20
-)  # fraction of the renewal interval by which a renewal may be early to join a batch
+EARLY_BY = 1 / 20  # of the renewal interval: a renewal may be so early, to join a batch
 RETRY_FIRST = 0.1  # seconds from the second try to the third; doubled each time
 RETRY_MOST = 1.0  # maximum seconds until a retry
 WITHIN_LEAST = 0.05  # minimum seconds to wait for the server's reply

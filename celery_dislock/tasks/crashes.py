@@ -29,9 +29,7 @@ from celery_dislock.scripts.names import crashes_of
 from celery_dislock.servers.requests import Ending
 from celery_dislock.words import TEXT_MOST, plain
 
-CRASHES_KEPT = (
-    7 * 86400.0
-)  # seconds for which a delivery's crashes are remembered after the last one
+CRASHES_KEPT = 7 * 86400.0  # seconds for which a delivery's crashes are kept after the last one
 
 logger = logging.getLogger("celery_dislock")
 

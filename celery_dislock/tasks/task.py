@@ -218,9 +218,9 @@ def _command_line_loads_the_app() -> bool:
     return context is not None and context.command.name == "celery" and context.obj is None
 
 
-def is_guarded(task: type[Task], app: Celery) -> bool:
+def guard_objects(task: type[Task], app: Celery) -> bool:
     """
-    Tell whether a class has a guard of this app, and give its other objects guards of their own.
+    Give the other objects of a guarded class guards of their own; tell whether it has one.
 
     Each registered object is a task, with a name and options of its own.  A guard of another app
     does not count: Celery binds a class to the app that has registered it last.
