@@ -281,27 +281,18 @@ class TestParking:
         assert (shop.ran, list(shop.queue), list(shop.put_off)) == ([], [], [])
         assert (result.state, str(result.result)) == ("FAILURE", "no")
 
-    def test_its_key_stays_reserved_however_long_it_waits(self, shop):
-        """No worker has its message, so nobody but the sweep can renew its reservation."""
-        task = shop.declare(lock_unique_until="start", lock_unique_for=60.0)
+    @pytest.mark.parametrize("until", ["start", "expiry"])
+    def test_its_key_stays_reserved_however_long_it_waits(self, shop, until):
+        """No worker has its message, so the sweep renews it; "expiry" counts from the sending."""
+        task = shop.declare(lock_unique_until=until, lock_unique_for=60.0)
         with shop.held():
             shop.run(task)
             for _ in range(10):
                 shop.server.advance(10)
                 shop.sweep()
-            assert shop.send(task, "3").duplicate
+            assert shop.send(task, "3").duplicate == (until == "start")
         shop.work()
-        assert shop.ran == ["2"]
-
-    def test_with_expiry_its_key_stays_reserved_from_its_sending(self, shop):
-        """However long it waits in line."""
-        task = shop.declare(lock_unique_until="expiry", lock_unique_for=60.0)
-        with shop.held():
-            shop.run(task)
-            for _ in range(7):
-                shop.server.advance(10)
-                shop.sweep()
-            assert not shop.send(task, "3").duplicate
+        assert shop.ran == ["2"] + ["3"] * (until == "expiry")
 
     def test_one_that_may_be_in_line_is_not_skipped(self, shop, monkeypatch):
         """The line has no room when it comes again, and a request may still be on its way there."""
