@@ -146,18 +146,25 @@ def main(  # noqa: PLR0913 -- one for each option
     broken = Counter(violation.promise for violation in verdict.violations)
     outcome = {"counts": verdict.counts, "broken": broken}
     noted("run", seed=seed, server=server, minutes=minutes, **outcome)
+    _show(verdict)
+    for promise, times in broken.items():
+        click.echo(f"{times:>10,}  broken: {promise}")
+    said = "Promises were broken" if broken else "No promise was broken"
+    click.echo(f"{said}. Server {server}, seed {seed}, {minutes:g} minutes.")
+    raise SystemExit(bool(broken))
+
+
+def _show(verdict: Verdict) -> None:
     for name, count in sorted(verdict.counts.items()):
         click.echo(f"{count:>10,}  {name}")
     shown: Counter[str] = Counter()
     for violation in verdict.violations:
         shown[violation.promise] += 1
         if shown[violation.promise] <= SHOWN:
+            for one in verdict.evidence(violation):
+                more = {} if one.kind == "sent" else one.more  # which the violation has in words
+                click.echo(f"  {one.at:.3f} {one.process} {one.what} {one.about} {one.kind} {more}")
             click.echo(f"BROKEN {violation.promise} at {violation.at:.3f}: {violation.text}")
-    for promise, times in broken.items():
-        click.echo(f"{times:>10,}  broken: {promise}")
-    said = "Promises were broken" if broken else "No promise was broken"
-    click.echo(f"{said}. Server {server}, seed {seed}, {minutes:g} minutes.")
-    raise SystemExit(bool(broken))
 
 
 def _check_programs(*, all_of_it: bool) -> None:

@@ -50,6 +50,8 @@ LATE = 0.2  # seconds by which a limit is noted after it was set, as clocks may 
 STALL = 0.25  # of the timeout: a process from which nothing was heard for so long did not run
 MICROSECONDS = 1e6  # of a second: tokens are times of the server's clock
 AHEAD = 0.5  # seconds; a clock that is set is wrong by more
+SHOWN_FOR = 5.0  # seconds before a violation of which the faults are shown
+SHOWN_MOST = 30  # events of each
 PROMPT = 1.0  # seconds in which a beat sends what is due, and goes round twice
 
 
@@ -59,18 +61,31 @@ class Verdict:
     What the checker says of a history.
 
     Attributes:
+        events: The history.
         violations: What was promised and did not hold.
         counts: How many holds, tasks, elements and operations there were, and how many overlaps
             that had been declared, writes that the lock alone did not save, and so on.
     """
 
+    events: Sequence[Event] = ()
     violations: list[Violation] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+
+    def evidence(self, violation: Violation) -> list[Event]:
+        """Return what the history says of what a violation names, and the faults before it."""
+        since = violation.at - SHOWN_FOR
+
+        def is_of_it(event: Event) -> bool:
+            if event.what in {"fault", "process"}:
+                return since < event.at <= violation.at and event.kind != "runs"
+            return event.what in {"task", "tick"} and event.about in violation.text
+
+        return list(filter(is_of_it, self.events))[-SHOWN_MOST:]
 
 
 def check(events: Sequence[Event]) -> Verdict:
     """Return what a history shows."""
-    verdict = Verdict()
+    verdict = Verdict(events)
     for event in events:
         if event.what == "fault" and event.kind == "begin":
             verdict.counts[f"faults: {event.about.partition(' (')[0]}"] += 1
@@ -374,7 +389,7 @@ def _beginning_again(
             counts["runs again, as the message came again"] += 1
         elif one.more.get("parks") and any(
             one.claimed < end and begin < again for begin, end in forgot
-        ):  # its claim or its mark went, and a copy that had been put off was on its way
+        ):  # a claim or a mark of it went, and a copy that had been put off was on its way
             counts["parked tasks run again, and the server forgot"] += 1
         elif _has_run_beside_itself(one, killed, again):
             counts["runs again, as two of its bodies asked for a retry"] += 1

@@ -277,10 +277,8 @@ class Task:
 
     @property
     def claimed(self) -> float:
-        """When the body that has ended had asked for its lock, or began if that is not known."""
-        ended = self.ended.at if self.ended else math.inf
-        bodies = zip(self.asked, self.begins, strict=True)
-        return max((since or begin for since, begin in bodies if begin <= ended), default=ended)
+        """When its first body had asked for its lock, or began if that is not known."""
+        return min((body.asked or body.begin for body in self.bodies), default=math.inf)
 
 
 def all_tasks(events: Iterable[Event]) -> dict[str, Task]:

@@ -416,6 +416,8 @@ def test_a_planted_violation_is_found(promise, events):
         task("t", "sent", "begin", "end", "begin", "end") + killed("w", 3.5),
         retried(a=3.5),
         retried(beside=2.5),
+        # The claim of its first body goes, and a copy of that comes when the retry has ended.
+        retried() + fault(2.5, 2.6, **FORGETS),
         tick("t", 1) + tick("u", 2),
         tick("t", 1, **DOT) + tick("u", 2, **DOT),
         tick("t", 1) + tick("u", 1.9) + fault(1.5, 1.6, **FORGETS),
