@@ -46,6 +46,7 @@ SLACK = 30.0  # seconds beyond its limit after which a wait has no end
 CALM = 1.5  # timeouts without a fault, in which a lease must have been renewed
 TOLD = 0.6  # timeouts in which a lease has been renewed, and its reply has come
 UNACKNOWLEDGED = 5.0  # seconds after its body in which a message may not be acknowledged yet
+TRIED = 3.0  # seconds in which a message is published, or its sender gives up
 LATE = 0.2  # seconds by which a limit is noted after it was set, as clocks may differ
 STALL = 0.25  # of the timeout: a process from which nothing was heard for so long did not run
 MICROSECONDS = 1e6  # of a second: tokens are times of the server's clock
@@ -357,11 +358,21 @@ def tasks(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
             else:
                 yield Violation("nothing lost", f"{text} never ended", one.sent)
         if one.outcome and one.outcome.more.get("state") == "FAILURE" and not one.more["may_fail"]:
-            yield Violation("nothing lost", f"{text} failed: {one.outcome.more}", one.outcome.at)
+            # Celery rejects a task whose retry the broker does not take.
+            if _overlap(one.retried, redelivers):
+                counts["tasks that failed, as the broker took no retry"] += 1
+            else:
+                yield Violation(
+                    "nothing lost", f"{text} failed: {one.outcome.more}", one.outcome.at
+                )
         replaced = one.outcome and one.outcome.more.get("state") == "REVOKED" and not one.begins
         if replaced and one.more["parks"] and began[one.more["key"]] < one.more["asked"]:
             yield Violation("nothing lost", f"{text} was replaced by none that ran", one.sent)
         yield from _beginning_again(one, text, killed, forgot, redelivers, counts)
+
+
+def _overlap(times: Iterable[float], when: Iterable[tuple[float, float]]) -> bool:
+    return any(begin < at + TRIED and at < end for at in times for begin, end in when)
 
 
 def _beginning_again(

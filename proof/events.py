@@ -255,15 +255,24 @@ class Task:
 
     Attributes:
         over: The ends of its executions, of those without a body too: then a message is
-            acknowledged.
+            acknowledged.  That it asks for a retry is one, as its process may die soon after.
     """
 
     more: Mapping[str, Any]
     sent: float = math.inf
-    ended: Event | None = None
     over: list[Event] = field(default_factory=list)
     bodies: list[Body] = field(default_factory=list)
     outcome: Event | None = None
+
+    @property
+    def ended(self) -> Event | None:
+        """The first end of a body that asked for no retry."""
+        return next((one for one in self.over if one.kind == "end"), None)
+
+    @property
+    def retried(self) -> list[float]:
+        """When its bodies asked for a retry."""
+        return [one.at for one in self.over if one.kind == "retries"]
 
     @property
     def begins(self) -> list[float]:
@@ -292,9 +301,7 @@ def all_tasks(events: Iterable[Event]) -> dict[str, Task]:
             task.sent, task.more = event.at, event.more
         elif event.kind == "begin":
             task.bodies.append(Body(event.process, event.more.get("since", 0.0), event.at))
-        elif event.kind in {"end", "over"}:
-            if event.kind == "end":
-                task.ended = task.ended or event
+        elif event.kind in {"end", "over", "retries"}:
             task.over.append(event)
             for body in task.bodies:
                 if body.process == event.process:

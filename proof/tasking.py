@@ -154,7 +154,7 @@ def work_until_told(task: Any, holding: Holding) -> None:
         raise
     holding.end()
     if not task.request.retries and random.random() < RETRIES:
-        mine.add("task", task.request.id, "over")  # its process may die before Celery says so
+        mine.add("task", task.request.id, "retries")
         raise task.retry(countdown=AGAIN * timeout)
     mine.add("task", task.request.id, "end")
 

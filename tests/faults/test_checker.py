@@ -230,6 +230,7 @@ FAIR = {"fair": True, "timeout": 5}
 OVERTAKEN = operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR)
 DUPLICATE = task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=2.5)
 MET_LATE = cancellation("met", at=4 + MOMENTS, asked=3) + runs("a", 3, 4 + MOMENTS)
+UNSENT = task("t", "sent", "begin", "retries", "over", "outcome", state="FAILURE")
 TOO_SOON = hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)
 
 
@@ -297,6 +298,8 @@ TOO_SOON = hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)
         ("nothing lost", task("t", "sent", parks=True) + fault(0.1, 0.2, **FORGETS)),
         ("nothing lost", task("t", "sent")),
         ("nothing lost", task("t", "sent", "begin")),
+        ("nothing lost", UNSENT + fault(6.5, 7, **REDELIVERS)),
+        ("nothing lost", UNSENT + fault(2.8, 3.5)),
         ("once", task("t", "sent", "begin", "end", "begin", "end")),
         ("once", task("t", "sent", "begin", "end", "begin") + killed("w", 9)),
         ("once", again(9.5) + killed("w", 3.5 + UNACKNOWLEDGED)),
@@ -413,6 +416,10 @@ def test_a_planted_violation_is_found(promise, events):
         task("t", "sent", "begin", "end"),
         task("t", "sent", "outcome"),
         task("t", "sent", "begin", "begin", "end"),
+        UNSENT + fault(2.8, 3.5, **REDELIVERS),
+        UNSENT + fault(4, 5, **REDELIVERS),
+        # It has asked for a retry, and its process dies before Celery says so.
+        task("t", "sent", "begin", "retries", "begin", "end", "begin") + killed("w", 3.1),
         task("t", "sent", "begin", "end", "begin", "end") + killed("w", 3.5),
         retried(a=3.5),
         retried(beside=2.5),
