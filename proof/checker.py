@@ -47,6 +47,7 @@ CALM = 1.5  # timeouts without a fault, in which a lease must have been renewed
 TOLD = 0.6  # timeouts in which a lease has been renewed, and its reply has come
 UNACKNOWLEDGED = 5.0  # seconds after its body in which a message may not be acknowledged yet
 TRIED = 3.0  # seconds in which a message is published, or its sender gives up
+MARKED = 3.0  # seconds from the return of the lock server until it is told what has ended
 LATE = 0.2  # seconds by which a limit is noted after it was set, as clocks may differ
 STALL = 0.25  # of the timeout: a process from which nothing was heard for so long did not run
 MICROSECONDS = 1e6  # of a second: tokens are times of the server's clock
@@ -344,6 +345,7 @@ def tasks(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Every task that was sent ends, and runs once; who is replaced, is so by one that runs."""
     killed = {e.about: e.at for e in events if e.what == "process" and e.kind == "killed"}
     forgot, redelivers = faults(events, "loses_data"), faults(events, "redelivers")
+    away = faults(events, spares="spares_leases", kills=False)
     found = {name: one for name, one in all_tasks(events).items() if one.sent < math.inf}
     began: dict[str, float] = defaultdict(float)  # the last of each key
     for one in found.values():
@@ -368,7 +370,7 @@ def tasks(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         replaced = one.outcome and one.outcome.more.get("state") == "REVOKED" and not one.begins
         if replaced and one.more["parks"] and began[one.more["key"]] < one.more["asked"]:
             yield Violation("nothing lost", f"{text} was replaced by none that ran", one.sent)
-        yield from _beginning_again(one, text, killed, forgot, redelivers, counts)
+        yield from _beginning_again(one, text, killed, forgot, redelivers, away, counts)
 
 
 def _overlap(times: Iterable[float], when: Iterable[tuple[float, float]]) -> bool:
@@ -381,6 +383,7 @@ def _beginning_again(
     killed: Mapping[str, float],
     forgot: Sequence[tuple[float, float]],
     redelivers: Sequence[tuple[float, float]],
+    away: Sequence[tuple[float, float]],
     counts: Counter[str],
 ) -> Iterator[Violation]:
     for again in one.begins if one.ended else ():
@@ -402,10 +405,21 @@ def _beginning_again(
             one.claimed < end and begin < again for begin, end in forgot
         ):  # a claim or a mark of it went, and a copy that had been put off was on its way
             counts["parked tasks run again, and the server forgot"] += 1
+        elif one.more.get("parks") and again < _is_told_by(one.ended.at, away):
+            counts["parked tasks run again, and their end could not be told"] += 1
         elif _has_run_beside_itself(one, killed, again):
             counts["runs again, as two of its bodies asked for a retry"] += 1
         else:
             yield Violation("once", f"{text} began again after its end", again)
+
+
+def _is_told_by(ended: float, away: Sequence[tuple[float, float]]) -> float:
+    """Return by when the lock server is told that a task is done; a copy may run before that."""
+    by = ended
+    for begin, end in sorted(away):
+        if begin < by + MOMENTS and ended < end:
+            by = max(by, end + MARKED)
+    return by
 
 
 def _has_run_beside_itself(one: Task, killed: Mapping[str, float], until: float) -> bool:

@@ -26,7 +26,7 @@ from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import Conflict, in_words, is_turn
 from celery_dislock.servers.replies import Granted
-from celery_dislock.servers.requests import Ending
+from celery_dislock.servers.requests import Ending, LateRelease
 from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
@@ -175,12 +175,22 @@ class Parking:
         delivery, ending = self._delivery, self._delivery.ending
         if not (ending.ticket and ending.settles):
             return
+        done = LateRelease(
+            delivery.lock.names, delivery.attempt.owner, Ending(ticket=ending.ticket)
+        )
         try:
-            self._process.store.release(
-                delivery.lock.names, delivery.attempt.owner, Ending(ticket=ending.ticket)
-            )
+            self._process.store.release(*done)
         except StoreError as exc:
-            logger.warning("Task %s has ended, but a copy of it may run again: %s", delivery, exc)
+            # Not by the owner, of whom a release may wait that says for how long its lease stays.
+            self._process.watchdog.clear(done._replace(owner=ending.ticket))
+            #: WARNING: The mark of a task that ran could not be set; it is set within seconds of
+            #: the server's return, unless the process ends before. -> Check the lock server, if the
+            #: task must not run twice.
+            logger.warning(
+                "Task %s has ended, and a copy of it may run again until the lock server answers: "
+                "%s",
+                *(delivery, exc),
+            )
 
 
 def _where(parked: Parked) -> str:

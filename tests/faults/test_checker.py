@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proof.checker import SLACK, UNACKNOWLEDGED, check
+from proof.checker import MARKED, SLACK, UNACKNOWLEDGED, check
 from proof.durations import TOLD_WITHIN
 from proof.events import MOMENTS
 from proof.history import Event, History, read
@@ -80,9 +80,9 @@ def task(name, *kinds, process="w", state="SUCCESS", **more):
     return [Event(at, process, "task", name, kind, more) for at, kind in enumerate(kinds, 1)]
 
 
-def again(at):
+def again(at, **more):
     """Make the events of a task that has ended, and begins again then."""
-    return [*task("t", "sent", "begin", "end"), Event(at, "w", "task", "t", "begin", {})]
+    return [*task("t", "sent", "begin", "end", **more), Event(at, "w", "task", "t", "begin", {})]
 
 
 def retried(beside=4, a=99):
@@ -308,6 +308,9 @@ TOO_SOON = hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)
         ("once", task("t", "sent", "begin", "end", "begin") + fault(9, 9.5, **REDELIVERS)),
         ("once", task("t", "sent", "begin", "end", "begin") + fault(3.2, 3.4, **FORGETS)),
         ("once", task("t", "sent", "begin", "end", "begin", parks=True) + fault(1, 2, **FORGETS)),
+        ("once", task("t", "sent", "begin", "end", "begin", parks=True) + fault(1, 2)),
+        ("once", task("t", "sent", "begin", "end", "begin") + fault(2.8, 3.2)),
+        ("once", again(3.5 + MARKED, parks=True) + fault(2.8, 3.2)),
         ("exclusion", hold("a", 1, 5, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **JUMPS)),
         ("exclusion", hold("a", 1, 4, timeout=1) + hold("b", 2, 3) + fault(1, 2, **HARMLESS)),
         ("exclusion", hold("a", 3, 4, asked=2.5) + PAUSE + fault(9, 9.5, **JUMPS)),
@@ -410,6 +413,8 @@ def test_a_planted_violation_is_found(promise, events):
         task("t", "sent", parks=True) + fault(2, 3, **FORGETS),
         task("t", "sent", "begin", "end", "begin", "end") + fault(2, 3, **REDELIVERS),
         task("t", "sent", "begin", "end", "begin", parks=True) + fault(3.2, 3.4, **FORGETS),
+        task("t", "sent", "begin", "end", "begin", parks=True) + fault(2.8, 3.2),
+        again(9, parks=True) + fault(2.8, 3.2) + fault(5, 6.5),
         # In its body: the claim goes, and so there is no mark at its end.
         task("t", "sent", "begin", "end", "begin", parks=True) + fault(2.1, 2.2, **FORGETS),
         task("t", "sent", "outcome", state="FAILURE", may_fail=True),

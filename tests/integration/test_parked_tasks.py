@@ -14,6 +14,7 @@ from kombu.exceptions import OperationalError
 
 from celery_dislock import SingletonTask, scripts
 from celery_dislock.messages.unrun import put_off
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.signals import lock_released
 from tests.driven import KEY, Shop
 from tests.integration.parked import LOCK
@@ -437,8 +438,8 @@ class TestItsEnd:
         assert_done(shop, task, caplog)
         assert len(shop.other.owners()) == 1
 
-    def test_what_cannot_be_told_of_its_end_does_not_fail_it(self, shop, caplog):
-        """The lock server goes away after the release: the log says that a copy may run."""
+    def test_its_end_is_told_when_the_lock_server_answers_again(self, shop, caplog):
+        """The lock server goes away after the release: until it is back, a copy may run."""
         task = shop.declare(acks_late=True)
         with shop.held():
             result = shop.run(task)
@@ -450,7 +451,11 @@ class TestItsEnd:
         shop.work()
         lock_released.disconnect(released)
         assert result.state == "SUCCESS"
-        assert "Task shop.export[2] has ended, but a copy of it may run again: " in caplog.text
+        assert "Task shop.export[2] has ended, and a copy of it may run again until" in caplog.text
+        shop.server.away = False
+        runtime_of(shop.app).process.watchdog.ended()  # sends what waits
+        shop.server.advance(60)
+        assert_done(shop, task, caplog)
 
     def test_one_that_lost_its_place_ends_unrun(self, shop):
         """Its message says why; nobody is asked."""
