@@ -30,7 +30,7 @@ def clone(tmp_path):
     if known.returncode:
         pytest.skip("this is no clone, or somebody else's")
     clone = tmp_path / "clone"
-    run("git", "clone", "--quiet", ROOT, clone)
+    run("git", "clone", "--quiet", "--no-tags", ROOT, clone)
     (clone / ".venv").symlink_to(sys.prefix)
     for name in ("pyproject.toml", ".ci/release"):
         shutil.copy(ROOT / name, clone / name)
