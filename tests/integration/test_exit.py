@@ -28,7 +28,7 @@ from celery_dislock.servers.store import Store
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have set to ignore
 clear = Store.clear
 def slowly(*args, **kwargs):
-    time.sleep(0.4)
+    time.sleep(0.2)
     return clear(*args, **kwargs)
 Store.clear = slowly
 dislock = Dislock.from_url(sys.argv[1], watchdog_timeout=60)
