@@ -114,7 +114,6 @@ class Guard:
         self.interval = None if options.lock_limit is None else options.renewal_interval
         self._keys = TaskKeys(name, task, options)
         self._only_key = self._keys.only
-        self._looks_for_marks = options.lock_dedupe_redelivered
         self._locks = options.lock_limit is not None
         self._terms = options.terms
         if options.lock_on_conflict in WAITING:
@@ -271,10 +270,7 @@ class Guard:
                 forget_notes(delivery.request)
         if delivery.reservation is not None:
             self._begin(delivery, delivery.reservation, lease)
-        if asking is None or lease is None or not self._looks_for_marks or delivery.is_eager:
-            return lease
-        store = self.runtime.process.store
-        return asking.answer(partial(redelivery.look_for_mark, delivery, lease, store))
+        return lease if asking is None else asking.unless_copy(lease)
 
     def _keys_and_terms(
         self, notes: Notes, args: Any, kwargs: Any, serializer: str
