@@ -282,6 +282,18 @@ class TestParking:
         assert (shop.ran, list(shop.queue), list(shop.put_off)) == ([], [], [])
         assert (result.state, str(result.result)) == ("FAILURE", "no")
 
+    def test_a_copy_that_comes_in_an_outage_leaves_its_end(self, shop):
+        """The broker has got no acknowledgement of its parking; the task has failed meanwhile."""
+        task = shop.declare(raising(ValueError("no")))
+        with shop.held():
+            result = shop.run(task)
+        shop.work()
+        for redelivered in True, False:  # then it was put off, and the outage lasts
+            shop.server.fail_once(scripts.PARK)
+            notes, info = {"put_off": int(not redelivered)}, {"redelivered": redelivered}
+            deliver(task, "2", notes=notes, delivery_info=info)
+            assert (result.state, str(result.result)) == ("FAILURE", "no")
+
     @pytest.mark.parametrize("until", ["start", "expiry"])
     def test_its_key_stays_reserved_however_long_it_waits(self, shop, until):
         """No worker has its message, so the sweep renews it; "expiry" counts from the sending."""
