@@ -294,6 +294,23 @@ class TestParking:
             deliver(task, "2", notes=notes, delivery_info=info)
             assert (result.state, str(result.result)) == ("FAILURE", "no")
 
+    def test_a_copy_does_not_start_what_has_ended(self, shop):
+        """With ``task_track_started``, Celery stores STARTED before it calls a task."""
+        shop.app.conf.task_track_started = True
+        states = []
+
+        def body(self):
+            states.append(shop.app.AsyncResult("2").state)
+            raise ValueError("no")
+
+        task = shop.declare(body)
+        with shop.held():
+            result = shop.run(task)
+            assert result.state == "PARKED"
+        shop.work()
+        shop.run(task, notes=TURN)
+        assert (states, result.state, str(result.result)) == (["STARTED"], "FAILURE", "no")
+
     @pytest.mark.parametrize("until", ["start", "expiry"])
     def test_its_key_stays_reserved_however_long_it_waits(self, shop, until):
         """No worker has its message, so the sweep renews it; "expiry" counts from the sending."""
