@@ -28,8 +28,10 @@ from celery_dislock import (
     ensure_held,
     signals,
 )
+from celery_dislock.hooks import guard_tasks
 from celery_dislock.locks import interruption
 from celery_dislock.messages.headers import HEADER
+from celery_dislock.tasks import task as task_module
 from tests.declaring import declare, never
 from tests.driven import held, new_app, reservation
 from tests.unit.deliveries import deliver
@@ -374,6 +376,24 @@ def test_two_objects_of_a_class_are_two_tasks(app, lock_server):
     with pytest.raises(SettingsError, match="wrong: lock_limit='many': give a whole number"):
         other.register_task(Sync("wrong", lock_limit="many"))
     assert {*kinds, "wrong"} - {*other.tasks} == {"wrong"}
+
+
+def test_a_worker_with_many_tasks_starts_soon(app, monkeypatch):
+    """Nobody looks through all tasks for each of them: it would take seconds for thousands."""
+    looked = []
+
+    class Registered(dict):
+        def values(self):
+            looked.append(self)
+            return super().values()
+
+    monkeypatch.setattr(task_module, "_registered", lambda app: Registered(app._tasks))
+    for nth in range(3):
+        declare(app, name=f"t{nth}")
+    app.finalize()
+    guard_tasks(app)
+    assert all(app.tasks[f"t{nth}"].dislock_guard.name == f"t{nth}" for nth in range(3))
+    assert looked == []
 
 
 @pytest.mark.parametrize("by", ["hasattr", "bind"])
