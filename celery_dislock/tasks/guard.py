@@ -237,7 +237,9 @@ class Guard:
                 delivery.end_reservation()
             delivery.reservation = None
         if outbox is not None:
+            delivery.ending = RELEASED  # if the broker is away, it will deliver the task again
             outbox.send()
+            delivery.ending = ending
 
     def _begin(self, delivery: Delivery, reservation: Reservation, lease: Lease | None) -> None:
         """

@@ -458,6 +458,34 @@ class TestItsEnd:
             shop.run(task, notes=TURN)
         assert shop.ran == ["2", "2"]
 
+    @pytest.mark.parametrize("how", ["retry", "replace"])
+    def test_one_whose_broker_does_not_take_what_continues_it_comes_again(
+        self, shop, monkeypatch, how
+    ):
+        """The broker is away, has its message still, and delivers it again when it is back."""
+        away = [True]
+        publish = Producer.publish
+
+        def refusing(producer, body, **options):
+            if away:
+                raise OperationalError(away.pop())
+            return publish(producer, body, **options)
+
+        def body(self):
+            if away:
+                monkeypatch.setattr(Producer, "publish", refusing)
+                raise self.retry() if how == "retry" else self.replace(self.si())
+
+        task = shop.declare(body, acks_late=True)
+        with shop.held():
+            shop.run(task)
+        shop.work()
+        assert (shop.ran, away) == (["2"], [])
+        result = shop.run(task, notes=TURN)
+        shop.work(later=60)
+        assert (shop.ran, result.state) == (["2", "2"], "SUCCESS")
+        assert shop.other.records().done == {"2"}
+
     def test_a_lease_that_is_left_to_expire_ends_its_ticket_all_the_same(self, shop, caplog):
         """The lock is kept until its expiry; the work is done."""
         task = shop.declare(release_on_success=False)
