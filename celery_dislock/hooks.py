@@ -53,6 +53,7 @@ from celery_dislock.config.censoring import reported
 from celery_dislock.config.settings import app_settings
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.messages.delivery import Delivery, running_request
+from celery_dislock.messages.message import BY_GUARD, tracks_start
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import is_news
 from celery_dislock.tasks.keys import validating
@@ -279,6 +280,7 @@ def install(task: type[Task], app: Celery) -> None:
     if declared is False or (declared is None and name.startswith("celery.")):
         if getattr(task, "dislock_guard", None) is not None:  # inherited from a registered task
             task.dislock_guard, task.__call__ = None, custom_call(task) or Task.__call__
+            task.track_started = tracks_start(task)
         return
     app_settings(app.conf)
     guard = make_guard(name, task, app)
@@ -288,6 +290,7 @@ def install(task: type[Task], app: Celery) -> None:
     if not issubclass(task, SingletonTask):
         task.lease = property(lease_of)
         task.lock_for = lock_for
+    task.track_started = BY_GUARD if tracks_start(task) else False
     request_class = task.Request
     if not isinstance(request_class, property):  # not inherited from a guarded class
         task.Request = property(lambda _self: recovering(request_class))
@@ -305,7 +308,7 @@ def _guarded(of_class: Guard, own_call: Callable[..., Any] | None) -> Callable[.
         body = own_call.__get__(self) if own_call else self.run
         if guard.runtime.off:
             tell(self.app, "begin_unlocked", request)
-            return guard.run_unlocked(request, body, args, kwargs)
+            return guard.run_unlocked(self, request, body, args, kwargs)
         if guard.is_async:
             return guard.run_async(self, request, body, args, kwargs)
         try:

@@ -169,6 +169,12 @@ class Delivery:
         return to_one_queue(self.task.app, message) if message.exchange else message
 
     @property
+    def came_before(self) -> bool:
+        """Whether the message has its turn, was put off, or is delivered again by the broker."""
+        info = self.request.delivery_info or {}
+        return bool(self.notes.parked or self.notes.put_off or info.get("redelivered"))
+
+    @property
     def lease(self) -> Lease | None:
         """The lease under which the delivery runs; None if it has none."""
         return self.attempt.lease

@@ -12,10 +12,12 @@ byte.  The body is never deserialized here.
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from celery import states
 from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
@@ -258,6 +260,35 @@ def result_is_ignored(task: Task, request: Context) -> bool:
     """Tell whether the result of a delivery is not stored."""
     ignores: Any = vars(request).get("ignore_result")  # not Context's class attribute False
     return bool(task.ignore_result if ignores is None else ignores)
+
+
+class _ByGuard:
+    """The value of ``track_started`` with which Celery does not store STARTED, and a guard does."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+BY_GUARD = _ByGuard()
+
+
+def tracks_start(task: Task | type[Task]) -> bool:
+    """Tell whether the state STARTED is stored for a task, by Celery or by its guard."""
+    return bool(task.track_started) or task.track_started is BY_GUARD
+
+
+def store_started(task: Task, request: Context) -> None:
+    """
+    Store STARTED as Celery does, but when the body begins.
+
+    Celery stores it before it calls the task, so a copy would overwrite how its task has ended.
+
+    Raises:
+        Exception: Any error of the result backend's client.
+    """
+    if tracks_start(task) and not (request.is_eager or result_is_ignored(task, request)):
+        meta = {"pid": os.getpid(), "hostname": request.hostname}
+        task.backend.store_result(request.id, meta, states.STARTED, request=request)
 
 
 def store_end(

@@ -61,7 +61,7 @@ def put_off(
         at: Seconds until the task may start, if it is only too early.  The message comes at that
             time, and a little later each time that this is repeated.
         error: The error in the result until then; None: the result is left as it is.  A StoreError
-            leaves the result of a task that may be in line, too.
+            leaves the result of a message that came before, too.
         level: Level of the log line.
 
     Raises:
@@ -72,7 +72,7 @@ def put_off(
     """
     if is_broadcast(delivery.task.app, delivery.request.delivery_info.get("exchange") or ""):
         _end_broadcast(delivery, reason, error)
-    notes = delivery.notes
+    notes, came_before = delivery.notes, delivery.came_before
     times = 2.0 ** min(notes.put_off, 10)
     jitter = random.uniform(0.75, 1.25)  # noqa: S311 -- not a secret
     if at is None:
@@ -83,8 +83,8 @@ def put_off(
     delay = _send_again(delivery, delay, reason)
     if delivery.reservation is not None and not isinstance(error, StoreError):
         _keep_reservation(delivery, delivery.reservation, delay)
-    # A task that may be in line may have run meanwhile, and then nobody would correct its result.
-    stays = error is None or (notes.parked is not None and isinstance(error, StoreError))
+    # Of what came before, a copy may have run meanwhile, and then nobody would correct the result.
+    stays = error is None or (came_before and isinstance(error, StoreError))
     ends = Ignore(reason) if stays else Retry(str(error), exc=error, when=delay)
     raise delivery.logged(ends, f"put off for {delay:.1f} s: {reason}", level=level)
 

@@ -39,12 +39,14 @@ class UniqueTask(NamedTuple):
         until: ``lock_unique_until``.
         unique_for: ``lock_unique_for``, in seconds.
         queue: The queue that it is sent to, unless its sender names another.
+        parks: Whether it may be parked in line, where no worker has its message.
     """
 
     heads: Sequence[str]
     until: str
     unique_for: float
     queue: str
+    parks: bool = False
 
 
 class Site:
@@ -100,7 +102,8 @@ def _unique_tasks(app: Celery) -> Iterable[UniqueTask]:
         if until is not None:
             heads = [_head(one, name) for one in guard.options.keys]
             queue = _queue_of(app, name)
-            yield UniqueTask(heads, until, guard.options.lock_unique_for, queue)
+            kept, parks = guard.options.lock_unique_for, guard.options.parks
+            yield UniqueTask(heads, until, kept, queue, parks)
 
 
 def _head(declared: str | Callable[..., str] | None, task: str) -> str:

@@ -114,9 +114,7 @@ class Parking:
     def _end_copy(self) -> NoReturn:
         """Acknowledge a copy of work that is done; raises Ignore."""
         delivery = self._delivery
-        notes, info = delivery.notes, delivery.request.delivery_info or {}
-        came_before = notes.parked or notes.put_off or info.get("redelivered")
-        if not came_before:  # somebody has sent it anew, under the same id
+        if not delivery.came_before:  # somebody has sent it anew, under the same id
             delivery.end_reservation()  # not that of a retry, which has the same
         #: INFO `Task … acknowledged unrun: it has run under lock … before.`: A second copy of a
         #: parked task. -> If it comes often, the workers of its queue take longer than a turn

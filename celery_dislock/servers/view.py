@@ -187,10 +187,14 @@ class LockState(NamedTuple):
     rate: RateState | None = None
 
     @property
+    def are_several(self) -> bool:
+        """Whether these are several keys, reserved together; each has a lock of its own."""
+        return not self.name.endswith("}")
+
+    @property
     def argument(self) -> str:
         """What follows a command in a shell, in place of KEY; keys reserved together have none."""
-        are_several = not self.name.endswith("}")
-        return "--task NAME --args ARGUMENTS" if are_several else as_argument(self.key)
+        return "--task NAME --args ARGUMENTS" if self.are_several else as_argument(self.key)
 
     @property
     def is_overdue(self) -> bool:

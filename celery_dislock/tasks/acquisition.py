@@ -15,7 +15,9 @@ from celery_dislock.locks.lease import AT_ONCE, PUT_OFF, Lease
 from celery_dislock.messages.headers import OWNERS_MOST, is_under
 from celery_dislock.messages.unrun import put_off, skip
 from celery_dislock.parking.park import Parking, put_off_later
+from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Replaced
+from celery_dislock.tasks.redelivery import look_for_mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.parking.process import ParkingProcess
-    from celery_dislock.servers.records import Conflict
 
 DAMAGED_TRIES = 5  # times put off, about 30 s in all, before a task fails for a damaged lock
 
@@ -67,7 +68,8 @@ class Acquisition:
         Take the lock if it is free, or claim a parked task's turn; one round trip.
 
         Raises:
-            Ignore: The notes of the delivery say that it ends without asking for the lock.
+            Ignore: The notes of the delivery say that it ends without asking for the lock; or it
+                is a copy, to which no strategy for a conflict applies.
         """
         delivery, notes = self.delivery, self.delivery.notes
         first: Callable[[], Lease | Conflict] = (
@@ -82,7 +84,15 @@ class Acquisition:
             return None
         if notes.given_up or notes.held_by:
             first = partial(self._go_on, first)
-        return self.answer(first)
+        answer = self.answer(first)
+        return self.unless_copy(answer) if isinstance(answer, Conflict) else answer
+
+    def unless_copy(self, answer: T) -> T | None:
+        """Return an answer, unless ``lock_dedupe_redelivered`` ends the delivery as a copy."""
+        delivery = self.delivery
+        if answer is None or not delivery.options.lock_dedupe_redelivered or delivery.is_eager:
+            return answer
+        return self.answer(partial(look_for_mark, delivery, answer, self._process.store))
 
     def answer(self, ask: Callable[[], T], *, may_run: bool = True) -> T | None:
         """

@@ -33,6 +33,7 @@ from celery_dislock.messages.headers import (
     reservation_of,
     sent_of,
 )
+from celery_dislock.messages.message import store_started
 from celery_dislock.servers.bridge import wait_for
 from celery_dislock.servers.records import Conflict, describe
 from celery_dislock.servers.replies import Replaced
@@ -114,7 +115,6 @@ class Guard:
         self.interval = None if options.lock_limit is None else options.renewal_interval
         self._keys = TaskKeys(name, task, options)
         self._only_key = self._keys.only
-        self._looks_for_marks = options.lock_dedupe_redelivered
         self._locks = options.lock_limit is not None
         self._terms = options.terms
         if options.lock_on_conflict in WAITING:
@@ -165,9 +165,10 @@ class Guard:
         )
 
     def run_unlocked(
-        self, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
+        self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run the body where locks are off; an ``async def`` one as :meth:`run_async` does."""
+        store_started(task, request)
         if self.is_async and request.is_eager:
             return _await_all(body, *args, **kwargs)
         return body(*args, **kwargs)
@@ -187,6 +188,7 @@ class Guard:
                 caller.hold(CallerLease(delivery.lock, lease, execution=True))
                 if self._interrupts:
                     body = partial(_interrupted, lease, body)
+            store_started(delivery.task, delivery.request)
             result = body()
             if hasattr(type(result), "__await__"):
                 self._refuse_awaitable(result)
@@ -235,7 +237,9 @@ class Guard:
                 delivery.end_reservation()
             delivery.reservation = None
         if outbox is not None:
+            delivery.ending = RELEASED  # if the broker is away, it will deliver the task again
             outbox.send()
+            delivery.ending = ending
 
     def _begin(self, delivery: Delivery, reservation: Reservation, lease: Lease | None) -> None:
         """
@@ -271,10 +275,7 @@ class Guard:
                 forget_notes(delivery.request)
         if delivery.reservation is not None:
             self._begin(delivery, delivery.reservation, lease)
-        if asking is None or lease is None or not self._looks_for_marks or delivery.is_eager:
-            return lease
-        store = self.runtime.process.store
-        return asking.answer(partial(redelivery.look_for_mark, delivery, lease, store))
+        return lease if asking is None else asking.unless_copy(lease)
 
     def _keys_and_terms(
         self, notes: Notes, args: Any, kwargs: Any, serializer: str

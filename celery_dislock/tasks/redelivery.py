@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from celery.states import SUCCESS
 
@@ -29,23 +29,24 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.unrun import acknowledge, put_off
 
 if TYPE_CHECKING:
-    from celery_dislock.locks.lease import Lease
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.servers.store import Store
 
 ENDED = "ended"
 DONE = "done"
 
+T = TypeVar("T")
+
 logger = logging.getLogger("celery_dislock")
 
 
-def look_for_mark(delivery: Delivery, lease: Lease, store: Store) -> Lease:
+def look_for_mark(delivery: Delivery, answer: T, store: Store) -> T:
     """
-    Return the lease, unless another delivery of the task has succeeded.
+    Return an answer about the lock, unless another delivery of the task has succeeded.
 
     Args:
-        delivery: The delivery, which has its lock.
-        lease: Its lease, which is released if the delivery is a copy.
+        delivery: The delivery.  If it is a copy, the lease that it may have is released.
+        answer: What is returned.
         store: The store of its lock.
 
     Raises:
@@ -56,7 +57,7 @@ def look_for_mark(delivery: Delivery, lease: Lease, store: Store) -> Lease:
     mark = store.recall(lock.names[0], delivery.id)
     state, _, retries = (mark or "").partition(" ")
     if not retries.isdecimal() or int(retries) < delivery.request.retries:
-        return lease  # no mark, or one of an earlier retry
+        return answer  # no mark, or one of an earlier retry
     if state == ENDED:
         delivery.settle()  # before its message comes again
         #: WARNING `Task … put off for … s: this task has just succeeded under lock …`: A second
@@ -68,7 +69,7 @@ def look_for_mark(delivery: Delivery, lease: Lease, store: Store) -> Lease:
         #: INFO `Task … acknowledged unrun: it has succeeded under lock … before.`: A second
         #: delivery after a success, with `lock_dedupe_redelivered`.
         acknowledge(delivery, f"it has succeeded under lock {lock.key!r} before")
-    return lease
+    return answer
 
 
 def body_succeeded(delivery: Delivery, store: Store) -> None:

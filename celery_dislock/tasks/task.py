@@ -222,13 +222,14 @@ def guard_objects(task: type[Task], app: Celery) -> bool:
     """
     Give the other objects of a guarded class guards of their own; tell whether it has one.
 
-    Each registered object is a task, with a name and options of its own.  A guard of another app
-    does not count: Celery binds a class to the app that has registered it last.
+    Each registered object is a task, with a name and options of its own; of a class that
+    ``@app.task`` has made there is one.  A guard of another app does not count: Celery binds a
+    class to the app that has registered it last.
     """
     there: Guard | None = vars(task).get("dislock_guard")
     if there is None or there.runtime is not runtime_of(app):
         return False
-    for one in _registered(app).values():
+    for one in () if "_decorated" in vars(task) else _registered(app).values():
         own: Guard | None = vars(one).get("dislock_guard")
         is_other = type(one) is task and one.name != there.name
         if is_other and (own is None or own.runtime is not there.runtime):

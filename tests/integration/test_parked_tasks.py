@@ -282,6 +282,35 @@ class TestParking:
         assert (shop.ran, list(shop.queue), list(shop.put_off)) == ([], [], [])
         assert (result.state, str(result.result)) == ("FAILURE", "no")
 
+    def test_a_copy_that_comes_in_an_outage_leaves_its_end(self, shop):
+        """The broker has got no acknowledgement of its parking; the task has failed meanwhile."""
+        task = shop.declare(raising(ValueError("no")))
+        with shop.held():
+            result = shop.run(task)
+        shop.work()
+        for redelivered in True, False:  # then it was put off, and the outage lasts
+            shop.server.fail_once(scripts.PARK)
+            notes, info = {"put_off": int(not redelivered)}, {"redelivered": redelivered}
+            deliver(task, "2", notes=notes, delivery_info=info)
+            assert (result.state, str(result.result)) == ("FAILURE", "no")
+
+    def test_a_copy_does_not_start_what_has_ended(self, shop):
+        """With ``task_track_started``, Celery stores STARTED before it calls a task."""
+        shop.app.conf.task_track_started = True
+        states = []
+
+        def body(self):
+            states.append(shop.app.AsyncResult("2").state)
+            raise ValueError("no")
+
+        task = shop.declare(body)
+        with shop.held():
+            result = shop.run(task)
+            assert result.state == "PARKED"
+        shop.work()
+        shop.run(task, notes=TURN)
+        assert (states, result.state, str(result.result)) == (["STARTED"], "FAILURE", "no")
+
     @pytest.mark.parametrize("until", ["start", "expiry"])
     def test_its_key_stays_reserved_however_long_it_waits(self, shop, until):
         """No worker has its message, so the sweep renews it; "expiry" counts from the sending."""
@@ -428,6 +457,34 @@ class TestItsEnd:
             assert exc is error  # noqa: PT017
             shop.run(task, notes=TURN)
         assert shop.ran == ["2", "2"]
+
+    @pytest.mark.parametrize("how", ["retry", "replace"])
+    def test_one_whose_broker_does_not_take_what_continues_it_comes_again(
+        self, shop, monkeypatch, how
+    ):
+        """The broker is away, has its message still, and delivers it again when it is back."""
+        away = [True]
+        publish = Producer.publish
+
+        def refusing(producer, body, **options):
+            if away:
+                raise OperationalError(away.pop())
+            return publish(producer, body, **options)
+
+        def body(self):
+            if away:
+                monkeypatch.setattr(Producer, "publish", refusing)
+                raise self.retry() if how == "retry" else self.replace(self.si())
+
+        task = shop.declare(body, acks_late=True)
+        with shop.held():
+            shop.run(task)
+        shop.work()
+        assert (shop.ran, away) == (["2"], [])
+        result = shop.run(task, notes=TURN)
+        shop.work(later=60)
+        assert (shop.ran, result.state) == (["2", "2"], "SUCCESS")
+        assert shop.other.records().done == {"2"}
 
     def test_a_lease_that_is_left_to_expire_ends_its_ticket_all_the_same(self, shop, caplog):
         """The lock is kept until its expiry; the work is done."""

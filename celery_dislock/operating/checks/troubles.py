@@ -136,16 +136,15 @@ def _unmet(lock: LockState, site: Site) -> Sign | None:
     one = lock.reservation
     if one is None or one.state != "waiting" or one.since < min(UNMET_LONG, one.remaining):
         return None
+    its = site.tasks_of(lock.key)
     are_unseen = lock.waiting > len(lock.line)  # in line; it may be one of those
+    if lock.are_several:  # that does not say in which line their task would stand
+        are_unseen = not its or any(task.parks for task in its)
     if are_unseen or any(waiter.id == one.id for waiter in (*lock.turns, *lock.line)):
         return None
     is_half_over = one.since > one.remaining
     # One that was sent with an earlier expiry is kept for less; which it was cannot be told.
-    tasks = [
-        task
-        for task in site.tasks_of(lock.key)
-        if task.unique_for <= one.since + one.remaining + 1.0
-    ]
+    tasks = [task for task in its if task.unique_for <= one.since + one.remaining + 1.0]
     if not tasks or any(task.until == "expiry" for task in tasks):  # no worker renews those
         return Sign(f"for {for_people(one.since)}", one.since) if is_half_over else None
     shortest = min(task.unique_for for task in tasks)

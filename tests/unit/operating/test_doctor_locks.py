@@ -12,6 +12,7 @@ from celery import Celery
 from celery_dislock import SingletonTask
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating.checks import facts
 from celery_dislock.operating.site import Site
 from celery_dislock.parking.process import runtime_of
@@ -323,6 +324,20 @@ def test_a_reservation_whose_task_is_parked_is_not_unmet(doctor, monkeypatch, th
     monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
     kept = RESERVED._replace(since=1200.0, remaining=2400.0)
     doctor.at.put(lock("a:1", holders=[holder()], reservation=kept, **there))
+    assert bool(doctor.found("reservations")) == unmet
+
+
+@pytest.mark.parametrize(("strategy", "unmet"), [("queue", False), ("skip", True)])
+def test_keys_that_are_reserved_together_may_be_those_of_a_parked_task(
+    doctor, monkeypatch, strategy, unmet
+):
+    """It stands in the line of one of their locks, which nobody can name."""
+    options = {"lock_key": ["a:<n>", "b"], "lock_on_conflict": strategy}
+    doctor.declare("t", lock_unique_until="start", lock_unique_for=3600.0, **options)
+    monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
+    kept = RESERVED._replace(since=1200.0, remaining=2400.0)
+    name = reserved_lock(["dislock:{a:1}", "dislock:{b}"])
+    doctor.at.put(lock("a:1 and others", name=name, reservation=kept))
     assert bool(doctor.found("reservations")) == unmet
 
 

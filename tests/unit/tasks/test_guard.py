@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import weakref
 from contextlib import suppress
+from socket import gethostname
 
 import pytest
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -26,8 +28,10 @@ from celery_dislock import (
     ensure_held,
     signals,
 )
+from celery_dislock.hooks import guard_tasks
 from celery_dislock.locks import interruption
 from celery_dislock.messages.headers import HEADER
+from celery_dislock.tasks import task as task_module
 from tests.declaring import declare, never
 from tests.driven import held, new_app, reservation
 from tests.unit.deliveries import deliver
@@ -46,6 +50,45 @@ def test_the_body_runs_under_the_lock_and_the_lock_is_gone_after(app, lock_serve
     assert lock_server.requests == 2
     assert lock_server.contents() == {}
     assert current_lease() is None
+
+
+@pytest.mark.parametrize("locks", ["on", "off", "no key"])
+@pytest.mark.parametrize(("declared", "ignored", "state"), [
+    (True, False, "STARTED"), (False, False, "PENDING"), (True, True, "PENDING"),
+])  # fmt: skip
+def test_its_start_is_stored_when_its_body_begins(app, locks, declared, ignored, state):
+    """With ``track_started``, as Celery stores it: with the process and the worker."""
+    app.conf.dislock_enabled = False if locks == "off" else None
+
+    class Export(SingletonTask):
+        name, lock_key = "export", "k"
+        track_started, ignore_result = declared, ignored
+
+        def run(self):
+            result = app.AsyncResult("2")
+            return result.state, result.info
+
+    class Unlocked(Export):
+        name, lock_key = "unlocked", False
+
+    task = app.register_task(Export())
+    if locks == "no key":
+        task = app.register_task(Unlocked())
+    found, info = deliver(task, "2").retval
+    assert found == state
+    if state == "STARTED":
+        assert info["pid"] == os.getpid()
+        assert info["hostname"] == ("w1" if locks != "no key" else gethostname())  # of the tracer
+
+
+@pytest.mark.parametrize("strategy", ["retry", "skip"])
+def test_the_start_of_what_does_not_run_is_not_stored(app, monkeypatch, strategy):
+    """Its result is what it was, and then how it ended, or that it comes again."""
+    stored = []
+    monkeypatch.setattr(app.backend, "store_result", lambda *about, **_: stored.append(about[2]))
+    with held(app):
+        deliver(declare(app, never, track_started=True, lock_on_conflict=strategy), "2")
+    assert "STARTED" not in stored
 
 
 def test_a_body_that_lasts_keeps_its_lock_until_it_has_ended_and_no_longer(app, lock_server):
@@ -333,6 +376,24 @@ def test_two_objects_of_a_class_are_two_tasks(app, lock_server):
     with pytest.raises(SettingsError, match="wrong: lock_limit='many': give a whole number"):
         other.register_task(Sync("wrong", lock_limit="many"))
     assert {*kinds, "wrong"} - {*other.tasks} == {"wrong"}
+
+
+def test_a_worker_with_many_tasks_starts_soon(app, monkeypatch):
+    """Nobody looks through all tasks for each of them: it would take seconds for thousands."""
+    looked = []
+
+    class Registered(dict):
+        def values(self):
+            looked.append(self)
+            return super().values()
+
+    monkeypatch.setattr(task_module, "_registered", lambda app: Registered(app._tasks))
+    for nth in range(3):
+        declare(app, name=f"t{nth}")
+    app.finalize()
+    guard_tasks(app)
+    assert all(app.tasks[f"t{nth}"].dislock_guard.name == f"t{nth}" for nth in range(3))
+    assert looked == []
 
 
 @pytest.mark.parametrize("by", ["hasattr", "bind"])

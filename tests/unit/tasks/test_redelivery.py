@@ -37,6 +37,19 @@ def test_a_copy_after_the_success_is_acknowledged_unrun(app, lock_server, once, 
     assert ran == [0, 0, 0]
 
 
+@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "wait", "queue", "reject"])
+def test_a_copy_after_the_success_is_acknowledged_though_another_holds_the_lock(
+    app, lock_server, broker, strategy
+):
+    """No strategy applies: its result would be REVOKED or RETRY, or its chord told of an error."""
+    task = declare(app, lock_dedupe_redelivered=True, lock_on_conflict=strategy)
+    deliver(task, "1")
+    with held(app, task_id="2"):
+        info = deliver(task, "1").info
+    assert (info.state, str(info.retval)) == ("IGNORED", "it has succeeded under lock 'k' before")
+    assert (app.AsyncResult("1").state, broker.ids) == ("SUCCESS", [])
+
+
 def test_a_copy_of_a_success_that_is_not_over_is_put_off(
     app, lock_server, once, ran, broker, monkeypatch
 ):
