@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 FORMAT = b"1 "
 AS_IT_CAME = "dislock_message"  # key in delivery_info, from the worker to its pool process
-# Message properties that are still valid when the message is published a second time.
-PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id")
+# Message properties that are still valid when the message is published a second time.  The last one
+# is of SQS, whose deduplication id is not: SQS would drop the second message.
+PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id", "MessageGroupId")
 # The exchanges of delayed delivery: a message comes from the last one that has delayed it.
 DELAYED_BY = re.compile(r"celery_delayed_[0-9]+$")
 DELAYED_DELIVERY = "celery_delayed_delivery"  # end of the name of the exchange to all queues

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from celery_dislock.messages.message import Message
 
 DELAY_LEAST = 1  # seconds: the shortest delay that native delayed delivery takes
+REPLACEMENTS = "replaced_task_nesting"  # option of a message, and a header from protocol 2 on
 KEPT_MOST = 600.0  # seconds for which a worker keeps a message; less if its broker waits for less
 # Bytes of a routing key; AMQP writes 255, and the delay stands before it.
 ROUTING_KEY_MOST = 255 - 2 * (MAX_LEVEL + 1)
@@ -109,6 +110,20 @@ def in_time(app: Celery, options: dict[str, Any]) -> dict[str, Any]:
         if detect_quorum_queues(app, kind)[0]:
             return {**options, "eta": None, "countdown": math.ceil(delay)}
     return options
+
+
+def numbered(options: dict[str, Any]) -> dict[str, Any]:
+    """
+    Return the options of a message that replaces its task, with the number of replacements.
+
+    A ticket has that number, and message protocol 1 leaves it out.
+
+    Args:
+        options: Options of Celery's ``send_task``.
+    """
+    number = options.get(REPLACEMENTS)
+    headers = options.get("headers") or {}
+    return {**options, "headers": {**dict(headers), REPLACEMENTS: number}} if number else options
 
 
 def postponed(options: dict[str, Any], most: float) -> dict[str, Any]:

@@ -143,7 +143,8 @@ class Publisher:
                 task = self._app.tasks.get(message.headers.get("task"))
                 known = message.alone and task is not None
                 if known:
-                    request = Context(message.headers)
+                    # The properties say where a caller waits, if results are sent as messages.
+                    request = Context({**message.headers, **message.properties})
                     end_reservation(request)
                     store_end(task, request, TaskRevokedError(reason), states.REVOKED)
                 else:  # a worker that knows the task notifies its chord and chain

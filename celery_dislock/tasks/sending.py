@@ -57,7 +57,7 @@ from celery_dislock.messages.headers import (
     with_notes,
 )
 from celery_dislock.messages.message import AS_IT_CAME
-from celery_dislock.messages.resending import in_time, postponed, retried
+from celery_dislock.messages.resending import in_time, numbered, postponed, retried
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.servers.server import Outage
@@ -162,8 +162,8 @@ class Sending(NamedTuple):
         """Publish the message, or run the task; report *outcome* to those who watch, if given."""
         if outcome:
             self.count_as(outcome)
-        if not self.eager and (options.get("eta") or options.get("countdown")):
-            options = in_time(self.app, options)
+        if not self.eager:
+            options = numbered(in_time(self.app, options))
         return self.publish(**options)
 
     def has_result(self, options: Mapping[str, Any]) -> bool:

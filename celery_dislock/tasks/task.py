@@ -49,6 +49,12 @@ if TYPE_CHECKING:
 # States in which Celery leaves a delivery that has ended.  A task that is stopped with its worker
 # is in none of them, and its message may be redelivered.
 END_STATES = {states.SUCCESS, states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED}
+BATCHES = "celery_batches"
+BATCHED = (
+    "celery-batches calls the body once for many messages, as a function, which takes no lock: "
+    "take it in the body, with `with dislock.lock(key):`, and declare the task with this base "
+    "alone, without lock options"
+)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -177,6 +183,9 @@ def make_guard(name: str, task: type[Task], app: Celery) -> Guard:
     Raises:
         SettingsError: One of its options cannot be used.
     """
+    for base in task.__mro__:
+        if base.__module__.partition(".")[0] == BATCHES:
+            raise SettingsError(name, "base", base, BATCHED)
     instance = _registered(app).get(name, task)
     # An object may have options of its own, set when it was made.
     own = {n: one for n, one in vars(instance).items() if instance is not task and n in _OPTIONS}

@@ -231,6 +231,7 @@ def _request_of(message: Message) -> Context | None:
         return None
     # In message protocol 1 the headers have no id; the correlation id is the same.
     about = {"id": message.properties.get("correlation_id"), **headers}
+    about |= {name: message.properties.get(name) for name in ("reply_to", "correlation_id")}
     about |= {"properties": message.properties, "delivery_info": message.delivery_info}
     return Context(about)
 

@@ -799,6 +799,15 @@ class TestWhoLostItsPlace:
         assert shop.ran == ["3"]
         assert caplog.text.count(f"Task shop.export[2] skipped: {NEWER}. It does not run.") == 1
 
+    def test_a_caller_who_waits_for_a_message_gets_it(self):
+        """With ``rpc://`` a result is sent to the queue that the task's message names."""
+        with Shop(result_backend="rpc://") as shop:
+            task = shop.declare(**REPLACING)
+            with shop.held():
+                first = shop.run(task)
+                shop.run(task, "3")
+                assert (first.state, str(first.result)) == ("REVOKED", NEWER)
+
     @pytest.mark.parametrize("how", ["chain", "unknown"])
     def test_one_that_others_wait_for_is_ended_by_a_worker(self, shop, caplog, how):
         """Only who knows the task can tell the chain that stands behind it, and its errbacks."""

@@ -27,6 +27,7 @@ PROPERTIES = {
     "message_id": "m",
     "type": "kind",
     "app_id": "shop",
+    "MessageGroupId": "tenant-7",
     "priority": 0,
     "delivery_mode": 2,
     "expiration": "1500",
@@ -329,5 +330,6 @@ def test_a_property_that_no_broker_takes_is_left_out():
     """Who sends a message can make it anything, and a transport notes things of one delivery."""
     odd = {"expiration": "soon", "priority": "high", "correlation_id": {}, "app_id": None}
     of_one_delivery = {"delivery_tag": "x", "delivery_info": {"exchange": "e"}, "user_id": "guest"}
+    of_one_delivery |= {"MessageDeduplicationId": "1", "DelaySeconds": 5}
     kept = Message.of(*delivery(properties={**PROPERTIES, **odd, **of_one_delivery})).properties
     assert kept == {name: value for name, value in PROPERTIES.items() if name not in odd}

@@ -8,12 +8,14 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from celery import Task, shared_task
+from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult
 from greenlet import getcurrent, greenlet
 from redis.exceptions import ResponseError
 
 from celery_dislock import DuplicateTaskError, LockLostError, SingletonTask, StoreError
+from celery_dislock.keys.names import ticket_of
 from celery_dislock.servers.connections import store_error
 from tests.declaring import declare, never
 from tests.driven import new_app, reservation
@@ -327,6 +329,20 @@ def test_what_is_sent_again_without_a_number_of_this_key_has_none(task, broker, 
     """It had no reservation, is of another key now, or somebody has made the header up."""
     task.apply_async(task_id="a", headers=noted(unique=header), retries=1)
     assert broker.last.notes["unique"] == [LOCK, "start", reservation(task).mark, 0]
+
+
+@pytest.mark.parametrize("protocol", [1, 2])
+def test_what_replaces_a_task_says_so(app, broker, protocol):
+    """Its ticket is another one than that of the task; Celery's protocol 1 leaves the number out.
+
+    It adds to the headers of its sender.
+    """
+    app.conf.task_protocol = protocol
+    for declared in ({}, {"lock_queue_overflow": "replace"}):
+        task = unique(app, lock_on_conflict="queue", **declared)
+        task.apply_async(task_id="a", headers=[("mine", 1)], replaced_task_nesting=2)
+        request = Context({"id": "a", **broker.last.headers})
+        assert (ticket_of(request), request.mine) == ("a:0:2", 1)
 
 
 # For how long

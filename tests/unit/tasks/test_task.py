@@ -145,6 +145,20 @@ def test_a_generator_that_no_pool_awaits_is_refused(app, where):
     assert "t" not in app._tasks
 
 
+def test_a_task_of_batches_is_refused(app):
+    """Its body would run unlocked: celery-batches pushes a request as of a direct call."""
+    batches = type("Batches", (Task,), {"abstract": True, "__module__": "celery_batches"})
+    both = type("Both", (SingletonTask, batches), {"abstract": True})
+    with pytest.raises(SettingsError, match=r"t: base=.*Batches'>: .* in the body, with `with"):
+        declare(app, base=both).bind(app)
+    assert "shop.t" not in app._tasks
+    assert not hasattr(declare(app, base=batches, name="shop.plain"), "dislock_guard")
+    assert not hasattr(declare(app, base=both, name="shop.off", lock_key=False), "dislock_guard")
+    app.conf.dislock_enabled = True
+    with pytest.raises(SettingsError, match=r"keyed: base=.*Batches'>"):
+        declare(app, base=batches, name="shop.keyed").bind(app)
+
+
 @pytest.mark.parametrize("where", ["run", "__call__"])
 def test_a_body_that_nobody_awaits_fails_and_takes_no_lock(app, broker, heard, where):
     """A sender has no pool, so the task is bound; who runs it has to await it."""

@@ -141,6 +141,18 @@ def test_what_is_dropped_leaves_its_line(app, lock_server, consumer, turn, caplo
     )
 
 
+def test_its_caller_is_told_of_its_end(app, consumer, turn, monkeypatch):
+    """With ``rpc://`` its result is sent to the queue that the message names."""
+    told = []
+    monkeypatch.setattr(
+        app.backend,
+        "store_result",
+        lambda *_, request, **__: told.append((request.reply_to, request.correlation_id)),
+    )
+    drop(consumer, "on_invalid_task", message(turn, reply_to="caller"))
+    assert told == [("caller", "2")]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("note", ["2:1:0", "1:0:0", "garbage", "none", "no headers"])
 def test_what_was_not_parked_is_dropped_and_no_more(lock_server, consumer, turn, way, note):
