@@ -166,9 +166,12 @@ def compute_until(key: str, gate: str) -> dict[str, Any]:
 
 
 def keep_the_gil(key: str, seconds: float) -> dict[str, Any]:
-    """Let no other thread of this process run for some seconds."""
+    """Let no other thread of this process run for some seconds, whatever signal comes."""
     with reported(key):
-        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        mutex, until = ctypes.create_string_buffer(64), int((time.time() + seconds) * 1e9)
+        deadline = (ctypes.c_long * 2)(*divmod(until, 10**9))
+        for _ in range(2):
+            ctypes.PyDLL(None).pthread_mutex_timedlock(mutex, deadline)
         return lease_in_words()
 
 
