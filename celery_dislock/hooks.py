@@ -20,6 +20,7 @@ its ``Request``                          the main process learns there that a ch
 options of ``celery worker``, ``beat``   ``--dislock``
 ``Service.get_scheduler`` of beat        one of several beats sends
 a consumer's methods for messages        turns of parked tasks that no guard will see
+a worker's ``wait_for_soft_shutdown``    its event loop stands still meanwhile
 the logger of ``celery.app.trace``       it repeats our lines
 =======================================  ======================================================
 
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from celery.app.control import Control
+    from celery.worker import WorkController
     from celery.worker.consumer import Consumer
 
     from celery_dislock.tasks.guard import Guard
@@ -429,14 +431,15 @@ def lead_beats(scheduler_of: Callable[[Celery, Any], type]) -> None:
     Service.get_scheduler = get_scheduler
 
 
-def watch_consumer(consumer: Consumer, wrapping: Mapping[str, Callable[..., Any]]) -> None:
+def wrap_methods(of: Consumer | WorkController, wrapping: Mapping[str, Callable[..., Any]]) -> None:
     """
-    Wrap methods of a worker's consumer, by their names; the other steps read them at their start.
+    Wrap methods of a worker or its consumer, by their names.
 
     Celery sends no signal for a message that it drops, and none before it has made a request of it.
+    Other steps read the consumer's methods at their start.
     """
     for name, wrap in wrapping.items():
-        setattr(consumer, name, wrap(getattr(consumer, name)))
+        setattr(of, name, wrap(getattr(of, name)))
 
 
 _sending_uniquely()

@@ -19,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
@@ -52,6 +53,9 @@ AFTER_OURS = {"task-started": states.STARTED, "task-revoked": states.REVOKED}
 # for any reason.
 CRASHES = (WorkerLostError, SystemExit, KeyboardInterrupt)
 DEATHS = (*CRASHES, Terminated, TimeLimitExceeded)
+# The requests whose process was told to end.  For Celery they have ended then, though a body that
+# holds the GIL goes on, and so does one that was stopped and goes on later.
+told_to_end: WeakSet[Any] = WeakSet()
 
 logger = logging.getLogger("celery_dislock")
 
@@ -73,8 +77,19 @@ class Recovering:
             keep_message(self, *known_here(self.task.app, self))
         self._was_parked = TICKET in notes_in(self.message.headers)
 
+    def terminate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """End the process, as for a revoke with ``terminate``; its body may go on for a while."""
+        told_to_end.add(self)
+        return super().terminate(*args, **kwargs)  # type: ignore[misc]
+
+    def cancel(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """End the process, as in a cold shutdown; see :meth:`terminate`."""
+        told_to_end.add(self)
+        return super().cancel(*args, **kwargs)  # type: ignore[misc]
+
     def on_failure(self: Any, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
         """Release the lock before Celery's own handling, which may requeue the message."""
+        told_to_end.discard(self)
         exc = exc_info.exception
         exc = getattr(exc, "exc", exc)
         if isinstance(exc, DEATHS):
@@ -241,8 +256,9 @@ def _is_zombie(pid: int) -> bool:
 
 
 def waiting(consumer: Consumer, ids: Collection[str]) -> Iterator[Context]:
-    """Return the requests of tasks with these ids that wait in a worker, perhaps for their ETA."""
-    for request in [*worker.state.reserved_requests, *scheduled(consumer)]:
+    """Return the requests of tasks with these ids that wait in a worker, for whatever reason."""
+    reserved = worker.state.reserved_requests
+    for request in [*reserved, *scheduled(consumer), *limited(consumer)]:
         if request.id in ids and request not in worker.state.active_requests:
             yield request._context  # noqa: SLF001 -- Celery has no public name
 
@@ -251,3 +267,9 @@ def scheduled(consumer: Consumer) -> list[Request]:
     """Return the requests that wait in a worker for their ETA; its timer alone has them."""
     given = [one for due in consumer.timer.schedule.queue for one in due.entry.args or ()]
     return [one for one in given if isinstance(one, Request)]
+
+
+def limited(consumer: Consumer) -> list[Request]:
+    """Return the requests that wait in a worker for its ``rate_limit``, Celery's own."""
+    buckets = [one for one in list(consumer.task_buckets.values()) if one is not None]
+    return [request for bucket in buckets for request, _ in list(bucket.contents)]

@@ -22,7 +22,7 @@ from celery.app.task import Context
 from celery.exceptions import InvalidTaskError
 
 from celery_dislock.exceptions import DislockError
-from celery_dislock.hooks import watch_consumer
+from celery_dislock.hooks import wrap_methods
 from celery_dislock.messages.headers import HEADER, Notes, own_turn
 from celery_dislock.messages.message import result_is_ignored
 from celery_dislock.parking.process import runtime_of
@@ -73,7 +73,7 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
             name: partial(self.dropping, nth=nth, tells=tells)
             for name, (nth, tells) in DROPS.items()
         }
-        watch_consumer(consumer, {**wrapping, "update_strategies": self.looking})
+        wrap_methods(consumer, {**wrapping, "update_strategies": self.looking})
 
     def dropping(self, drop: Callable[..., Any], nth: int, *, tells: bool) -> Callable[..., Any]:
         """Wrap a method that drops messages, so that parked tasks leave their lines.

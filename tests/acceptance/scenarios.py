@@ -166,9 +166,12 @@ def compute_until(key: str, gate: str) -> dict[str, Any]:
 
 
 def keep_the_gil(key: str, seconds: float) -> dict[str, Any]:
-    """Let no other thread of this process run for some seconds."""
+    """Let no other thread of this process run for some seconds, whatever signal comes."""
     with reported(key):
-        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        mutex, until = ctypes.create_string_buffer(64), int((time.time() + seconds) * 1e9)
+        deadline = (ctypes.c_long * 2)(*divmod(until, 10**9))
+        for _ in range(2):
+            ctypes.PyDLL(None).pthread_mutex_timedlock(mutex, deadline)
         return lease_in_words()
 
 
@@ -516,6 +519,7 @@ UNTIL_END = {"lock_unique_until": "end"}
 REPLACE = {"lock_on_duplicate": "replace"}
 unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
 unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
+unique_and_limited = locked("unique_and_limited", do_little, rate_limit="1/h", **UNTIL_END)
 # The debounce of docs/how-to/send-once.md.
 index = locked("index", stay_as_edition, lock_replace_for=LONG, **UNTIL_START, **REPLACE)
 

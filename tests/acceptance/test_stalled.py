@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
+from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
@@ -100,3 +101,41 @@ def test_a_warm_shutdown_goes_on_renewing(start_fleet, scene):
     worker.wait_until_it_ends()
     assert result.get(timeout=LIMIT)["held"] is True
     assert not fleet.says("is lost", scene.key)
+
+
+@PREFORK
+def test_a_body_that_is_terminated_keeps_its_lock_while_it_holds_the_gil(fleet, scene):
+    """It hears of the signal when it gives the GIL back; until then nobody else gets the lock."""
+    result = fleet.send(scenarios.hold_the_gil, scene.key, 4 * BRIEF)
+    pid = scene.wait_for_report("begin")["pid"]
+    wait_for("it is known to run", fleet.leases)
+    fleet.revoke(result.id, terminate=True, reply=True)
+    wait_until_outlived(scene)
+    scene.assert_others_stay_out(fleet, result)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=LIMIT)
+    scene.wait_until_free()
+    scene.assert_exclusive([pid])
+
+
+@pytest.mark.parametrize("soft", [0.0, 4 * BRIEF], ids=["cold", "soft"])
+@pytest.mark.parametrize("how", ["SIGSTOP", "the GIL"])
+def test_a_worker_that_ends_its_tasks_goes_on_renewing(start_fleet, scene, how, soft):
+    """It keeps the lock of a body that holds the GIL or stands still, until that has ended."""
+    fleet = start_fleet("prefork", "--dislock", conf={"worker_soft_shutdown_timeout": soft})
+    (worker,) = fleet.workers
+    if how == "SIGSTOP":
+        fleet.send(scenarios.hold_renewed, scene.key)
+        standing_still = stopped(scene)
+    else:
+        fleet.send(scenarios.hold_the_gil, scene.key, 4 * BRIEF)
+        standing_still = nullcontext()
+    pid = scene.wait_for_report("begin")["pid"]
+    with standing_still:
+        worker.process.send_signal(signal.SIGQUIT)
+        worker.wait_until_it_says("Soft Shutdown" if soft else "Hitting Ctrl+C again")
+        wait_until_outlived(scene)
+    worker.wait_until_it_ends()
+    assert not fleet.says("is lost", scene.key)
+    scene.wait_until_free()
+    scene.assert_exclusive([pid])
