@@ -287,7 +287,7 @@ def store_started(task: Task, request: Context) -> None:
     Raises:
         Exception: Any error of the result backend's client.
     """
-    if tracks_start(task) and not (request.is_eager or result_is_ignored(task, request)):
+    if not (request.is_eager or result_is_ignored(task, request)):
         meta = {"pid": os.getpid(), "hostname": request.hostname}
         task.backend.store_result(request.id, meta, states.STARTED, request=request)
 

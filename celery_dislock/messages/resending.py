@@ -121,9 +121,8 @@ def numbered(options: dict[str, Any]) -> dict[str, Any]:
     Args:
         options: Options of Celery's ``send_task``.
     """
-    number = options.get(REPLACEMENTS)
-    headers = options.get("headers") or {}
-    return {**options, "headers": {**dict(headers), REPLACEMENTS: number}} if number else options
+    number, headers = options.get(REPLACEMENTS), dict(options.get("headers") or {})
+    return {**options, "headers": {**headers, REPLACEMENTS: number}} if number else options
 
 
 def postponed(options: dict[str, Any], most: float) -> dict[str, Any]:

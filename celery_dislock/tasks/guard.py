@@ -33,7 +33,7 @@ from celery_dislock.messages.headers import (
     reservation_of,
     sent_of,
 )
-from celery_dislock.messages.message import store_started
+from celery_dislock.messages.message import BY_GUARD, store_started
 from celery_dislock.servers.bridge import wait_for
 from celery_dislock.servers.records import Conflict, describe
 from celery_dislock.servers.replies import Replaced
@@ -168,7 +168,8 @@ class Guard:
         self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run the body where locks are off; an ``async def`` one as :meth:`run_async` does."""
-        store_started(task, request)
+        if task.track_started is BY_GUARD:
+            store_started(task, request)
         if self.is_async and request.is_eager:
             return _await_all(body, *args, **kwargs)
         return body(*args, **kwargs)
@@ -188,7 +189,8 @@ class Guard:
                 caller.hold(CallerLease(delivery.lock, lease, execution=True))
                 if self._interrupts:
                     body = partial(_interrupted, lease, body)
-            store_started(delivery.task, delivery.request)
+            if delivery.task.track_started is BY_GUARD:
+                store_started(delivery.task, delivery.request)
             result = body()
             if hasattr(type(result), "__await__"):
                 self._refuse_awaitable(result)

@@ -57,7 +57,7 @@ from celery_dislock.messages.headers import (
     with_notes,
 )
 from celery_dislock.messages.message import AS_IT_CAME
-from celery_dislock.messages.resending import in_time, numbered, postponed, retried
+from celery_dislock.messages.resending import REPLACEMENTS, in_time, numbered, postponed, retried
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.servers.server import Outage
@@ -162,7 +162,7 @@ class Sending(NamedTuple):
         """Publish the message, or run the task; report *outcome* to those who watch, if given."""
         if outcome:
             self.count_as(outcome)
-        if not self.eager:
+        if not self.eager and any(map(options.get, ("eta", "countdown", REPLACEMENTS))):
             options = numbered(in_time(self.app, options))
         return self.publish(**options)
 
