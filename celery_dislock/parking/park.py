@@ -117,8 +117,8 @@ class Parking:
         if not delivery.came_before:  # somebody has sent it anew, under the same id
             delivery.end_reservation()  # not that of a retry, which has the same
         #: INFO `Task … acknowledged unrun: it has run under lock … before.`: A second copy of a
-        #: parked task. -> If it comes often, the workers of its queue take longer than a turn
-        #: lasts.
+        #: parked task, or of one that has ended. -> If it comes often, the workers of its queue
+        #: take longer than a turn lasts.
         acknowledge(delivery, f"it has run under lock {delivery.lock.key!r} before")
 
     def park(self, conflict: Conflict, bounds: Bounds) -> Lease | Conflict:

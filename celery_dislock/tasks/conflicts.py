@@ -131,8 +131,31 @@ def _warn_of_wait(name: str, key: str, hint: str) -> None:
     logger.warning("Tasks %s are parked for lock %r: %s.", name, key, hint)
 
 
+def _leave_end(delivery: Delivery) -> None:
+    """
+    Acknowledge a copy that is about to end unrun, if its result says that its task has ended.
+
+    Another end would overwrite that one, and a chord would count one member twice.
+
+    Raises:
+        Ignore: The copy is acknowledged.
+    """
+    backend = delivery.task.backend
+    # Reading a result that is sent as a message would consume it.
+    if not (delivery.came_before and backend.persistent):
+        return
+    try:
+        state = backend.get_state(delivery.id)
+    except Exception:  # noqa: BLE001 -- any of the backend's client; or there are no results
+        return
+    if state in {states.SUCCESS, states.FAILURE}:
+        delivery.end_reservation()
+        acknowledge(delivery, f"it has run under lock {delivery.lock.key!r} before")
+
+
 def _skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Skip the task: store REVOKED, and notify its chord and the rest of its chain."""
+    _leave_end(asking.delivery)
     skip(asking.delivery, str(_error(asking.delivery, conflict)))
 
 
@@ -159,6 +182,7 @@ def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess
 
 def fail(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Fail with a LockHeldError that names the holder."""
+    _leave_end(asking.delivery)
     asking.delivery.end_reservation()
     #: ERROR `Task … raised unexpected: LockHeldError(…)`: Of Celery: a conflict with "raise", or
     #: with "wait" or "retry" after their maximum time. -> Allow more time;
@@ -255,6 +279,7 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
 def reject(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Reject the message without requeueing, so that its queue may dead-letter it."""
     delivery = asking.delivery
+    _leave_end(delivery)
     error = _error(delivery, conflict)
     rejection = Reject(str(error), requeue=False)
     delivery.end_reservation()

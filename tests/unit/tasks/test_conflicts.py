@@ -301,6 +301,34 @@ def test_a_copy_of_the_holder_is_put_off_whatever_the_strategy(app, broker, stra
     assert stored(app)[0] == "SUCCESS"  # of the first delivery
 
 
+@pytest.mark.parametrize(
+    "came", [{"delivery_info": {"redelivered": True}}, {"notes": {"put_off": 1}}]
+)
+@pytest.mark.parametrize("strategy", ["skip", "raise", "reject", "wait"])
+def test_a_copy_does_not_end_what_has_ended(app, broker, strategy, came):
+    """It would be REVOKED, or fail once more, and its chord would count one member twice."""
+    app.backend.mark_as_failure("2", ValueError("no"))
+    task = refused(app, strategy)
+    with held(app, **ALL_DAY):
+        info = deliver(task, "2", **came).info
+        assert (info.state, str(info.retval)) == ("IGNORED", "it has run under lock 'k' before")
+        assert (stored(app)[0], str(stored(app)[1])) == ("FAILURE", "no")
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_copy_whose_end_cannot_be_read_is_ended(app, monkeypatch, persistent):
+    """The result backend is away, or reading would consume the result: no caller waits for ever."""
+
+    def away(_):
+        raise ConnectionError
+
+    monkeypatch.setattr(app.backend, "get_state", away if persistent else pytest.fail)
+    monkeypatch.setattr(app.backend, "persistent", persistent)
+    with held(app):
+        deliver(refused(app, "skip"), "2", delivery_info={"redelivered": True})
+    assert stored(app)[0] == "REVOKED"
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_message_that_was_broadcast_is_not_sent_again(app, broker, strategy, caplog):
     """Each worker has a copy of it, and would get one more of each that is put off."""
