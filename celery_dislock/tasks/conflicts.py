@@ -23,6 +23,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_dislock.config.options import IN_LINE
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import shown_id, task_id_of_reserved, task_name
+from celery_dislock.locks.interruption import THROWN
 from celery_dislock.messages.message import TaskParked, store_end
 from celery_dislock.messages.unrun import (
     PUT_OFF_FIRST,
@@ -146,6 +147,8 @@ def _leave_end(delivery: Delivery) -> None:
         return
     try:
         state = backend.get_state(delivery.id)
+    except THROWN:
+        raise
     except Exception:  # noqa: BLE001 -- any of the backend's client; or there are no results
         return
     if state in {states.SUCCESS, states.FAILURE}:
