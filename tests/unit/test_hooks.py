@@ -139,12 +139,13 @@ def test_a_list_of_tasks_is_revoked_at_once(app, broker, monkeypatch):
         (["b"], "reserved", False),
         (["1"], "active", False),
         (["1"], "timer", True),
+        (["1"], "limited", True),
     ],
 )
 def test_a_worker_that_is_told_frees_the_key_of_what_it_has(
     app, broker, monkeypatch, ids, where, frees
 ):
-    """Of a message that was prefetched, or waits for its ETA, which is in no list of Celery's.
+    """Of a message that was prefetched, or waits for its ETA or its ``rate_limit``.
 
     Its task may not begin for hours.  The key is free before the result is stored.
     """
@@ -156,11 +157,15 @@ def test_a_worker_that_is_told_frees_the_key_of_what_it_has(
         for args, of in entries
         if of in {"", where}
     ]
+    limited = [(request, 1)] if where == "limited" else []
     told = SimpleNamespace(
         app=app,
-        reserved_requests=[request] if where != "timer" else [],
+        reserved_requests=[request] if where in {"reserved", "active"} else [],
         active_requests=[request] if where == "active" else [],
-        consumer=SimpleNamespace(timer=SimpleNamespace(schedule=SimpleNamespace(queue=queue))),
+        consumer=SimpleNamespace(
+            timer=SimpleNamespace(schedule=SimpleNamespace(queue=queue)),
+            task_buckets={"free": None, "limited": SimpleNamespace(contents=limited)},
+        ),
     )
     freed = []
 
