@@ -119,7 +119,7 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
     if holder.superseded is not None:
         facts.append(f"lock server: task {plain(holder.superseded)} waits for it to end")
         about["superseded"] = holder.superseded
-        remedy = f"It is cancelled. If it does not end: {free}"
+        remedy = f"It is cancelled if its task has a lock_on_cancel. If it goes on: {free}"
     if hung is not None:
         facts.append(f"lock server: {hung.row.what}")
         remedy = filled(hung.row.remedy, KEY=lock.argument)

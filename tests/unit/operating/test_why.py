@@ -101,12 +101,12 @@ def test_it_runs_with_a_fixed_expiry(why, server):
 
 
 def test_it_is_cancelled(why, server):
-    """A newer task waits for it, and its body has not ended yet."""
+    """A newer task waits for it; its body has not ended yet, or is not told to end."""
     server.put(lock("k", holders=[holder(superseded="id-2")], waiting=1))
     answer = why("id-1")
     assert "lock server: task id-2 waits for it to end" in answer["rests_on"]
     assert answer["about"]["superseded"] == "id-2"
-    assert answer["remedy"].startswith("It is cancelled.")
+    assert answer["remedy"].startswith("It is cancelled if its task has a lock_on_cancel.")
 
 
 def test_it_may_hang(why, server):
