@@ -7,11 +7,11 @@ nothing is concluded from that.
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import ENCODED
@@ -135,22 +135,18 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
     Raises:
         Exception: What *ask* raises; TimeoutError: no answer in time.
     """
-    told: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+    answer: Future[T] = Future()
 
     def tell() -> None:
         try:
-            told.put((ask(), None))
+            answer.set_result(ask())
         except Exception as exc:  # noqa: BLE001 -- of any broker, for the caller
-            told.put((None, exc))
+            answer.set_exception(exc)
 
     Thread(target=tell, name="dislock-broker", daemon=True).start()
-    try:
-        answer, error = told.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return cast("T", answer)
+    if not wait([answer], seconds).done:
+        raise TimeoutError
+    return answer.result()
 
 
 def _lengths(app: Celery, queues: Iterable[str]) -> dict[str, int]:
