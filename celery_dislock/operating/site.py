@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.servers.overview import Overview
 
+WORKERS_WITHIN = 1.0  # seconds for the workers' answers
 ANSWERS_WITHIN = 4.0  # seconds for the broker, which may be slower than a lock server
 T = TypeVar("T")
 NO_QUEUE = "404"  # AMQP's code; some transports have no queue without messages

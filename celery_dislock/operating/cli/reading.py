@@ -124,7 +124,7 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
             lines = ",\n ".join(to_json(as_dict(row), default=str) for row in listed)
             click.echo(f"[{lines}]")
         elif listed:
-            write_table(LS_COLUMNS, ((row,) for row in listed))
+            write_table(LS_COLUMNS, listed)
         else:
             tell("No lock matches.")
 
@@ -366,7 +366,7 @@ def _write_line(lock: LockState, *, several: bool) -> None:
         return
     places = (*lock.turns, *lock.line)
     passes_several = any(one.stations for one in places)
-    write_table(STATION_COLUMNS if passes_several else LINE_COLUMNS, [(one,) for one in places])
+    write_table(STATION_COLUMNS if passes_several else LINE_COLUMNS, places)
     for told in [] if lock.rate is None else _rate_lines(lock.rate):
         tell(told.strip())
     last = lock.line[-1].place if lock.line else 0

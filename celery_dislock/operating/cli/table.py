@@ -32,7 +32,7 @@ def columns() -> int:
 
 
 def table(
-    cells_of: Mapping[str, Callable[..., object]], rows: Iterable[tuple[Any, ...]], width: int
+    cells_of: Mapping[str, Callable[..., object]], rows: Iterable[Any], width: int
 ) -> list[str]:
     """
     Return the lines of a table, the headings first.
@@ -44,7 +44,7 @@ def table(
     """
     kept = list(rows)
     found = [
-        [heading, *(plain(cell(*row) or NOTHING) for row in kept)]
+        [heading, *(plain(cell(row) or NOTHING) for row in kept)]
         for heading, cell in cells_of.items()
     ]
     room = width - len(GAP) * (len(found) - 1)
