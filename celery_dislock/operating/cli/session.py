@@ -43,7 +43,7 @@ NO_SERVER = (
 ELSEWHERE = "its locks are inside the process that uses them, and no command can see them"
 
 as_json = click.option("--json", "json_", is_flag=True, help="Write JSON, for programs.")
-within = partial(
+within = partial(  # the option of commands that ask the workers
     click.option,
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),

@@ -52,8 +52,8 @@ def table(
     found = _shortened(found, room, _cut)
     filled = []
     for cells in found:
-        wide, measure = _widest(cells), _measure(cells)
-        filled.append([one + " " * (wide - measure(one)) for one in cells])
+        wide = _widest(cells)
+        filled.append([one + " " * (wide - width_of(one)) for one in cells])
     return [GAP.join(line).rstrip() for line in zip(*filled, strict=True)]
 
 
@@ -71,12 +71,8 @@ def _shortened(
     ]
 
 
-def _measure(cells: Sequence[str]) -> Callable[[str], int]:
-    return len if "".join(cells).isascii() else width_of
-
-
 def _widest(cells: Sequence[str]) -> int:
-    return max(map(_measure(cells), cells))
+    return max(map(width_of, cells))
 
 
 def _cut(cells: list[str], most: int) -> list[str]:
