@@ -141,7 +141,7 @@ def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa
     """
     with session(context) as opened:
         site = opened.site
-        locks = look_at_all(site.overview, which.names(opened))
+        locks = look_at_all(site.overview.server, which.names(opened))
         troubles = [troubles_of(lock, site) for lock in locks]
         if json_:
             names = ([one.name for one in found] for found in troubles)
