@@ -69,7 +69,7 @@ class AppLocks:
     @property
     def site(self) -> Site:
         """What is known beside the locks, asked anew."""
-        return Site(self.overview, self.runtime.settings.dislock_prefix, self.app)
+        return Site(self.overview, self.app)
 
     @property
     def actions(self) -> Actions:

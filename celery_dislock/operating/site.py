@@ -54,13 +54,11 @@ class Site:
 
     Args:
         overview: Reads the locks.
-        prefix: ``dislock_prefix``.
         app: The app; None: the locks have none.
     """
 
-    def __init__(self, overview: Overview, prefix: str, app: Celery | None = None) -> None:
+    def __init__(self, overview: Overview, app: Celery | None = None) -> None:
         self.overview = overview
-        self._prefix = prefix
         self._app = app
         self._swept: dict[str, bool] = {}
         self._unique: list[UniqueTask] | None = None
@@ -71,7 +69,7 @@ class Site:
         if home not in self._swept:
             self._swept[home] = True
             with suppress(StoreError):
-                found = self.overview.lock(sweep_lock(self._prefix, home), most=0)
+                found = self.overview.lock(sweep_lock(self.overview.prefix, home), most=0)
                 self._swept[home] = bool(found.holders)
         return self._swept[home]
 

@@ -170,9 +170,8 @@ class Collector:
                 yield name.removeprefix(counts_of(prefix, "")), dict(_fields(reply[0]))
 
     def _add_gauges(self, values: Values, server: Server) -> None:
-        prefix = self._runtime.settings.dislock_prefix
-        overview = Overview(server, prefix)
-        site = Site(overview, prefix)
+        overview = Overview(server, self._runtime.settings.dislock_prefix)
+        site = Site(overview)
         failed: list[StoreError] = []
         found: dict[str, dict[Labels, float]] = defaultdict(dict)
         names: set[str] = set()
