@@ -628,10 +628,7 @@ class History:
 
     def sweeping(self, process: Process) -> None:
         """Sweep the lines, as the worker does."""
-        sweep = Sweep(
-            process.parking, process.parking.sweep_name, process.name, TIMEOUT / 3,
-            clock=self.net.clock,
-        )  # fmt: skip
+        sweep = Sweep(process.parking, process.name, TIMEOUT / 3, clock=self.net.clock)
         while True:
             stop(Wait(self.net.time + TIMEOUT / 3))
             sweep.step()
