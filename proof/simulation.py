@@ -457,7 +457,7 @@ class History:
             dropped = parking.lines.drop(lock, ticket, json.dumps({REPLACED: DROPPED})[1:-1])
             if dropped is not None:
                 self.take_overs.excused.add(ticket.partition(":")[0])
-                parking.tell_replaced(lock, {ticket: dropped.message})
+                parking.publisher.tell_replaced(lock, {ticket: dropped.message})
 
     # Threads.
 

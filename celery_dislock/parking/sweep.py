@@ -172,14 +172,15 @@ class Sweep:
         return now + (this.until - now) / (left + 1)
 
     def _sweep(self, found: Mapping[str, bytes]) -> None:
-        process = self._process
+        process, publisher = self._process, self._process.publisher
         for lock, swept in process.lines.sweep(list(found)).items():
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)
                 continue
-            if swept.replaced and (told := process.tell_replaced(lock, swept.replaced)):
+            if swept.replaced and (told := publisher.tell_replaced(lock, swept.replaced)):
                 self.tell(told)
-            process.end_unclaimed(lock, swept.unclaimed)
+            if swept.unclaimed:
+                publisher.end_unclaimed(lock, swept.unclaimed)
             for circle in swept.circles:
                 #: WARNING: Two tasks, or two versions of the code, pass the same keys in different
                 #: orders; one comes again last. -> Give the keys the same limits in all tasks;

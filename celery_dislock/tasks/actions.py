@@ -227,7 +227,8 @@ class Actions:
             headers = Message.from_bytes(dropped.message).headers
             process.end_reservation(Context(headers))
         if dropped.ours:
-            tell_revoked(self._app, process.tell_replaced(home, {ticket: dropped.message}))
+            ended = process.publisher.tell_replaced(home, {ticket: dropped.message})
+            tell_revoked(self._app, ended)
         return True
 
     def put_back(self, name: str, ticket: str = "") -> Iterator[tuple[str, str]]:
