@@ -323,6 +323,7 @@ def _holder(
     now_ms: int, owner: bytes, expires: int, token: bytes, mode: bytes, holder: bytes, acquired: int
 ) -> Holder:
     about = holder_of(holder)
+    waits, by = (bounded_text(about.get(name)) for name in ("waits", "superseded"))
     remaining, held = (expires - now_ms) / 1000, (now_ms - acquired) / 1000
     return Holder(
         owner=text(owner).removeprefix("~"),
@@ -334,10 +335,8 @@ def _holder(
         renewed=None if owner.startswith(b"~") else renewed_ago(about, remaining, held),
         expiring=owner.startswith(b"~"),
         turn="parked" in about,
-        waits=key_of(waits) if (waits := bounded_text(about.get("waits"))) else None,
-        superseded=task_id_of_reserved(by)
-        if (by := bounded_text(about.get("superseded")))
-        else None,
+        waits=key_of(waits) if waits else None,
+        superseded=task_id_of_reserved(by) if by else None,
         who=in_words(about),
         pid=pid if type(pid := about.get("pid")) is int else None,
         **{name: bounded_text(about.get(name)) for name in _TEXTS},

@@ -292,9 +292,8 @@ class Actions:
             SettingsError: Several independent servers admit one lease at most.
             StoreError: The server did not answer.  The limit may have been set.
         """
-        server = self._process.store.lock_server
-        if (limit or 0) > 1 and not server.keeps_lines:
-            raise SettingsError(key_of(name), "limit", limit, ONLY_EXCLUSIVE)
+        if (limit or 0) > 1:
+            self._refuse_several(name, "limit", limit)
         return self._process.lines.limit(name, limit, ttl=seconds or 0.0, note=one_line(note))
 
     def rate(

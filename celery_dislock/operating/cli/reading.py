@@ -244,11 +244,7 @@ def holder_lines(holder: Holder) -> Iterator[str]:
         "thread": None if leads else holder.thread,
         "worker": None if holder.thread else holder.worker,
         "process": f"{holder.pid} on {host or '?'}" if holder.pid else None,
-        "leads for"
-        if leads
-        else "kept for"
-        if holder.is_kept
-        else "held for": f"{for_people(holder.held)}, since {since}",
+        f"{'leads' if leads else how} for": f"{for_people(holder.held)}, since {since}",
         "mode": holder.mode if holder.mode != "exclusive" else None,
         "lease": _lease_in_words(holder),
         "newer": holder.superseded and f"task {holder.superseded}, which waits for this one to end",

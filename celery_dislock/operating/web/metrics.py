@@ -212,9 +212,8 @@ def _add_counted(values: Values, counts: Mapping[str, Mapping[str, int]]) -> Non
                 if word in PARTS:
                     parts[PARTS.index(word)] = number
             else:
-                of_metric[(task, worker, word) if OUTCOME in metric.labels else (task, worker)] = (
-                    number
-                )
+                labels = (task, worker, word) if OUTCOME in metric.labels else (task, worker)
+                of_metric[labels] = number
 
 
 def _bounded(given: str | None, names: set[str]) -> str:
