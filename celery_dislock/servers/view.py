@@ -193,11 +193,6 @@ class LockState(NamedTuple):
         return "--task NAME --args ARGUMENTS" if are_several else as_argument(self.key)
 
     @property
-    def is_overdue(self) -> bool:
-        """Whether a holder has missed two renewals."""
-        return any(holder.is_overdue for holder in self.holders)
-
-    @property
     def is_paused(self) -> bool:
         """Whether an operator admits nobody."""
         return self.limit == 0
