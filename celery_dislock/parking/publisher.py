@@ -88,7 +88,8 @@ class Publisher:
                 readable.append((turn, Message.from_bytes(written)))
             except ValueError as exc:
                 if written:
-                    self.lines.set_aside((lock, ticket), ticket, exc, hand_over=pending.extend)
+                    lines = self.lines.handing_to(pending.extend)
+                    lines.set_aside((lock, ticket), ticket, exc)
                 else:  # the script has set it aside
                     log_unrunnable(ticket, lock, exc)
         for nth, (turn, message) in enumerate(readable):
@@ -141,9 +142,7 @@ class Publisher:
                     store_end(task, request, TaskRevokedError(reason), states.REVOKED)
                 else:  # a worker that knows the task notifies its chord and chain
                     publish(self._app, message, {REPLACED: reason})
-                if (
-                    self.lines.leave(lock, ticket) == HAS_LEFT and known
-                ):  # otherwise that worker logs it
+                if self.lines.leave(lock, ticket) == HAS_LEFT and known:  # else that worker logs it
                     #: INFO `Task … skipped: a newer task took its place in line for lock …. It does
                     #: not run.`: The line was full, with `lock_queue_overflow="replace"`.
                     #: INFO `Task … skipped: dropped by an operator from the line for lock …. It
