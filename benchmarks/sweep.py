@@ -144,7 +144,8 @@ class Bench:
         self._process = Runtime(lambda: {"dislock_url": url}, self.publisher).new_process()
         self._owners = fill(self._process)
         self.watched = self._process.lines = Watched(self._process.lines)
-        self._sweep = Sweep(self._process, "dislock:sweep:{bench}", "bench", EVERY)
+        self._process.sweep_name = "dislock:sweep:{bench}"
+        self._sweep = Sweep(self._process, "bench", EVERY)
         self._due = time.monotonic()
         self._wire: redis.Connection = client.connection_pool.get_connection()
         self._wire.send_command("SCRIPT", "LOAD", SWEEP.text)

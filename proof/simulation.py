@@ -457,7 +457,7 @@ class History:
             dropped = parking.lines.drop(lock, ticket, json.dumps({REPLACED: DROPPED})[1:-1])
             if dropped is not None:
                 self.take_overs.excused.add(ticket.partition(":")[0])
-                parking.tell_replaced(lock, {ticket: dropped.message})
+                parking.publisher.tell_replaced(lock, {ticket: dropped.message})
 
     # Threads.
 
@@ -628,10 +628,7 @@ class History:
 
     def sweeping(self, process: Process) -> None:
         """Sweep the lines, as the worker does."""
-        sweep = Sweep(
-            process.parking, process.parking.sweep_name, process.name, TIMEOUT / 3,
-            clock=self.net.clock,
-        )  # fmt: skip
+        sweep = Sweep(process.parking, process.name, TIMEOUT / 3, clock=self.net.clock)
         while True:
             stop(Wait(self.net.time + TIMEOUT / 3))
             sweep.step()

@@ -32,7 +32,6 @@ from celery_dislock.messages import headers as message_headers
 from celery_dislock.messages import unrun
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.parking.process import ParkingProcess
-from celery_dislock.parking.publisher import Publisher
 from celery_dislock.tasks import acquisition, conflicts, guard, request, sending
 from celery_dislock.worker import stalled
 from proof.simulated import Interrupted, Net, Process, Wait, sleep_in, stop_if_actor
@@ -160,9 +159,10 @@ class Worker:
         self.commands = commands
         self.results.told = told
         self.runtime.inside = process
-        process.parking = parking = WorkerProcess(self.app.conf, AppSettings(), Publisher(self.app))
+        process.parking = parking = WorkerProcess(self.app.conf, AppSettings(), self.app)
         parking.store = parking.loop_store = parking.__dict__["quick_store"] = process.store
-        parking.lines, parking.watchdog = process.lines, process.watchdog
+        parking.lines = parking.publisher.lines = process.lines
+        parking.watchdog = process.watchdog
         parking.channel = process.channel
         vars(parking).update(pid=process.number, owner_name=process.owner_name)
         self.app.__dict__["_dislock_sender"] = sending.Sender(

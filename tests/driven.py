@@ -427,8 +427,7 @@ class Shop:
 
     def sweeper(self, worker: str = "w1@here", **options: Any) -> Sweep:
         """Return the sweep of one worker."""
-        process = runtime_of(self.app).new_process()
-        return Sweep(process, process.sweep_name, worker, 10.0, **options)
+        return Sweep(runtime_of(self.app).new_process(), worker, 10.0, **options)
 
     def clock(self) -> float:
         """Return the seconds of the lock server's clock."""

@@ -6,17 +6,18 @@ options of a task under a shorter name; if one is not given, the app's setting f
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
-from celery_dislock.config.options import TaskOptions
-from celery_dislock.config.settings import refuse_unknown, task_options
+from celery_dislock.config.settings import OPTIONS, refuse_unknown, task_options
 from celery_dislock.config.values import seconds, yes_or_no
 from celery_dislock.exceptions import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from datetime import timedelta
+
+    from celery_dislock.config.options import TaskOptions
 
 
 class PlainOptions(TypedDict, total=False):
@@ -51,7 +52,6 @@ class Plain(NamedTuple):
     stated: Collection[str]
 
 
-OF_TASKS = {field.name for field in fields(TaskOptions)}
 CHECKS = {"timeout": seconds(at_least=0), "fair": yes_or_no}  # of options that no task has
 
 # Names that other libraries have for an option, and what to give instead.
@@ -68,7 +68,7 @@ MEANT = {
 
 def of_task(name: str) -> str:
     """Return the name that an option of a lock in plain Python has as an option of a task."""
-    return name if name in OF_TASKS else f"lock_{name}"
+    return name if name in OPTIONS else f"lock_{name}"
 
 
 def plain_options(

@@ -115,10 +115,8 @@ def setting_name(option: str) -> str | None:
     return "dislock_" + option.removeprefix("lock_")
 
 
-_OPTIONS = {f.name for f in fields(TaskOptions)}
-_SETTINGS = {f.name for f in fields(AppSettings)} | {
-    name for f in fields(TaskOptions) if (name := setting_name(f.name))
-}
+OPTIONS = [f.name for f in fields(TaskOptions)]  # names of all options of a task
+_SETTINGS = {f.name for f in fields(AppSettings)} | set(filter(None, map(setting_name, OPTIONS)))
 
 
 def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any]) -> TaskOptions:
@@ -156,15 +154,14 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
 
 
 def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
-    known = [f.name for f in fields(TaskOptions)]
     for name, value in declared.items():
         if name in OF_OTHERS:
             library, ours = OF_OTHERS[name]
             remedy = f"an option of {library}, without effect here: {ours}; see {MIGRATING}"
             raise refused(owner, name, value, remedy)
         meant = name.startswith("lock_") or name in MEANT
-        if meant or get_close_matches(name, known, 1, NEAR_MISS):
-            refuse_unknown(owner, {name: value}, known, MEANT)
+        if meant or get_close_matches(name, OPTIONS, 1, NEAR_MISS):
+            refuse_unknown(owner, {name: value}, OPTIONS, MEANT)
 
 
 def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOptions) -> None:
@@ -410,7 +407,7 @@ def _split(given: str) -> tuple[str, str] | None:
     for before in ("", lower.partition("_")[0] + "_"):
         if before or given.islower():  # others are the project's constants
             name = lower.removeprefix(before)
-            near = setting_name(name) or name if name in _OPTIONS else _near(name)
+            near = setting_name(name) or name if name in OPTIONS else _near(name)
             if near:
                 return before, near
     return None

@@ -211,9 +211,7 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
         SettingsError: None of them is a Redis, or ``dislock_url`` is no usable URL.
     """
     url = conf.get("dislock_url")
-    if isinstance(url, (list, tuple)):
-        return url, {}
-    if url == MEMORY:
+    if isinstance(url, (list, tuple)) or url == MEMORY:
         return url, {}
     if url and not url.startswith(SCHEMES):
         raise SettingsError("app.conf", "dislock_url", shown(url), URL_WANTED)

@@ -56,6 +56,8 @@ PRINTF = re.compile(r"%\(\w+\)[a-z]?|%[sdr](?!\w)")
 DOLLAR = re.compile(r"\$([A-Za-z_]\w*)")
 PLACEHOLDER = re.compile(r"<([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)>")  # in a key: nobody filled it in
 
+Bind = Callable[..., dict[str, Any]]  # returns the arguments of a call by name
+
 _TOKEN = re.compile(r"<<|>>|<([^<>]*)>|[<>]")
 _NOT_GIVEN = inspect.Parameter.empty
 
@@ -106,14 +108,36 @@ def key_builder(
     Raises:
         InvalidTemplate: *declared* cannot be used.
     """
-    if decorator is not None and not callable(declared):
-        plain = key_builder(declared, signature=signature, task_name=task_name)
-        return DecoratedKey(plain, declared, decorator, task_name)
+    if callable(declared):
+        return CallableKey(declared, signature, task_name)
+    bind = binder(signature, task_name)
+    if decorator is not None:
+        bind = _decorated(bind, declared, binder(decorator, task_name))
     if declared is None:
-        return DigestKey(task_name, signature)
-    if isinstance(declared, str):
-        return KeyTemplate(declared, signature, task_name)
-    return CallableKey(declared, signature, task_name)
+        return DigestKey(task_name, bind)
+    return KeyTemplate(declared, signature, bind)
+
+
+def _decorated(bind: Bind, template: str | None, of_call: Bind) -> Bind:
+    """
+    Bind the arguments of a function to which a decorator may give some of its own.
+
+    If a call lacks those, a *template* cannot be filled.  A digest is of what the call has.
+    """
+
+    def bound(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return bind(*args, **kwargs)
+        except TypeError as error:
+            if template is None:
+                return of_call(*args, **kwargs)
+            reason = (
+                f"{error}; if a decorator gives the task an argument, set the __signature__ of the "
+                "function that it returns, without that argument"
+            )
+            raise LockKeyError(template, None, reason) from error
+
+    return bound
 
 
 def key_of(lock: str) -> str:
@@ -137,12 +161,12 @@ class KeyTemplate:
     parameter is looked up in them.  ``<<`` and ``>>`` stand for ``<`` and ``>``.
     """
 
-    def __init__(self, template: str, signature: inspect.Signature, task_name: str) -> None:
+    def __init__(self, template: str, signature: inspect.Signature, bind: Bind) -> None:
         literals, paths = _parse(template, signature)
         names = [_split(path, signature) for path in paths]
         markers = _markers(literals, paths)
         self._template = template
-        self._bind = binder(signature, task_name)
+        self._bind = bind
         self._extra = keywords_name(signature)
         self._head = literals[0]
         self._slots = [
@@ -193,10 +217,8 @@ class KeyTemplate:
         return LockKeyError(self._template, path, reason)
 
 
-class CallableKey:
+class CallableKey(KeyBuilder):
     """A key that a user's callable returns; its exceptions are passed on unchanged."""
-
-    reads: frozenset[str] | None = None
 
     def __init__(
         self, function: Callable[..., str], signature: inspect.Signature, task_name: str
@@ -219,7 +241,7 @@ class CallableKey:
         return check_key(key, declared=self._name)
 
 
-class DigestKey:
+class DigestKey(KeyBuilder):
     """A key of the task's name and a digest of all its arguments, defaults applied.
 
     Unlike in a template, ``1``, ``"1"``, ``1.0``, ``True`` and None give different keys, because
@@ -227,12 +249,10 @@ class DigestKey:
     date or datetime and its text, and an Enum and its value, because serializers convert them.
     """
 
-    reads: frozenset[str] | None = None
-
-    def __init__(self, task_name: str, signature: inspect.Signature) -> None:
+    def __init__(self, task_name: str, bind: Bind) -> None:
         self._name = re.sub(f"[{ENCODED}]", percent_encoded, task_name)
         self._declared = f"{task_name}:<all arguments>"
-        self._bind = binder(signature, task_name)
+        self._bind = bind
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """Return the key of a call; see `KeyBuilder.key`."""
@@ -246,31 +266,6 @@ class DigestKey:
                 raise LockKeyError(self._declared, name, reason) from error
         key = f"{self._name}:{digest.hexdigest()[:DIGEST_CHARS]}"
         return check_key(key, declared=self._declared)
-
-
-class DecoratedKey:
-    """A key of a function whose decorator may give it arguments; a digest is of the call's own."""
-
-    def __init__(
-        self, plain: KeyBuilder, template: str | None, decorator: inspect.Signature, task_name: str
-    ) -> None:
-        self.reads = plain.reads
-        self._plain = plain
-        self._template = template
-        self._of_call = DigestKey(task_name, decorator)
-
-    def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-        """Return the key of a call; see `KeyBuilder.key`."""
-        try:
-            return self._plain.key(args, kwargs)
-        except TypeError as error:
-            if self._template is None:
-                return self._of_call.key(args, kwargs)
-            reason = (
-                f"{error}; if a decorator gives the task an argument, set the __signature__ of the "
-                "function that it returns, without that argument"
-            )
-            raise LockKeyError(self._template, None, reason) from error
 
 
 def _parse(template: str, signature: inspect.Signature) -> tuple[list[str], list[str]]:

@@ -157,8 +157,7 @@ class Channel:
             *(lease.key, in_words(lease.holder), reason, action),
         )
         try:
-            if lease.on_end is not None:
-                lease.on_end(lease, action)
+            lease.on_end(lease, action)
         finally:
             self._tell(lambda watcher: watcher.lost(lease))
             self._ended(lease)
@@ -174,8 +173,7 @@ class Channel:
             *(lease.key, in_words(lease.holder), lease.renewals, lease.remaining, action),
         )
         try:
-            if lease.on_end is not None:
-                lease.on_end(lease, action)
+            lease.on_end(lease, action)
         finally:
             self._tell(lambda watcher: watcher.capped(lease))
             signals.lock_capped.send(sender=lease.sender, lease=lease)
@@ -188,8 +186,7 @@ class Channel:
             *(plain(lease.superseded), lease.key, in_words(lease.holder), action),
         )
         try:
-            if lease.on_end is not None:
-                lease.on_end(lease, action)
+            lease.on_end(lease, action)
         finally:
             self.renewed(lease)
             if not lease.terminated:

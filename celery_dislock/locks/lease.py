@@ -127,7 +127,7 @@ class Lease:
         caller_ended: Returns whether nobody is left who could release the lock.  None: somebody is
             always left, as with the lock of a task, which ends with its execution.
         on_end: Called with the lease and an action, such as "raise", when the lease is lost or
-            capped, or a newer task waits for it; None: nobody has to be stopped.
+            capped, or a newer task waits for it; by itself it stops nobody.
         end: How the lease has ended; None: it has not.
     """
 
@@ -140,7 +140,7 @@ class Lease:
     reservation: Reservation | None = None
     end: End | None = None
     caller_ended: Callable[[], bool] | None = None
-    on_end: Callable[[Lease, str], None] | None = None
+    on_end: Callable[[Lease, str], None] = staticmethod(lambda _lease, _action: None)
     _reason = ""  # of a loss
 
     def __init__(

@@ -16,13 +16,13 @@ and interruptions belong in the thread of the application's hub, and reports are
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import threading
 from collections import deque
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -111,7 +111,7 @@ class Loop:
             # that was started here ends.
             self._current = current = _taken()
             self._beats_at, self._may_be_late = self.clock(), 0.0
-            _start_thread(partial(self._run, current), "dislock-watchdog")
+            _start_thread(partial(self._run, current))
             self._runs = True
 
     def stop(self) -> None:
@@ -123,7 +123,7 @@ class Loop:
             ran, self._runs = self._runs, False
             current, self._current = self._current, None
         self._ring()
-        if ran and self._ident != _original("_thread", "get_ident")():
+        if ran and self._ident != _original("get_ident")():
             current.acquire(timeout=STOP_WITHIN)
 
     def tick(self) -> float | None:
@@ -210,7 +210,7 @@ class Loop:
         self._report_to(partial(logger.error, message, doing, exc_info=exc))
 
     def _run(self, current: Any) -> None:
-        self._ident = _original("_thread", "get_ident")()
+        self._ident = _original("get_ident")()
         try:
             while self._current is current:
                 try:
@@ -253,7 +253,7 @@ def reentrant_lock() -> Any:
 
     A greenlet must not yield while it has the lock.
     """
-    return _original("_thread", "RLock")()
+    return _original("RLock")()
 
 
 def mutex() -> Any:
@@ -261,7 +261,7 @@ def mutex() -> Any:
 
     A greenlet must not yield while it has the lock, unless nobody waits for it.
     """
-    return _original("_thread", "allocate_lock")()
+    return _original("allocate_lock")()
 
 
 def _taken() -> Any:
@@ -270,25 +270,26 @@ def _taken() -> Any:
     return taken
 
 
-def _start_thread(run: Call, name: str) -> None:
+def _start_thread(run: Call) -> None:
     """Start a daemon thread; beside greenlets it has no name."""
     if patched_by():
-        _original("_thread", "start_new_thread")(run, ())
+        _original("start_new_thread")(run, ())
     else:
-        threading.Thread(target=run, name=name, daemon=True).start()
+        threading.Thread(target=run, name="dislock-watchdog", daemon=True).start()
 
 
-def _original(module: str, name: str) -> Any:
+def _original(name: str) -> Any:
+    """Return a function of the module _thread, which gevent and eventlet patch."""
     by = patched_by()
     if by == "gevent":
         from gevent.monkey import get_original  # noqa: PLC0415 -- optional
 
-        return get_original(module, name)
+        return get_original("_thread", name)
     if by == "eventlet":
         from eventlet.patcher import original  # noqa: PLC0415 -- optional
 
-        return getattr(original(module), name)
-    return getattr(import_module(module), name)
+        return getattr(original("_thread"), name)
+    return getattr(_thread, name)
 
 
 def at_once(call: Call) -> None:

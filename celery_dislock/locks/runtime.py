@@ -258,8 +258,7 @@ class Process:
         """
         if most is None:
             return Store(self._url, self._options)
-        given = (self._options.get(name) or most for name in TIMEOUTS)
-        short = {name: min(most, seconds) for name, seconds in zip(TIMEOUTS, given, strict=True)}
+        short = {name: min(most, self._options.get(name) or most) for name in TIMEOUTS}
         return Store(self._url, {**self._options, **short})
 
     @property

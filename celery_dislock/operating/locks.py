@@ -29,6 +29,7 @@ class AppLocks:
 
     Args:
         app: The Celery app, or its ``Dislock``.
+        within: Seconds to wait for each reply when locks are read; None: as the settings say.
 
     Attributes:
         app: The Celery app; None: the ``Dislock`` has none.
@@ -38,7 +39,7 @@ class AppLocks:
         SettingsError: It is neither.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, within: float | None = None) -> None:
         self.app: Any
         self.runtime: Runtime[ParkingProcess]
         if isinstance(app, Celery):
@@ -48,6 +49,7 @@ class AppLocks:
         else:
             given = in_place_of_app(app)
             raise SettingsError("locks", "app", given, "give a Celery app, or its Dislock")
+        self._within = within
         self._overviews: dict[ParkingProcess, Overview] = {}  # one; a forked process makes its own
 
     @property
@@ -61,7 +63,7 @@ class AppLocks:
         process = self.process
         overview = self._overviews.get(process)
         if overview is None:
-            server = process.new_store().lock_server
+            server = process.new_store(self._within).lock_server
             overview = Overview(server, process.settings.dislock_prefix)
             self._overviews = {process: overview}
         return overview
@@ -69,7 +71,7 @@ class AppLocks:
     @property
     def site(self) -> Site:
         """What is known beside the locks, asked anew."""
-        return Site(self.overview, self.runtime.settings.dislock_prefix, self.app)
+        return Site(self.overview, self.app)
 
     @property
     def actions(self) -> Actions:

@@ -7,11 +7,11 @@ nothing is concluded from that.
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import ENCODED
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.servers.overview import Overview
 
+WORKERS_WITHIN = 1.0  # seconds for the workers' answers
 ANSWERS_WITHIN = 4.0  # seconds for the broker, which may be slower than a lock server
 T = TypeVar("T")
 NO_QUEUE = "404"  # AMQP's code; some transports have no queue without messages
@@ -55,13 +56,11 @@ class Site:
 
     Args:
         overview: Reads the locks.
-        prefix: ``dislock_prefix``.
         app: The app; None: the locks have none.
     """
 
-    def __init__(self, overview: Overview, prefix: str, app: Celery | None = None) -> None:
+    def __init__(self, overview: Overview, app: Celery | None = None) -> None:
         self.overview = overview
-        self._prefix = prefix
         self._app = app
         self._swept: dict[str, bool] = {}
         self._unique: list[UniqueTask] | None = None
@@ -72,7 +71,7 @@ class Site:
         if home not in self._swept:
             self._swept[home] = True
             with suppress(StoreError):
-                found = self.overview.lock(sweep_lock(self._prefix, home), most=0)
+                found = self.overview.lock(sweep_lock(self.overview.prefix, home), most=0)
                 self._swept[home] = bool(found.holders)
         return self._swept[home]
 
@@ -138,22 +137,18 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
     Raises:
         Exception: What *ask* raises; TimeoutError: no answer in time.
     """
-    told: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+    answer: Future[T] = Future()
 
     def tell() -> None:
         try:
-            told.put((ask(), None))
+            answer.set_result(ask())
         except Exception as exc:  # noqa: BLE001 -- of any broker, for the caller
-            told.put((None, exc))
+            answer.set_exception(exc)
 
     Thread(target=tell, name="dislock-broker", daemon=True).start()
-    try:
-        answer, error = told.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return cast("T", answer)
+    if not wait([answer], seconds).done:
+        raise TimeoutError
+    return answer.result()
 
 
 def _lengths(app: Celery, queues: Iterable[str]) -> dict[str, int]:

@@ -93,7 +93,7 @@ class Parking:
             delivery.logged(parked, f"{parked}.")
             if answer.replaced:
                 its = lock.names[0], answer.replaced
-                parked.replaced = self._process.tell_replaced(*its, by=str(delivery.id))
+                parked.replaced = self._process.publisher.tell_replaced(*its, str(delivery.id))
             parked.told = answer.told
             raise parked
         if isinstance(answer, Done):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.locks.runtime import Process, Runtime
 from celery_dislock.messages.delivery import end_reservation
 from celery_dislock.messages.headers import reservation_of
-from celery_dislock.parking.publisher import Publisher
+from celery_dislock.parking.publisher import Publisher, home_of
 from celery_dislock.parking.store import Lines
 from celery_dislock.scripts.names import sweep_lock
 
@@ -29,47 +29,25 @@ class ParkingProcess(Process):
     Args:
         conf: The app's configuration.
         settings: The app's checked settings.
-        publisher: Publishes parked tasks; None if no task can be parked.  Not used with several
-            independent lock servers, which keep no lines.
+        app: The app.
 
     Attributes:
-        can_park: Whether tasks can be parked: there is a publisher, and the server keeps lines.
+        can_park: Whether tasks can be parked: several independent lock servers keep no lines.
         lines: The parked tasks of this broker.
+        publisher: Publishes them.
         sweep_name: Name in Redis of the lock under which one worker at a time sweeps.
     """
 
-    def __init__(
-        self, conf: Mapping[str, Any], settings: AppSettings, publisher: Publisher | None
-    ) -> None:
-        home = publisher.home if publisher else ""
-        super().__init__(conf, settings, home=home, hand_over=self._hand_over)
-        self._publisher = publisher if self.store.lock_server.keeps_lines else None
-        self.can_park = self._publisher is not None
+    def __init__(self, conf: Mapping[str, Any], settings: AppSettings, app: Celery) -> None:
+        super().__init__(conf, settings, home=home_of(app), hand_over=self._hand_over)
+        self.can_park = self.store.lock_server.keeps_lines
         home, prefix = self.store.home, settings.dislock_prefix
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
+        self.publisher = Publisher(app, self.lines, self.end_reservation)
         self.sweep_name = sweep_lock(prefix, home)
 
     def _hand_over(self, turns: Sequence[Turn]) -> None:
-        if self._publisher is not None:
-            self._publisher.hand_over(self.lines, turns)
-
-    def tell_replaced(
-        self, lock: str, replaced: Mapping[str, bytes], by: str = ""
-    ) -> Mapping[str, str]:
-        """
-        End tasks that were replaced by newer ones in the line of this lock.
-
-        Args:
-            lock: Name of the lock in Redis.
-            replaced: Their messages, by ticket.
-            by: Id of the task that took their places; empty: it is not known here.
-
-        Returns:
-            Why they end, by task id.  The caller sends an event for each.
-        """
-        if self._publisher is None:
-            return {}
-        return self._publisher.tell_replaced(self.lines, lock, replaced, self.end_reservation, by)
+        self.publisher.hand_over(turns)
 
     def end_reservation(self, request: Context) -> None:
         """
@@ -85,19 +63,12 @@ class ParkingProcess(Process):
             what = f"{getattr(request, 'task', '?')}[{request.id}]"
             end_reservation(self.quick_store.reservations, reservation, what)
 
-    def end_unclaimed(self, lock: str, tickets: Sequence[str]) -> None:
-        """Set aside parked tasks of this lock that have a result but do not claim their turns."""
-        if tickets and self._publisher is not None:
-            self._publisher.end_unclaimed(self.lines, lock, tickets)
-
 
 def runtime_of(app: Celery) -> Runtime[ParkingProcess]:
     """Return the runtime that all locks of this app share; each app has its own."""
     try:
         runtime: Runtime[ParkingProcess] = app.__dict__["_dislock_runtime"]
     except KeyError:
-        new = Runtime(
-            partial(getattr, app, "conf"), partial(ParkingProcess, publisher=Publisher(app))
-        )
+        new = Runtime(partial(getattr, app, "conf"), partial(ParkingProcess, app=app))
         runtime = app.__dict__.setdefault("_dislock_runtime", new)
     return runtime

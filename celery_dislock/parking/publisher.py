@@ -58,23 +58,17 @@ class Publisher:
 
     Args:
         app: The app whose broker the messages came from.
+        lines: The parked tasks of this broker.
+        end_reservation: Ends the reservation of a message, which is given as a request.
     """
 
-    def __init__(self, app: Celery) -> None:
-        self._app = app
+    def __init__(
+        self, app: Celery, lines: Lines, end_reservation: Callable[[Context], None]
+    ) -> None:
+        self._app, self._end_reservation = app, end_reservation
+        self.lines = lines
 
-    @property
-    def home(self) -> str:
-        """Digest of the broker's URL.  Different spellings of one host give different digests."""
-        conf = self._app.conf
-        urls = conf.broker_write_url or conf.broker_url or ""
-        given = urls.split(";") if isinstance(urls, str) else urls
-        options = conf.broker_transport_options or {}
-        where = [_without_login(url) for url in given]
-        where += [f"{name}={options[name]}" for name in BROKER_OPTIONS if name in options]
-        return hashlib.sha1("\n".join(where).encode(), usedforsecurity=False).hexdigest()[:12]
-
-    def hand_over(self, lines: Lines, turns: Sequence[Turn]) -> None:
+    def hand_over(self, turns: Sequence[Turn]) -> None:
         """Publish the messages of parked tasks that have their turn."""
         readable: list[tuple[Turn, Message]] = []
         pending = deque(turns)
@@ -94,7 +88,8 @@ class Publisher:
                 readable.append((turn, Message.from_bytes(written)))
             except ValueError as exc:
                 if written:
-                    lines.set_aside((lock, ticket), ticket, exc, hand_over=pending.extend)
+                    lines = self.lines.handing_to(pending.extend)
+                    lines.set_aside((lock, ticket), ticket, exc)
                 else:  # the script has set it aside
                     log_unrunnable(ticket, lock, exc)
         for nth, (turn, message) in enumerate(readable):
@@ -103,30 +98,29 @@ class Publisher:
                 publish(self._app, message, {TICKET: [turn.lock, turn.ticket]}, delay=delay)
                 logger.debug("Task %s has its turn for lock %r.", message, key_of(turn.lock))
             except (OperationalError, OSError) as exc:  # the broker is away
-                _not_sent(readable[nth:], exc, _give_back(lines, readable[nth:]))
+                _not_sent(readable[nth:], exc, _give_back(self.lines, readable[nth:]))
                 return
             except Exception as exc:  # noqa: BLE001 -- any of the broker's client
                 # The error may concern this message alone: go on with the others.
                 _not_sent([(turn, message)], exc, "when their turn has run out")
 
     def tell_replaced(
-        self,
-        lines: Lines,
-        lock: str,
-        replaced: Mapping[str, bytes],
-        end_reservation: Callable[[Context], None],
-        by: str,
+        self, lock: str, replaced: Mapping[str, bytes], by: str = ""
     ) -> dict[str, str]:
         """
-        End tasks that were replaced in their line by newer ones, or *by* the task of this id.
-
-        Their result is REVOKED.
+        End tasks that were replaced by newer ones in the line of this lock, as REVOKED.
 
         A message that an operator has dropped brings another reason with it.  Several processes may
         end the same task at the same moment.  The process that removes its ticket logs the end.
 
+        Args:
+            lock: Name of the lock in Redis.
+            replaced: Their messages, by ticket.
+            by: Id of the task that took their places; empty: it is not known here.
+
         Returns:
-            Why they end, by task id, for the tasks that were logged here.
+            Why they end, by task id, for the tasks that were logged here.  The caller sends an
+            event for each.
         """
         key = key_of(lock)
         newer = f"a newer task took its place in line for lock {key!r}"
@@ -136,7 +130,7 @@ class Publisher:
             try:
                 message = Message.from_bytes(written)
             except ValueError as exc:
-                lines.set_aside((lock, ticket), ticket, exc, how=UNREAD)
+                self.lines.set_aside((lock, ticket), ticket, exc, how=UNREAD)
                 continue
             try:
                 reason = readable_reason(notes_in(message.headers).get(REPLACED)) or newer
@@ -145,11 +139,11 @@ class Publisher:
                 if known:
                     # The properties say where a caller waits, if results are sent as messages.
                     request = Context({**message.headers, **message.properties})
-                    end_reservation(request)
+                    self._end_reservation(request)
                     store_end(task, request, TaskRevokedError(reason), states.REVOKED)
                 else:  # a worker that knows the task notifies its chord and chain
                     publish(self._app, message, {REPLACED: reason})
-                if lines.leave(lock, ticket) == HAS_LEFT and known:  # otherwise that worker logs it
+                if self.lines.leave(lock, ticket) == HAS_LEFT and known:  # else that worker logs it
                     #: INFO `Task … skipped: a newer task took its place in line for lock …. It does
                     #: not run.`: The line was full, with `lock_queue_overflow="replace"`.
                     #: INFO `Task … skipped: dropped by an operator from the line for lock …. It
@@ -165,7 +159,7 @@ class Publisher:
                 )
         return ended
 
-    def end_unclaimed(self, lines: Lines, lock: str, tickets: Sequence[str]) -> None:
+    def end_unclaimed(self, lock: str, tickets: Sequence[str]) -> None:
         """Set aside parked tasks that do not claim their turns and whose results say they ended.
 
         A worker that knows nothing of the line serves their queue.  It drops, fails or runs such a
@@ -191,7 +185,7 @@ class Publisher:
                 return
             if state in states.READY_STATES:
                 why = f"its result is {state}, and it does not claim its turns"
-                lines.set_aside((lock, ticket), ticket, why)
+                self.lines.set_aside((lock, ticket), ticket, why)
 
 
 def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: str) -> None:
@@ -214,6 +208,16 @@ def _give_back(lines: Lines, turns: Iterable[tuple[Turn, Message]]) -> str:
     except StoreError as exc:
         return f"when their turns have run out, as the lock server is away, too ({exc})"
     return "by the next sweep"
+
+
+def home_of(app: Celery) -> str:
+    """Return a digest of the broker's URL; different spellings of one host give different ones."""
+    urls = app.conf.broker_write_url or app.conf.broker_url or ""
+    given = urls.split(";") if isinstance(urls, str) else urls
+    options = app.conf.broker_transport_options or {}
+    where = [_without_login(url) for url in given]
+    where += [f"{name}={options[name]}" for name in BROKER_OPTIONS if name in options]
+    return hashlib.sha1("\n".join(where).encode(), usedforsecurity=False).hexdigest()[:12]
 
 
 def _without_login(url: str) -> str:

@@ -10,6 +10,7 @@ because only a process with that broker can publish the tasks.
 from __future__ import annotations
 
 import logging
+from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,14 +165,13 @@ class Lines:
                 return _answer(reply)
             asked["listed"] = reply[2]
 
-    def leave(
-        self,
-        lock: str,
-        ticket: str,
-        how: str = OVER,
-        task: str = "",
-        hand_over: Callable[[Sequence[Turn]], None] | None = None,
-    ) -> int:
+    def handing_to(self, hand_over: Callable[[Sequence[Turn]], None]) -> Lines:
+        """Return these lines with another function that is given the turns."""
+        lines = copy(self)
+        lines._hand_over = hand_over  # noqa: SLF001 -- a copy of this
+        return lines
+
+    def leave(self, lock: str, ticket: str, how: str = OVER, task: str = "") -> int:
         """
         Take a parked task out of line, and give its turn to the next.
 
@@ -183,7 +183,6 @@ class Lines:
                 lock.  ASIDE: nobody can run it, and people can look at it.  UNREAD: as ASIDE, also
                 for a task that was replaced.
             task: The task's name.
-            hand_over: Takes the turns that are given; None: the function given to this object.
 
         Returns:
             HAS_LEFT: the task was in line, had its turn or was replaced; or with RUNS, nothing is
@@ -193,7 +192,7 @@ class Lines:
         """
         call = (self._home, ticket, how, _written(task))
         reply, resent = self._server.exchange(scripts.LEAVE, [lock], *call)
-        (state,) = self._published(reply, hand_over)
+        (state,) = self._published(reply)
         if resent and how == RUNS and state == scripts.LEFT_BEFORE:
             return scripts.HAS_LEFT  # most likely by the first request; otherwise it may be lost
         return int(state)
@@ -248,13 +247,7 @@ class Lines:
         self._server.run(scripts.ASIDE, [lock], FIRST, 1, ticket)
 
     def set_aside(
-        self,
-        turn: tuple[str, str],
-        what: str,
-        why: object,
-        task: str = "",
-        how: str = ASIDE,
-        hand_over: Callable[[Sequence[Turn]], None] | None = None,
+        self, turn: tuple[str, str], what: str, why: object, task: str = "", how: str = ASIDE
     ) -> None:
         """
         Set aside a parked task that cannot claim its turn, and give the turn to the next.
@@ -268,11 +261,10 @@ class Lines:
             why: Why the task cannot claim its turn, for the log.
             task: The task's name.
             how: ASIDE; or UNREAD, if nobody can read its message.
-            hand_over: As for :meth:`leave`.
         """
         lock, ticket = turn
         try:
-            if self.leave(lock, ticket, how, task, hand_over) == scripts.HAS_LEFT:
+            if self.leave(lock, ticket, how, task) == scripts.HAS_LEFT:
                 log_unrunnable(what, lock, why)
         except StoreError as exc:
             log_unrunnable(what, lock, why, exc)
@@ -370,12 +362,10 @@ class Lines:
                 )
         return found
 
-    def _published(
-        self, reply: Sequence[Any], hand_over: Callable[[Sequence[Turn]], None] | None = None
-    ) -> list[Any]:
+    def _published(self, reply: Sequence[Any]) -> list[Any]:
         first, given, *rest = reply
         if given:
-            (hand_over or self._hand_over)(turns(given))
+            self._hand_over(turns(given))
         return [first, *rest]
 
 

@@ -99,7 +99,6 @@ class Sweep:
 
     Args:
         process: The store and lines to use; no other thread may use their connections.
-        name: Name in Redis of the lock under which one worker at a time sweeps.
         worker: Name of this worker, for messages.
         every: Seconds within which all lines are swept once.
         looks_first: Check that there are any lines before taking the lease.  If a worker's tasks do
@@ -114,7 +113,6 @@ class Sweep:
     def __init__(
         self,
         process: ParkingProcess,
-        name: str,
         worker: str,
         every: float,
         *,
@@ -123,7 +121,6 @@ class Sweep:
     ) -> None:
         self._process = process
         self._clock = clock
-        self._name = name
         self._owner = process.owner_name(f"{worker}:{process.pid}/")
         self._holder = written(describe({"task": "sweep"}, worker, process.pid, None))
         self._every = every
@@ -162,9 +159,8 @@ class Sweep:
         if self._looks_first and self._round is None and not process.lines.page(FIRST, 1)[0]:
             return later
         ttl = 2 * self._every  # expires before the lease of a task that dies with this worker
-        if not isinstance(
-            process.store.acquire([self._name], self._owner, ttl, self._holder), Granted
-        ):
+        asked = [process.sweep_name], self._owner, ttl, self._holder
+        if not isinstance(process.store.acquire(*asked), Granted):
             self._round, self._sweeps = None, False
             return later
         self._sweeps = True
@@ -176,14 +172,15 @@ class Sweep:
         return now + (this.until - now) / (left + 1)
 
     def _sweep(self, found: Mapping[str, bytes]) -> None:
-        process = self._process
+        process, publisher = self._process, self._process.publisher
         for lock, swept in process.lines.sweep(list(found)).items():
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)
                 continue
-            if swept.replaced and (told := process.tell_replaced(lock, swept.replaced)):
+            if swept.replaced and (told := publisher.tell_replaced(lock, swept.replaced)):
                 self.tell(told)
-            process.end_unclaimed(lock, swept.unclaimed)
+            if swept.unclaimed:
+                publisher.end_unclaimed(lock, swept.unclaimed)
             for circle in swept.circles:
                 #: WARNING: Two tasks, or two versions of the code, pass the same keys in different
                 #: orders; one comes again last. -> Give the keys the same limits in all tasks;
@@ -199,5 +196,5 @@ class Sweep:
     def end(self) -> None:
         """Release the lease, so that another worker can sweep."""
         with contextlib.suppress(StoreError):  # the lease expires by itself
-            self._process.store.release([self._name], self._owner)
+            self._process.store.release([self._process.sweep_name], self._owner)
         self._process.store.close()

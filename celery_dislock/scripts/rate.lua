@@ -15,10 +15,7 @@
 
 local rate, back_ms, ttl_ms, note
 rate, back_ms, ttl_ms, note, home = unpack(ARGV)
-local lock = open(KEYS[1])
-opened[KEYS[1]] = lock
-line_exists(lock)  -- or an error, before anything is done
-check_all_keys(lock)
+local lock = open_whole(KEYS[1])
 
 local set = rate_set(lock) or {until_ms = 0, most = 0, window = 0}
 local before = set.most > 0 and string.format('%.0f/%.0f', set.most, set.window) or ''

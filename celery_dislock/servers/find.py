@@ -31,7 +31,7 @@ from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.records import text
 from celery_dislock.servers.server import SCANNED, escaped, keys_pattern, scan
 from celery_dislock.servers.view import LEASES_ALONE
-from celery_dislock.servers.waiters import Waiter, in_line, parked_place, ticket_of
+from celery_dislock.servers.waiters import Waiter, in_line, ticket_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -170,11 +170,9 @@ class Search:
         if reply is None:
             return None
         now_ms, at, rank, its, joined, record, ends_ms = reply
-        at, is_in_line = text(at), rank >= 0
-        read = in_line if is_in_line else _has_passed
-        waiter = read(at, now_ms, rank + 1, its, joined, record)
+        waiter = in_line(text(at), now_ms, rank + 1, its, joined, record)
         ends = (ends_ms - now_ms) / 1000 if ends_ms else None
-        return Place(at, waiter, ends, is_lost=not is_in_line and ends is None)
+        return Place(text(at), waiter, ends, is_lost=rank < 0 and ends is None)
 
     def _in_page(self, page: Iterable[str]) -> Iterator[Found]:
         """Look into the keys of a page of names."""
@@ -242,9 +240,3 @@ class Search:
         owner = name.removeprefix("~")  # its lease is left to expire
         is_ticket = self._ticket.fullmatch(ticket_of(name.encode())[0])
         return owner.startswith(self._owner) or bool(is_ticket)
-
-
-def _has_passed(
-    name: str, now_ms: int, nth: int, member: bytes, _joined: bytes, record: bytes
-) -> Waiter:
-    return parked_place(name, now_ms, nth, member, record)

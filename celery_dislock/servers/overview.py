@@ -31,11 +31,13 @@ class Overview:
     Args:
         server: The lock server.
         prefix: Prefix of the locks' names in Redis.
+
+    Attributes:
+        server, prefix: The arguments of these names.
     """
 
     def __init__(self, server: Server, prefix: str) -> None:
-        self._server = server
-        self._prefix = prefix
+        self.server, self.prefix = server, prefix
 
     def lock(self, name: str, first: int = 0, most: int = PLACES_SHOWN) -> LockState:
         """
@@ -50,7 +52,7 @@ class Overview:
             DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        return look(self._server, name, first, most)
+        return look(self.server, name, first, most)
 
     def names(
         self, pattern: str = "*", failed: list[StoreError] | None = None
@@ -71,12 +73,12 @@ class Overview:
                 With *failed*: none did.
         """
         errors: list[StoreError] = []
-        senders = self._server.senders()
-        names = self._names(senders, keys_pattern(self._prefix, pattern), errors)
+        senders = self.server.senders()
+        names = self._names(senders, keys_pattern(self.prefix, pattern), errors)
         while page := list(islice(names, TOGETHER)):
             yield page
         answered = len(senders) - len(errors)
-        enough = len(senders) // 2 + 1 if self._server.kind == "quorum" else len(senders)
+        enough = len(senders) // 2 + 1 if self.server.kind == "quorum" else len(senders)
         if errors and answered < (enough if failed is None else 1):
             raise errors[0]
         if failed is not None:
@@ -99,7 +101,7 @@ class Overview:
     def look(self, names: Sequence[str], most: int = 0) -> list[LockState | StoreError]:
         """Look at several locks, with *most* places of their lines, in one pipelined round trip."""
         calls = [(name, 0, most) for name in names]
-        replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
+        replies = self.server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
         return [
             reply if isinstance(reply, StoreError) else self._seen(name, reply)
             for name, reply in zip(names, replies, strict=True)
@@ -107,14 +109,12 @@ class Overview:
 
     def _seen(self, name: str, reply: Sequence[Any]) -> LockState | StoreError:
         try:
-            return state_of(self._server.name, name, reply)
+            return state_of(self.server.name, name, reply)
         except DamagedLockError as exc:  # the others can be read
             return exc
 
 
-def look_at_all(
-    overview: Overview, names: Sequence[str], most: int = PLACES_SHOWN
-) -> list[LockState]:
+def look_at_all(server: Server, names: Sequence[str], most: int = PLACES_SHOWN) -> list[LockState]:
     """
     Look at the locks that one task takes, in this order.
 
@@ -124,6 +124,6 @@ def look_at_all(
     Raises:
         DamagedLockError, StoreError: As for :meth:`Overview.lock`.
     """
-    found = [overview.lock(name, most=most) for name in names]
-    together = overview.lock(reserved_lock(names), most=0) if len(names) > 1 else None
+    found = [look(server, name, most=most) for name in names]
+    together = look(server, reserved_lock(names)) if len(names) > 1 else None
     return [*found, together] if together is not None and together.exists else found

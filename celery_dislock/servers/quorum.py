@@ -282,12 +282,10 @@ class Quorum(Server):
         answered, majority = self._require_majority(replies), self._majority
         if script is scripts.LIMIT:  # what was set before on any server has been replaced there
             return next((reply for reply in answered if reply[0]), answered[0])
-        if script in {scripts.LOOK, scripts.COUNTS}:
-            return (
-                merge_looks(answered, majority)
-                if script is scripts.LOOK
-                else merge_counts(answered)
-            )
+        if script is scripts.LOOK:
+            return merge_looks(answered, majority)
+        if script is scripts.COUNTS:
+            return merge_counts(answered)
         if not all(isinstance(reply, int) for reply in answered):
             found = Counter(reply for reply in answered if reply is not None)
             return found.most_common(1)[0][0] if found else None

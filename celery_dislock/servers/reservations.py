@@ -14,13 +14,12 @@ from celery_dislock.scripts import BEGIN, CONFIRM, RESERVE, UNRESERVE, milliseco
 from celery_dislock.scripts.names import UNIQUE
 from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import Replaced
-from celery_dislock.servers.view import look
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from celery_dislock.servers.server import Server
-    from celery_dislock.servers.view import LockState, ReservationState
+    from celery_dislock.servers.view import ReservationState
 
 OFF_FOR = 3600.0  # seconds for which a key stays reserved for a task that runs where locks are off
 
@@ -231,13 +230,3 @@ class Reservations:
 
     def _end(self, reservation: Reservation, *how: str | int) -> bool:
         return bool(self._server.run(UNRESERVE, [reservation.lock + UNIQUE], *how))
-
-    def look(self, lock: str) -> LockState:
-        """
-        Return what is known of a lock: its reservation, and who holds it.
-
-        Raises:
-            DamagedLockError: A record of the lock cannot be read.
-            StoreError: The server did not answer.
-        """
-        return look(self._server, lock)

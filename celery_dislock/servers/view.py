@@ -197,11 +197,6 @@ class LockState(NamedTuple):
         return "--task NAME --args ARGUMENTS" if self.are_several else as_argument(self.key)
 
     @property
-    def is_overdue(self) -> bool:
-        """Whether a holder has missed two renewals."""
-        return any(holder.is_overdue for holder in self.holders)
-
-    @property
     def is_paused(self) -> bool:
         """Whether an operator admits nobody."""
         return self.limit == 0
@@ -327,6 +322,7 @@ def _holder(
     now_ms: int, owner: bytes, expires: int, token: bytes, mode: bytes, holder: bytes, acquired: int
 ) -> Holder:
     about = holder_of(holder)
+    waits, by = (bounded_text(about.get(name)) for name in ("waits", "superseded"))
     remaining, held = (expires - now_ms) / 1000, (now_ms - acquired) / 1000
     return Holder(
         owner=text(owner).removeprefix("~"),
@@ -338,10 +334,8 @@ def _holder(
         renewed=None if owner.startswith(b"~") else renewed_ago(about, remaining, held),
         expiring=owner.startswith(b"~"),
         turn="parked" in about,
-        waits=key_of(waits) if (waits := bounded_text(about.get("waits"))) else None,
-        superseded=task_id_of_reserved(by)
-        if (by := bounded_text(about.get("superseded")))
-        else None,
+        waits=key_of(waits) if waits else None,
+        superseded=task_id_of_reserved(by) if by else None,
         who=in_words(about),
         pid=pid if type(pid := about.get("pid")) is int else None,
         **{name: bounded_text(about.get(name)) for name in _TEXTS},

@@ -19,9 +19,9 @@ from celery_dislock.messages.events import tell_revoked
 from celery_dislock.messages.headers import REPLACED
 from celery_dislock.messages.message import Message
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.rates import NO_RATE
 from celery_dislock.servers.reservations import Reservation
+from celery_dislock.servers.view import look
 from celery_dislock.servers.waiters import parked_message
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ class Actions:
         self._app = app
         self._clock, self._pause = clock, pause
         self._process = process
-        self._overview = Overview(process.store.lock_server, "")
 
     def free(self, name: str, owner: str, token: int) -> bool:
         """
@@ -119,7 +118,8 @@ class Actions:
         Raises:
             StoreError: The server did not answer.  The reservation may have ended.
         """
-        wanted, found = Reservation.of(name, shown), self._overview.lock(name, most=0).reservation
+        wanted = Reservation.of(name, shown)
+        found = look(self._process.store.lock_server, name).reservation
         # A key may be reserved again under the same id, which alone would do for the script.
         if found is None or Reservation.of(name, found) != wanted:
             return False
@@ -190,7 +190,7 @@ class Actions:
         """Wait until a lease has ended; return it as it is then, if it has not."""
         until = self._clock() + seconds
         while True:
-            found = self._overview.lock(name, most=0).holders
+            found = look(self._process.store.lock_server, name).holders
             same = [one for one in found if (one.owner, one.token) == (holder.owner, holder.token)]
             if not same or self._clock() >= until:
                 return same[0] if same else None
@@ -227,7 +227,8 @@ class Actions:
             headers = Message.from_bytes(dropped.message).headers
             process.end_reservation(Context(headers))
         if dropped.ours:
-            tell_revoked(self._app, process.tell_replaced(home, {ticket: dropped.message}))
+            ended = process.publisher.tell_replaced(home, {ticket: dropped.message})
+            tell_revoked(self._app, ended)
         return True
 
     def put_back(self, name: str, ticket: str = "") -> Iterator[tuple[str, str]]:
@@ -291,9 +292,8 @@ class Actions:
             SettingsError: Several independent servers admit one lease at most.
             StoreError: The server did not answer.  The limit may have been set.
         """
-        server = self._process.store.lock_server
-        if (limit or 0) > 1 and not server.keeps_lines:
-            raise SettingsError(key_of(name), "limit", limit, ONLY_EXCLUSIVE)
+        if (limit or 0) > 1:
+            self._refuse_several(name, "limit", limit)
         return self._process.lines.limit(name, limit, ttl=seconds or 0.0, note=one_line(note))
 
     def rate(

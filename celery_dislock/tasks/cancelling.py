@@ -20,7 +20,7 @@ from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.interruption import StopTask
 from celery_dislock.messages.message import TaskSkipped, store_end
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.view import look
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def why_replaced(request: Any) -> str:
     start = execution_start(request.id, request.hostname, request.worker_pid)
     try:
         names = guard.runtime.lock_names(guard.keys_of(request))
-        look = Overview(guard.runtime.process.store.lock_server, "").lock
-        states = [look(name, most=0) for name in names]
+        server = guard.runtime.process.store.lock_server
+        states = [look(server, name) for name in names]
     except Exception as exc:  # noqa: BLE001 -- also any error of a user's callable
         #: WARNING: Its process died, and the lock server is away; it ends as a task whose process
         #: was killed. -> Check the lock server.

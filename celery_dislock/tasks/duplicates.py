@@ -21,6 +21,7 @@ from celery_dislock.keys.names import shown_id, task_id_of_reserved
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.lease import current
 from celery_dislock.parking.park import PARKED
+from celery_dislock.servers.view import look
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,11 +92,11 @@ class First:
         Raises:
             StoreError: The lock server did not answer.
         """
-        reservations = self.guard.runtime.process.quick_store.reservations
-        state = reservations.look(self.reserved.lock)
+        server = self.guard.runtime.process.quick_store.lock_server
+        state = look(server, self.reserved.lock)
         record, holders = state.reservation, state.holders
         if self.reserved.lock != self.locks[0]:
-            holders = reservations.look(self.locks[0]).holders
+            holders = look(server, self.locks[0]).holders
         if self.id in {holder.id for holder in holders}:
             return 0.0
         if record is None or record.id != self.id:

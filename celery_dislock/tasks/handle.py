@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.config.values import seconds as _seconds
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.servers.overview import PLACES_SHOWN, Overview, look_at_all
+from celery_dislock.servers.overview import PLACES_SHOWN, look_at_all
 from celery_dislock.servers.view import Holder
 from celery_dislock.tasks.actions import FREED, STILL_RUNS, TERMINATED, WAIT, Actions
 
@@ -75,10 +75,7 @@ class LockHandle:
             DamagedLockError: A record of a lock cannot be read.
             StoreError: The lock server did not answer.
         """
-        overview = Overview(
-            self._runtime.process.store.lock_server, self._runtime.settings.dislock_prefix
-        )
-        return look_at_all(overview, self._names, most)
+        return look_at_all(self._runtime.process.store.lock_server, self._names, most)
 
     def holders(self) -> list[Holder]:
         """

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import logging
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,8 @@ from celery.exceptions import Ignore, Reject, TaskRevokedError
 from celery.result import EagerResult
 from celery.signals import task_postrun, task_prerun
 
-from celery_dislock.config.options import MEANT, TaskOptions
-from celery_dislock.config.settings import nearer, task_options
+from celery_dislock.config.options import MEANT
+from celery_dislock.config.settings import OPTIONS, nearer, task_options
 from celery_dislock.exceptions import DislockError, SettingsError, StoreError
 from celery_dislock.keys.signatures import passing
 from celery_dislock.keys.templates import key_of
@@ -188,7 +187,7 @@ def make_guard(name: str, task: type[Task], app: Celery) -> Guard:
             raise SettingsError(name, "base", base, BATCHED)
     instance = _registered(app).get(name, task)
     # An object may have options of its own, set when it was made.
-    own = {n: one for n, one in vars(instance).items() if instance is not task and n in _OPTIONS}
+    own = {n: one for n, one in vars(instance).items() if instance is not task and n in OPTIONS}
     declared = nearer(declared_options(task), own)
     if "lock_key" in declared and "lock_key" not in own:
         declared["lock_key"] = _lock_key(task, instance)
@@ -203,11 +202,9 @@ def _lock_key(task: type[Task], instance: object) -> Any:
         return found
     method = found.__get__(instance, task)
     if callable(found) and callable(method):
-        with suppress(
-            ValueError
-        ):  # a function that is no method, as `lock_key = lambda corp_id: ...`
+        with suppress(ValueError):
             passing(found, signature_of(task), task.__name__)
-            return found
+            return found  # a function that is no method, as `lock_key = lambda corp_id: ...`
     return method
 
 
@@ -369,7 +366,6 @@ def replace_after_release(on_replace: Callable[..., Any], self: Task, signature:
 
 
 _APPLY_POSITIONAL = list(inspect.signature(Task.apply).parameters)[3:]
-_OPTIONS = {f.name for f in fields(TaskOptions)}
 # Do not call hasattr() or getattr() on a task class with unknown names: reading `app` binds it.
 _OF_EVERY_TASK = {name for cls in SingletonTask.__mro__ for name in vars(cls)}
 
@@ -386,7 +382,7 @@ def declared_options(task: type[Task]) -> dict[str, Any]:
 
 
 def _is_declared(cls: type, name: str) -> bool:
-    if name in _OPTIONS:
+    if name in OPTIONS:
         return True
     if name == "lock_for":  # a method may have this name; anything else was meant as an option
         return not callable(vars(cls)[name])

@@ -342,8 +342,7 @@ class DislockServer:
             AssertionError: Messages keep coming, as those of a task that always puts itself back.
         """
         for app in self._apps:  # what a worker does about holders that have died
-            process = runtime_of(app).process
-            sweep = Sweep(process, process.sweep_name, WORKER, every=1.0)
+            sweep = Sweep(runtime_of(app).process, WORKER, every=1.0)
             sweep.step()
             sweep.end()
         return self._messages.run()

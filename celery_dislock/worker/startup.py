@@ -13,7 +13,7 @@ from celery_dislock.tasks.task import declared_options, guards_of
 from celery_dislock.words import some
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from celery import Celery, Task
 
@@ -70,30 +70,21 @@ def about_tasks(app: Celery) -> Iterator[str]:
     tasks = app.tasks
     guarded = {name: guard.options for name, guard in guards_of(app).items()}
     visible_for = _visibility_timeout(app)
-    found = {
-        UNLOCKED: [name for name in tasks if name not in guarded and _asks_for_a_lock(tasks[name])],
-        ACKNOWLEDGED: [
-            name
-            for name, options in guarded.items()
-            if options.lock_on_conflict == "reject" and not tasks[name].acks_late
-        ],
-        MISSED: [
-            name
-            for name, options in guarded.items()
-            if options.newest_counts and options.lock_on_conflict == "skip" and options.lock_limit
-        ],
-        OUTLIVING: [
-            name
-            for name, options in guarded.items()
-            if tasks[name].acks_late and _longest(tasks[name], options) > visible_for
-        ],
-        LOST: [
-            name
-            for name in guarded
-            if declared_options(type(tasks[name])).get("lock_crash_limit")
-            and not (tasks[name].acks_late and tasks[name].reject_on_worker_lost)
-        ],
+    checks: dict[str, Callable[[Task, TaskOptions], object]] = {
+        ACKNOWLEDGED: lambda task, its: its.lock_on_conflict == "reject" and not task.acks_late,
+        MISSED: lambda _task, its: (
+            its.newest_counts and its.lock_on_conflict == "skip" and its.lock_limit
+        ),
+        OUTLIVING: lambda task, its: task.acks_late and _longest(task, its) > visible_for,
+        LOST: lambda task, _its: (
+            declared_options(type(task)).get("lock_crash_limit")
+            and not (task.acks_late and task.reject_on_worker_lost)
+        ),
     }
+    unlocked = [name for name in tasks if name not in guarded and _asks_for_a_lock(tasks[name])]
+    found = {UNLOCKED: unlocked}
+    for warning, is_so in checks.items():
+        found[warning] = [name for name, its in guarded.items() if is_so(tasks[name], its)]
     for warning, names in found.items():
         if names:
             yield warning.format(tasks=some(names), visible_for=visible_for)

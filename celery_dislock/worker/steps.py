@@ -123,9 +123,7 @@ class SweepStep(TimedStep):
     def begin(self, worker: WorkController) -> float:
         """Sweep one page at a time."""
         process = runtime_of(worker.app).new_process()
-        self._sweep = Sweep(
-            process, process.sweep_name, worker.hostname, self._every, looks_first=not self._parks
-        )
+        self._sweep = Sweep(process, worker.hostname, self._every, looks_first=not self._parks)
         self._sweep.tell = lambda replaced: worker_tells_revoked(
             worker.consumer.event_dispatcher, replaced
         )

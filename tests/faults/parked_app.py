@@ -101,7 +101,7 @@ def after(owner, name, error):
 
 
 @before(Publisher, "hand_over")
-def _turn_was_given(_postman, _lines, turns):
+def _turn_was_given(_postman, turns):
     for turn in turns:
         task_id = turn.ticket.rsplit(":", 2)[0]
         record("turn", task_id)

@@ -13,6 +13,7 @@ from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
+from celery_dislock.servers.view import look
 from tests.redis_server import RedisServer
 
 LOCK, OTHER = "dislock:{k}", "dislock:{other}"
@@ -193,5 +194,5 @@ def test_a_reservation_is_kept_and_ends(store, fill, until):
     reservations.begin(mine)
     reservations.keep([mine], runs=True, within=WITHIN)
     assert reservations.end(mine)
-    record = reservations.look(LOCK).reservation
+    record = look(store.lock_server, LOCK).reservation
     assert (record.state if record else None) == ("ended" if until == "expiry" else None)

@@ -39,6 +39,7 @@ class Worker(Broker):
         self.told = []
         self.overview = Overview(server, "dislock")
         self.actions = Actions(None, self)
+        self.publisher = self
 
     def end_reservation(self, request):
         assert "unique" not in notes_of(request)

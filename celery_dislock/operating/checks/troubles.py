@@ -192,9 +192,8 @@ def _limited(lock: LockState) -> Sign | None:
         told[_set_by(does, lock.limit_note, lock.limit_age, lock.waiting)] = lock.limit_age
     if rate is not None and rate.is_set:
         told[_set_by(f"to {rate.rate}", rate.note, rate.age, lock.waiting)] = rate.age
-    return (
-        Sign(", and ".join(told), max(filter(None, told.values()), default=None)) if told else None
-    )
+    since = max(filter(None, told.values()), default=None)
+    return Sign(", and ".join(told), since) if told else None
 
 
 def _held_back(lock: LockState, _: Site) -> Sign | None:

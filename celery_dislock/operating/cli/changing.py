@@ -94,7 +94,7 @@ def free(
     """
     done: list[dict[str, Any]] = []
     with session(context) as opened:
-        locks = look_at_all(opened.overview, which.names(opened))
+        locks = look_at_all(opened.overview.server, which.names(opened))
         for lock in locks:
             for holder in lock.holders:
                 if token in {None, holder.token}:

@@ -21,7 +21,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.facts import Facts, Fleet, members_of, understood
 from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding
-from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, write_json
+from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, within, write_json
 from celery_dislock.operating.inspection import about
 from celery_dislock.operating.locks import as_data
 from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within, patient
@@ -43,14 +43,7 @@ COLORS = {"serious": "red", "warning": "yellow", "note": "cyan", "ok": "green"}
 
 @click.command()
 @as_json
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for the workers' answers.",
-)
+@within(help="How long to wait for the workers' answers.")
 @click.pass_context
 def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa: FBT001 -- click's
     """Examine the lock server, the workers and the locks.

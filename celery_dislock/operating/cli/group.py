@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.config.settings import set_settings
+from celery_dislock.config.settings import apply_options
 from celery_dislock.operating.cli.changing import drop, free, put_back
 from celery_dislock.operating.cli.doctor import doctor
 from celery_dislock.operating.cli.limiting import limit, pause, resume
@@ -23,9 +22,6 @@ from celery_dislock.operating.cli.reading import line, ls, show
 from celery_dislock.operating.cli.running import run
 from celery_dislock.operating.cli.web import web
 from celery_dislock.operating.cli.why import why
-
-if TYPE_CHECKING:
-    from celery import Celery
 
 
 @click.group(name="dislock", no_args_is_help=True)
@@ -41,10 +37,7 @@ def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a key has any character, an encoding has not
             stream.reconfigure(errors="backslashreplace")
-    app: Celery = context.obj.app
-    if dislock_url:
-        given: Any = dislock_url[0] if len(dislock_url) == 1 else list(dislock_url)
-        set_settings(app, {"dislock_url": given})
+    apply_options(context.obj.app, dislock_url=dislock_url)
 
 
 _READING = (ls, show, line, why, doctor, web)

@@ -124,7 +124,7 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
             lines = ",\n ".join(to_json(as_dict(row), default=str) for row in listed)
             click.echo(f"[{lines}]")
         elif listed:
-            write_table(LS_COLUMNS, ((row,) for row in listed))
+            write_table(LS_COLUMNS, listed)
         else:
             tell("No lock matches.")
 
@@ -141,7 +141,7 @@ def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa
     """
     with session(context) as opened:
         site = opened.site
-        locks = look_at_all(site.overview, which.names(opened))
+        locks = look_at_all(site.overview.server, which.names(opened))
         troubles = [troubles_of(lock, site) for lock in locks]
         if json_:
             names = ([one.name for one in found] for found in troubles)
@@ -244,11 +244,7 @@ def holder_lines(holder: Holder) -> Iterator[str]:
         "thread": None if leads else holder.thread,
         "worker": None if holder.thread else holder.worker,
         "process": f"{holder.pid} on {host or '?'}" if holder.pid else None,
-        "leads for"
-        if leads
-        else "kept for"
-        if holder.is_kept
-        else "held for": f"{for_people(holder.held)}, since {since}",
+        f"{'leads' if leads else how} for": f"{for_people(holder.held)}, since {since}",
         "mode": holder.mode if holder.mode != "exclusive" else None,
         "lease": _lease_in_words(holder),
         "newer": holder.superseded and f"task {holder.superseded}, which waits for this one to end",
@@ -366,7 +362,7 @@ def _write_line(lock: LockState, *, several: bool) -> None:
         return
     places = (*lock.turns, *lock.line)
     passes_several = any(one.stations for one in places)
-    write_table(STATION_COLUMNS if passes_several else LINE_COLUMNS, [(one,) for one in places])
+    write_table(STATION_COLUMNS if passes_several else LINE_COLUMNS, places)
     for told in [] if lock.rate is None else _rate_lines(lock.rate):
         tell(told.strip())
     last = lock.line[-1].place if lock.line else 0

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from contextlib import contextmanager
+from functools import partial
 from socket import gethostname
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,7 @@ from celery_dislock.exceptions import DamagedLockError, DislockError, SettingsEr
 from celery_dislock.keys.templates import check_written
 from celery_dislock.operating.cli.table import columns, table
 from celery_dislock.operating.locks import AppLocks
+from celery_dislock.operating.site import WORKERS_WITHIN
 from celery_dislock.tasks.actions import BrokerError
 from celery_dislock.tasks.task import guard_of, lock_for
 from celery_dislock.words import plain, to_json
@@ -41,6 +43,14 @@ NO_SERVER = (
 ELSEWHERE = "its locks are inside the process that uses them, and no command can see them"
 
 as_json = click.option("--json", "json_", is_flag=True, help="Write JSON, for programs.")
+within = partial(  # the option of commands that ask the workers
+    click.option,
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=WORKERS_WITHIN,
+    show_default=True,
+    metavar="SECONDS",
+)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -201,8 +211,6 @@ def write_json(found: Any) -> None:
     click.echo(to_json(found, indent=2, default=str))
 
 
-def write_table(
-    cells_of: Mapping[str, Callable[..., object]], rows: Iterable[tuple[Any, ...]]
-) -> None:
+def write_table(cells_of: Mapping[str, Callable[..., object]], rows: Iterable[Any]) -> None:
     """Write rows under headings, as wide as the terminal; see :mod:`.table`."""
     click.echo("\n".join(table(cells_of, rows, columns())))

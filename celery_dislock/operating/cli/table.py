@@ -32,7 +32,7 @@ def columns() -> int:
 
 
 def table(
-    cells_of: Mapping[str, Callable[..., object]], rows: Iterable[tuple[Any, ...]], width: int
+    cells_of: Mapping[str, Callable[..., object]], rows: Iterable[Any], width: int
 ) -> list[str]:
     """
     Return the lines of a table, the headings first.
@@ -44,7 +44,7 @@ def table(
     """
     kept = list(rows)
     found = [
-        [heading, *(plain(cell(*row) or NOTHING) for row in kept)]
+        [heading, *(plain(cell(row) or NOTHING) for row in kept)]
         for heading, cell in cells_of.items()
     ]
     room = width - len(GAP) * (len(found) - 1)
@@ -52,8 +52,8 @@ def table(
     found = _shortened(found, room, _cut)
     filled = []
     for cells in found:
-        wide, measure = _widest(cells), _measure(cells)
-        filled.append([one + " " * (wide - measure(one)) for one in cells])
+        wide = _widest(cells)
+        filled.append([one + " " * (wide - width_of(one)) for one in cells])
     return [GAP.join(line).rstrip() for line in zip(*filled, strict=True)]
 
 
@@ -71,12 +71,8 @@ def _shortened(
     ]
 
 
-def _measure(cells: Sequence[str]) -> Callable[[str], int]:
-    return len if "".join(cells).isascii() else width_of
-
-
 def _widest(cells: Sequence[str]) -> int:
-    return max(map(_measure(cells), cells))
+    return max(map(width_of, cells))
 
 
 def _cut(cells: list[str], most: int) -> list[str]:

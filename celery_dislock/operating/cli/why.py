@@ -8,15 +8,8 @@ from dataclasses import asdict
 import click
 
 from celery_dislock.keys.templates import check_written
-from celery_dislock.operating.cli.session import (
-    AWAY,
-    FOUND,
-    as_json,
-    session,
-    write_json,
-)
+from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, within, write_json
 from celery_dislock.operating.cli.table import columns
-from celery_dislock.operating.why import WORKERS_WITHIN
 from celery_dislock.operating.why import why as ask
 
 WIDTH = 100  # columns of the text, if a terminal has them
@@ -25,14 +18,7 @@ WIDTH = 100  # columns of the text, if a terminal has them
 @click.command()
 @click.argument("task_id", metavar="TASK_ID")
 @click.option("--key", multiple=True, metavar="KEY", help="Look at the lock of this key only.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=WORKERS_WITHIN,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for the workers' answers, if they are asked.",
-)
+@within(help="How long to wait for the workers' answers, if they are asked.")
 @as_json
 @click.pass_context
 def why(

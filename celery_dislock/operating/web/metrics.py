@@ -23,7 +23,6 @@ that worker are less than half of it: then they have begun anew.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from contextlib import suppress
 from itertools import accumulate, islice
@@ -48,7 +47,7 @@ from celery_dislock.operating.site import Site
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.scripts import COUNTS
 from celery_dislock.scripts.names import counts_of, index_of_counts
-from celery_dislock.servers.overview import PLACES_SHOWN, Overview
+from celery_dislock.servers.overview import PLACES_SHOWN
 from celery_dislock.servers.records import text
 from celery_dislock.words import plain
 
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.operating.metrics import Labels, Metric
-    from celery_dislock.servers.server import Server
+    from celery_dislock.servers.overview import Overview
     from celery_dislock.servers.view import LockState
 
     # By a metric's name and the values of its labels: a number, or one for each of PARTS.
@@ -109,8 +108,7 @@ class Collector:
     """
 
     def __init__(self, locks: Dislock | Celery) -> None:
-        self._runtime = AppLocks(locks).runtime
-        self._servers: dict[int, Server] = {}  # by process; it keeps what it knows of an outage
+        self._locks = AppLocks(locks, TIMEOUT)
         self._marks: dict[str, Mapping[str, int]] = {}  # highest counts seen, by worker
         self._cache = Cache(0.0)  # keeps only what took long to read; one thread reads at a time
 
@@ -136,59 +134,51 @@ class Collector:
         values: Values = defaultdict(dict)
         values[UP][()] = 0.0
         with suppress(StoreError):
-            server = self._server
+            overview = self._locks.overview  # of its own: batches are for one thread
             self._marks = {
                 worker: _not_less(fields, self._marks.get(worker, {}))
-                for worker, fields in self._counts(server)
+                for worker, fields in _counts(overview)
                 if fields
             }
             _add_counted(values, self._marks)
-            self._add_gauges(values, server)
+            _add_gauges(values, overview)
             values[UP][()] = 1.0
         return values
 
-    @property
-    def _server(self) -> Server:
-        """A lock server of this reader's own: its batches are for one thread."""
-        pid = os.getpid()
-        if pid not in self._servers:
-            self._servers = {pid: self._runtime.process.new_store(TIMEOUT).lock_server}
-        return self._servers[pid]
 
-    def _counts(self, server: Server) -> Iterator[tuple[str, dict[str, int]]]:
-        """Read what each worker has counted, by field."""
-        prefix = self._runtime.settings.dislock_prefix
-        index = index_of_counts(prefix)
-        names = list(map(text, server.run(COUNTS, [index])))
-        for first in range(0, len(names), TOGETHER):
-            some = names[first : first + TOGETHER]
-            calls = [(index, name) for name in some]
-            replies = server.run_many(COUNTS, calls, within=TIMEOUT)
-            for name, reply in zip(some, replies, strict=True):
-                if isinstance(reply, StoreError):
-                    raise reply
-                yield name.removeprefix(counts_of(prefix, "")), dict(_fields(reply[0]))
+def _counts(overview: Overview) -> Iterator[tuple[str, dict[str, int]]]:
+    """Read what each worker has counted, by field."""
+    prefix, server = overview.prefix, overview.server
+    index = index_of_counts(prefix)
+    names = list(map(text, server.run(COUNTS, [index])))
+    for first in range(0, len(names), TOGETHER):
+        some = names[first : first + TOGETHER]
+        calls = [(index, name) for name in some]
+        replies = server.run_many(COUNTS, calls, within=TIMEOUT)
+        for name, reply in zip(some, replies, strict=True):
+            if isinstance(reply, StoreError):
+                raise reply
+            yield name.removeprefix(counts_of(prefix, "")), dict(_fields(reply[0]))
 
-    def _add_gauges(self, values: Values, server: Server) -> None:
-        prefix = self._runtime.settings.dislock_prefix
-        overview = Overview(server, prefix)
-        site = Site(overview, prefix)
-        failed: list[StoreError] = []
-        found: dict[str, dict[Labels, float]] = defaultdict(dict)
-        names: set[str] = set()
-        pages = 0
-        for page in islice(overview.names(failed=failed), PAGES_MOST):
-            pages += 1
-            for lock in _with_lines(overview, page):
-                for metric, labels, number in _gauges(lock, site, names):
-                    known = found[metric.name]
-                    is_new = labels not in known
-                    known[labels] = number if is_new else metric.together(known[labels], number)
-        if failed and server.kind != "quorum":  # of several servers, the others have the same locks
-            raise failed[0]
-        values.update(found)
-        if pages == PAGES_MOST:
-            values["celery_dislock_locks_cut"][()] = 1.0
+
+def _add_gauges(values: Values, overview: Overview) -> None:
+    site = Site(overview)
+    failed: list[StoreError] = []
+    found: dict[str, dict[Labels, float]] = defaultdict(dict)
+    names: set[str] = set()
+    pages = 0
+    for page in islice(overview.names(failed=failed), PAGES_MOST):
+        pages += 1
+        for lock in _with_lines(overview, page):
+            for metric, labels, number in _gauges(lock, site, names):
+                known = found[metric.name]
+                is_new = labels not in known
+                known[labels] = number if is_new else metric.together(known[labels], number)
+    if failed and overview.server.kind != "quorum":  # several servers have the same locks
+        raise failed[0]
+    values.update(found)
+    if pages == PAGES_MOST:
+        values["celery_dislock_locks_cut"][()] = 1.0
 
 
 def _gauges(
@@ -222,9 +212,8 @@ def _add_counted(values: Values, counts: Mapping[str, Mapping[str, int]]) -> Non
                 if word in PARTS:
                     parts[PARTS.index(word)] = number
             else:
-                of_metric[(task, worker, word) if OUTCOME in metric.labels else (task, worker)] = (
-                    number
-                )
+                labels = (task, worker, word) if OUTCOME in metric.labels else (task, worker)
+                of_metric[labels] = number
 
 
 def _bounded(given: str | None, names: set[str]) -> str:

@@ -60,6 +60,7 @@ from typing import TYPE_CHECKING
 
 from celery import states
 
+from celery_dislock.operating.site import WORKERS_WITHIN
 from celery_dislock.operating.why.case import Case
 from celery_dislock.operating.why.sentences import of_record
 from celery_dislock.operating.why.traces import TRACES, unknown
@@ -73,8 +74,6 @@ if TYPE_CHECKING:
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.tasks.answer import Answer
-
-WORKERS_WITHIN = 1.0  # seconds for the workers' answers
 
 
 def why(

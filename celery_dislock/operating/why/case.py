@@ -59,10 +59,9 @@ class Case:
 
     def __post_init__(self) -> None:
         server = self.runtime.process.store.lock_server
-        self.prefix = self.runtime.settings.dislock_prefix
-        self.overview = Overview(server, self.prefix)
-        self.site = Site(self.overview, self.prefix, self.app)
-        self.search = Search(server, self.prefix, self.id)
+        self.overview = Overview(server, self.runtime.settings.dislock_prefix)
+        self.site = Site(self.overview, self.app)
+        self.search = Search(server, self.overview.prefix, self.id)
         has_lines = self.app is not None and server.keeps_lines
         self._lines = self.runtime.process.lines if has_lines else None
 

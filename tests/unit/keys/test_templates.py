@@ -20,9 +20,7 @@ from hypothesis import strategies as st
 from celery_dislock.exceptions import LockKeyError
 from celery_dislock.keys.templates import (
     CallableKey,
-    DigestKey,
     InvalidTemplate,
-    KeyTemplate,
     key_builder,
 )
 from tests.unit.keys.support import LoudText, assert_valid
@@ -82,11 +80,17 @@ def signature(function):
     return inspect.signature(function)
 
 
+def built(declared, function, name=TASK):
+    """Return the key builder of a task's function."""
+    return key_builder(declared, signature=signature(function), task_name=name)
+
+
 def key_of(template, **values):
     """Return the key of a template for a call with exactly these arguments."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in values]
-    return KeyTemplate(template, inspect.Signature(parameters), TASK).key((), values)
+    its = inspect.Signature(parameters)
+    return key_builder(template, signature=its, task_name=TASK).key((), values)
 
 
 def three(a, b, c):
@@ -250,14 +254,14 @@ class TestBadTemplates:
     def test_refused_when_declared(self, template, message):
         """A template that cannot work is refused before any call, with what to write instead."""
         with pytest.raises(InvalidTemplate) as caught:
-            key_builder(template, signature=signature(optional), task_name=TASK)
+            built(template, optional)
         assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("template", ["e:$usd", "100%", "5%sure", "%S", "%3A", "e:%-<corp_id>"])
 def test_a_dollar_or_a_percent_sign_is_no_placeholder_of_others(template):
     """Unless a name of the task, or a conversion, follows it."""
-    assert key_builder(template, signature=signature(optional), task_name=TASK).key((7,), {})
+    assert built(template, optional).key((7,), {})
 
 
 class TestCalls:
@@ -275,7 +279,7 @@ class TestCalls:
     )
     def test_ways_to_give_an_argument(self, args, kwargs):
         """Arguments given by position, by keyword or by default give one key."""
-        builder = KeyTemplate("<corp_id>:<year>:<fmt>", signature(optional), TASK)
+        builder = built("<corp_id>:<year>:<fmt>", optional)
         assert builder.key(args, kwargs) == "7:2024:csv"
 
     @pytest.mark.parametrize(
@@ -290,27 +294,27 @@ class TestCalls:
     @pytest.mark.parametrize("declared", ["<corp_id>", "fixed", None])
     def test_arguments_that_do_not_fit(self, declared, args, kwargs, message):
         """A call that the task itself could not take is the TypeError of that call."""
-        builder = key_builder(declared, signature=signature(optional), task_name=TASK)
+        builder = built(declared, optional)
         with pytest.raises(TypeError, match=message):
             builder.key(args, kwargs)
 
     def test_a_variadic_keyword_never_hides_a_parameter(self):
         """A keyword named like the ``**kwargs`` parameter itself does not replace it."""
-        builder = KeyTemplate("<kwargs.kwargs>", signature(variadic), TASK)
+        builder = built("<kwargs.kwargs>", variadic)
         assert builder.key((7,), {"kwargs": "x"}) == "x"
 
     @pytest.mark.parametrize("template", ["<extra>", "<extra.id>"])
     def test_a_variadic_keyword_that_is_not_given(self, template):
         """A name that could be in ``**kwargs`` and is not there is a LockKeyError."""
         with pytest.raises(LockKeyError, match="the call does not give it"):
-            KeyTemplate(template, signature(variadic), TASK).key((7,), {})
+            built(template, variadic).key((7,), {})
 
     def test_positional_only(self):
         """Positional-only parameters are found by name like any other."""
 
         def task(a, /, b=2, **kwargs): ...
 
-        builder = KeyTemplate("<a>:<b>:<kwargs.a>", signature(task), TASK)
+        builder = built("<a>:<b>:<kwargs.a>", task)
         assert builder.key((1,), {"a": 3}) == "1:2:3"
 
 
@@ -325,7 +329,7 @@ class TestInjectivity:
     def test_different_texts_never_share_a_key(self, one, other):
         """Two calls that differ in the text of any argument never meet in one lock."""
         for template in TEMPLATES:
-            builder = KeyTemplate(template, signature(three), TASK)
+            builder = built(template, three)
             assert (builder.key(one, {}) == builder.key(other, {})) == (one == other)
 
     @given(
@@ -342,7 +346,7 @@ class TestInjectivity:
         """Whatever literals a template has: it is refused, or keeps all different calls apart."""
         template = f"{outer[0]}<a>{inner[0]}<b>{inner[1]}<c>{outer[1]}"
         try:
-            builder = KeyTemplate(template, signature(three), TASK)
+            builder = built(template, three)
         except InvalidTemplate:
             return
         assert (builder.key(one, {}) == builder.key(other, {})) == (one == other)
@@ -357,15 +361,15 @@ class TestInjectivity:
     def test_every_key_is_valid(self, a, b, c):
         """Whatever the values: at most 200 bytes, no braces, no control characters."""
         for template in TEMPLATES:
-            assert_valid(KeyTemplate(template, signature(three), TASK).key((a, b, c), {}))
+            assert_valid(built(template, three).key((a, b, c), {}))
         for value in (a, [a, b], {a: (b, c)}):
-            assert_valid(DigestKey(a or TASK, signature(three)).key((value, b, c), {}))
+            assert_valid(built(None, three, a or TASK).key((value, b, c), {}))
 
 
 class TestDigests:
     """Keys of tasks that declare no lock_key."""
 
-    builder = DigestKey(TASK, signature(optional))
+    builder = built(None, optional)
 
     def digest(self, value):
         """Return the key of a call with one argument."""
@@ -429,7 +433,7 @@ class TestDigests:
 
     def test_variadic_arguments_count(self):
         """``*args`` and ``**kwargs`` are arguments like any other."""
-        builder = DigestKey(TASK, signature(variadic))
+        builder = built(None, variadic)
         calls = [((1,), {}), ((1, 2), {}), ((1,), {"x": 2}), ((1,), {"x": 3}), ((1, 2), {"x": 2})]
         assert len({builder.key(args, kwargs) for args, kwargs in calls}) == len(calls)
 
@@ -456,9 +460,9 @@ class TestDigests:
     @pytest.mark.parametrize("name", ["a{b}:c\n", "x" * 300, "%#"])
     def test_any_task_name(self, name):
         """Task names with any characters, of any length, give valid keys of their own."""
-        key = DigestKey(name, signature(no_arguments)).key((), {})
+        key = built(None, no_arguments, name).key((), {})
         assert_valid(key)
-        assert key != DigestKey(name + "x", signature(no_arguments)).key((), {})
+        assert key != built(None, no_arguments, name + "x").key((), {})
 
 
 class TestCallables:
@@ -466,7 +470,7 @@ class TestCallables:
 
     def build(self, function):
         """Return what a task that declares this callable gets."""
-        builder = key_builder(function, signature=signature(three), task_name=TASK)
+        builder = built(function, three)
         assert isinstance(builder, CallableKey)
         return builder
 

@@ -361,13 +361,13 @@ def test_the_messages_of_a_queue_are_counted_once():
     app = Celery("shop", broker="memory://", set_as_current=False)
     with app.connection_for_write() as connection:
         connection.default_channel.queue_declare(queue="slow")
-        site = Site(None, "dislock", app)
+        site = Site(None, app)
         for _ in range(2):
             connection.SimpleBuffer("slow").put("x")
             assert site.messages_in(["slow", "nowhere"]) == 1
-    assert Site(None, "dislock").messages_in(["slow"]) is None
+    assert Site(None).messages_in(["slow"]) is None
     away = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
-    assert Site(None, "dislock", away).messages_in(["celery"]) is None
+    assert Site(None, away).messages_in(["celery"]) is None
     assert away.conf.broker_transport_options == {}
     away.close()
     app.close()
@@ -390,6 +390,6 @@ def test_the_tasks_that_may_have_a_key(app):
         ("c%3Ac:9f", [(3600.0, "celery")]),
         ("x", []),
     ):
-        tasks = Site(None, "dislock", app).tasks_of(key)
+        tasks = Site(None, app).tasks_of(key)
         assert [(one.unique_for, one.queue) for one in tasks] == found
-        assert Site(None, "dislock").tasks_of(key) == []
+        assert Site(None).tasks_of(key) == []

@@ -34,7 +34,7 @@ def test_a_server_that_is_given_takes_the_place_of_the_apps(dislock):
     """One, or several of which a majority decides."""
     for urls in (["redis://a"], ["redis://a", "redis://b", "redis://c"]):
         dislock(*(part for url in urls for part in ("--dislock-url", url)), "show", "k")
-        assert dislock.app.conf.dislock_url == (urls[0] if len(urls) == 1 else urls)
+        assert dislock.app.conf.dislock_url == (urls[0] if len(urls) == 1 else tuple(urls))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ WIDTH = 80
 def lines(*rows, width=WIDTH):
     names = ("KEY", "WAITING", "HOLDER")
     cells = {name: lambda row, at=at: row[at] for at, name in enumerate(names)}
-    return table(cells, [(row,) for row in rows], width)
+    return table(cells, rows, width)
 
 
 def test_what_fits_is_whole():
