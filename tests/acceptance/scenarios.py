@@ -484,14 +484,6 @@ def calling(name: str, *keys: str | Key, **options: Any) -> Task:
 call = calling("call", Key("api", limit=2), TENANT)
 call_or_wait = calling("call_or_wait", Key("api", limit=2), TENANT, **WAITING)
 call_and_survive = calling("call_and_survive", Key("api", limit=2), TENANT, **SURVIVING)
-call_widely = calling("call_widely", Key("api", limit=2), Key(TENANT, limit=10))
-call_by_quota = calling("call_by_quota", Key("api", limit=5), Key("quota:<tenant>", rate="10/h"))
-call_often = calling("call_often", Key("often", rate="100/s"))
-call_seldom = calling("call_seldom", Key("seldom", rate="1/h"), Key("often", rate="100/s"))
-call_rated = calling("call_rated", Key("rated", rate="10/s"), TENANT)
-read = calling("read", "document:<tenant>", "index", lock_mode="shared")
-write = calling("write", "document:<tenant>", "index")
-
 # A key more, one less, and another order, since the release before.
 IS_OLD = os.environ.get("SCENARIOS_RELEASE") == "old"
 BOTH = TENANT, "api"
