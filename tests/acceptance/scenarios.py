@@ -293,32 +293,6 @@ def retry_with_delay(self: Task, key: str) -> int:
             time.sleep(PAUSE)
 
 
-def retry_on_any_error(self: Task, key: str) -> dict[str, Any]:
-    """Ask for a retry when anything goes wrong, as careful code does."""
-    try:
-        return stay(key, gate=self.request.id)
-    except Exception as exc:  # the point of this task
-        raise self.retry(exc=exc, countdown=0) from exc
-
-
-def retry_in_a_while(self: Task, key: str) -> int:
-    """Ask for one retry, which comes after a pause."""
-    with reported(key):
-        if not self.request.retries:
-            raise self.retry(countdown=2 * PAUSE)
-        return int(self.request.retries)
-
-
-def stay_until_superseded(key: str) -> None:
-    """Work in steps, and ask before each whether it is still wanted."""
-    with reported(key):
-        lease = current_lease()
-        assert lease is not None
-        while True:
-            lease.ensure_held()
-            time.sleep(GATE_POLL)
-
-
 def be_replaced(self: Task, key: str, other: dict[str, Any]) -> None:
     """Let another task take this one's place, and take time to end after that."""
     with reported(key):
@@ -383,8 +357,6 @@ SURVIVING = {"acks_late": True, "reject_on_worker_lost": True}  # comes back to 
 BRIEFLY = {"lock_watchdog_timeout": BRIEF}
 CAPPED = {**BRIEFLY, "max_renew_times": 2}
 BOUND = {"bind": True}
-RETRYING = {"max_retries": 5}
-
 hold = locked("hold")
 hold_renewed = locked("hold_renewed", **BRIEFLY)
 outlive_loss = locked("outlive_loss", **BRIEFLY)
@@ -450,16 +422,10 @@ hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEU
 # The newest of a key takes over.  No renewal comes before a test gives up: remote control tells.
 CANCEL = {"lock_on_conflict": "cancel", "lock_watchdog_timeout": 5 * LONG}
 build = locked("build", stay_by_itself, **CANCEL, **BOUND)
-build_two = locked("build_two", stay_by_itself, lock_limit=2, **CANCEL, **BOUND)
 build_and_survive = locked("build_and_survive", stay_by_itself, **CANCEL, **BOUND, **SURVIVING)
-build_renewed = locked("build_renewed", stay_by_itself, **{**CANCEL, **BRIEFLY}, **BOUND)
-build_undisturbed = locked(
-    "build_undisturbed", stay_by_itself, lock_cancel_not_before=PAUSE, **CANCEL, **BOUND
-)
 build_in_peace = locked(
     "build_in_peace", stay_by_itself, lock_cancel_not_before=LONG, **CANCEL, **BOUND
 )
-build_stubbornly = locked("build_stubbornly", resist_an_error, lock_cancel_after=PAUSE, **CANCEL)
 build_for_ever = locked("build_for_ever", resist_all, lock_on_cancel="terminate", **CANCEL)
 build_for_ever_late = locked(
     "build_for_ever_late", resist_all, lock_on_cancel="terminate", **CANCEL, **SURVIVING
@@ -467,10 +433,6 @@ build_for_ever_late = locked(
 TERMINATED = {**CANCEL, **BRIEFLY, "lock_on_cancel": "terminate"}
 build_terminated = locked("build_terminated", stay_by_itself, **TERMINATED, **BOUND, **SURVIVING)
 build_in_c = locked("build_in_c", keep_the_gil_for_ever, **TERMINATED)
-build_again = locked("build_again", retry_on_any_error, **CANCEL, **BOUND, **RETRYING)
-build_politely = locked("build_politely", stay_until_superseded, lock_on_cancel="warn", **CANCEL)
-build_later = locked("build_later", retry_in_a_while, **CANCEL, **BOUND)
-
 # Several keys in line: the *key* is that of the reports.
 TENANT = "tenant:<tenant>"
 
