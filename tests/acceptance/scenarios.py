@@ -205,12 +205,10 @@ def leave_process(key: str) -> None:
         raise SystemExit(key)
 
 
-def kill_process(key: str, times: int) -> dict[str, Any]:
-    """Kill the process of this body, in so many runs; then succeed."""
+def kill_process(key: str) -> None:
+    """Kill the process of this body."""
     report(key, "begin")
-    if reports.llen(history_of(key)) <= times:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return lease_in_words()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def retry_and_succeed(self: Task, key: str) -> int:
@@ -273,33 +271,6 @@ def sleep_long(key: str) -> None:
     """Sleep in one long blocking call."""
     with reported(key):
         time.sleep(ASLEEP)
-
-
-def stay_as_edition(key: str, edition: int) -> int:
-    """Report an edition that begins, and last until the gate is open."""
-    report(key, "ran", edition=edition)
-    stay(key)
-    return edition
-
-
-def retry_with_delay(self: Task, key: str) -> int:
-    """Ask for one retry, and take time to end after that."""
-    with reported(key):
-        if self.request.retries:
-            return int(self.request.retries)
-        try:
-            raise self.retry(countdown=0)
-        finally:
-            time.sleep(PAUSE)
-
-
-def be_replaced(self: Task, key: str, other: dict[str, Any]) -> None:
-    """Let another task take this one's place, and take time to end after that."""
-    with reported(key):
-        try:
-            self.replace(self.app.signature(other))
-        finally:
-            time.sleep(PAUSE)
 
 
 def retry_until_the_gate_is_open(self: Task, key: str) -> int:
@@ -392,9 +363,6 @@ reject_once = locked("reject_once", requeue_and_succeed, **LATE)
 CRASHES_MOST = 3
 crash = locked("crash", kill_process, lock_crash_limit=CRASHES_MOST, **SURVIVING)
 hold_or_crash_once = locked("hold_or_crash_once", lock_crash_limit=1, **SURVIVING)
-leave_each_time = locked("leave_each_time", leave_process, lock_crash_limit=2, **SURVIVING)
-crash_freely = locked("crash_freely", kill_process, **SURVIVING)
-
 # The lease ends before the body does.
 stop_at_cap = locked("stop_at_cap", lock_on_cap="raise", **CAPPED)
 resist_errors = locked("resist_errors", resist_an_error, lock_on_cap="terminate", **CAPPED)
@@ -415,7 +383,6 @@ QUEUE = {"lock_on_conflict": "queue"}
 NEWEST = {**QUEUE, "lock_queue_limit": 1, "lock_queue_overflow": "replace"}
 hold_or_queue = locked("hold_or_queue", **QUEUE)
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
-crash_or_queue = locked("crash_or_queue", kill_process, lock_crash_limit=2, **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
 
@@ -457,25 +424,15 @@ build_changed = locked("build_changed", stay_by_itself, **(QUEUE if IS_OLD else 
 
 # So often at most.
 rated = locked("rated", be_brief, lock_rate="10/s", **QUEUE)
-rated_or_retry = locked("rated_or_retry", be_brief, lock_rate="10/s", lock_on_conflict="retry")
 rated_slowly_or_retry = locked(
     "rated_slowly_or_retry", be_brief, lock_rate="1/8s", lock_on_conflict="retry"
 )
-rated_or_wait = locked("rated_or_wait", be_brief, lock_rate="10/s", **WAITING)
-
 # The second of a key is not sent.
 UNTIL_START = {"lock_unique_until": "start"}
 UNTIL_END = {"lock_unique_until": "end"}
-REPLACE = {"lock_on_duplicate": "replace"}
 unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
 unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
-# The debounce of docs/how-to/send-once.md.
-index = locked("index", stay_as_edition, lock_replace_for=LONG, **UNTIL_START, **REPLACE)
-
 # The task goes on in another execution.
-RAISING = {"lock_on_conflict": "raise", **BOUND}
-retry_and_linger = locked("retry_and_linger", retry_with_delay, **RAISING)
-replace_and_linger = locked("replace_and_linger", be_replaced, **RAISING)
 retry_until_open = locked(
     "retry_until_open",
     retry_until_the_gate_is_open,
