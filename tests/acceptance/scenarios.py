@@ -372,7 +372,6 @@ sleep_until_loss = locked("sleep_until_loss", sleep_long, lock_on_lost="raise", 
 
 # The second of a key comes again, waits, gives up or asks.
 WAITING = {"lock_on_conflict": "wait", "lock_wait_timeout": LONG}
-hold_or_raise = locked("hold_or_raise", lock_on_conflict="raise")
 hold_or_retry = locked("hold_or_retry", lock_on_conflict="retry")
 hold_or_wait = locked("hold_or_wait", **WAITING)
 hold_or_wait_late = locked("hold_or_wait_late", **WAITING, **LATE)
