@@ -294,17 +294,6 @@ class SlowToEnd(SingletonTask):
         time.sleep(PAUSE)
 
 
-class HangsAfterIt(SingletonTask):
-    """A user's class whose execution hangs after the body, as if the result backend is away."""
-
-    abstract = True
-
-    def on_success(self, *_: Any) -> None:
-        """Hang until the gate named after this task's id is open."""
-        while not reports.exists(gate_of(self.request.id)):
-            time.sleep(GATE_POLL)
-
-
 @app.task
 def gather(results: list[Any]) -> list[Any]:
     """End a chord."""
@@ -335,7 +324,6 @@ hold_steadily = locked("hold_steadily", lock_watchdog_timeout=STEADY)
 hold_by_itself = locked("hold_by_itself", stay_by_itself, **BOUND)
 hold_and_survive = locked("hold_and_survive", max_retries=5, **SURVIVING)
 hold_renewed_and_survive = locked("hold_renewed_and_survive", **BRIEFLY, **SURVIVING)
-hang_after_it = locked("hang_after_it", base=HangsAfterIt, lock_watchdog_timeout=4 * BRIEF)
 compute = locked("compute", compute_until, **BRIEFLY)
 hold_the_gil = locked("hold_the_gil", keep_the_gil, **BRIEFLY)
 hold_it_for_ever = locked(
