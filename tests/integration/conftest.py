@@ -1,4 +1,4 @@
-"""Fixtures of the tests on driven locks."""
+"""Lock servers for the tests: one in the process, one whose commands fail, and a real one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,35 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from celery_dislock import signals
+from celery_dislock.servers.store import Store
+from tests.driven import Shop
 from tests.integration.driven import Driven, driving, listening
+from tests.integration.lua_server import LuaServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def server() -> LuaServer:
+    """The scripts on bare Lua, under a clock that the test moves."""
+    return LuaServer()
+
+
+@pytest.fixture
+def shop(caplog: pytest.LogCaptureFixture) -> Iterator[Shop]:
+    """An app whose lock server and broker are in this process; what it logs is kept."""
+    caplog.set_level("INFO", "celery_dislock")
+    with Shop() as shop:
+        yield shop
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator[Store]:
+    """What sends commands to a real server, or to fakeredis."""
+    store = Store(redis_url)
+    yield store
+    store.close()
 
 
 @pytest.fixture

@@ -439,12 +439,12 @@ class TestOwners:
 
 
 class TestSurroundings:
-    def test_a_receiver_that_takes_blocking_locks(self, dislock):
+    def test_a_receiver_that_takes_blocking_locks(self, dislock, receive):
         """A receiver that runs for a coroutine waits as the coroutine does; the loop goes on."""
         order = []
 
-        def receive(**_kwargs):
-            signals.lock_acquired.disconnect(receive)
+        def receiver(**_kwargs):
+            signals.lock_acquired.disconnect(receiver)
             with dislock.lock("log", timeout=LIMIT):
                 order.append("received")
 
@@ -458,18 +458,18 @@ class TestSurroundings:
             held = asyncio.Event()
             holder = asyncio.create_task(hold(held))
             await held.wait()
-            signals.lock_acquired.connect(receive)
+            receive("lock_acquired", receiver)
             await use(dislock.async_lock("k"))
             await holder
 
         on_loop(main)
         assert order == ["held", "received"]
 
-    def test_context_variables(self, dislock):
+    def test_context_variables(self, dislock, receive):
         """What runs for a coroutine sees its context, and changes it."""
         variable, seen = contextvars.ContextVar("variable", default=0), []
 
-        def receive(**_kwargs):
+        def receiver(**_kwargs):
             seen.append(variable.get())
             variable.set(variable.get() + 10)
 
@@ -481,18 +481,12 @@ class TestSurroundings:
         async def main():
             return await asyncio.gather(*(body(number) for number in range(5)))
 
-        signals.lock_acquired.connect(receive)
-        try:
-            assert on_loop(main) == [10, 11, 12, 13, 14]
-        finally:
-            signals.lock_acquired.disconnect(receive)
+        receive("lock_acquired", receiver)
+        assert on_loop(main) == [10, 11, 12, 13, 14]
         assert sorted(seen) == [0, 1, 2, 3, 4]
 
-    def test_a_receiver_that_sends_tasks(self, redis_url, redis_client):
+    def test_a_receiver_that_sends_tasks(self, redis_url, redis_client, receive):
         """They are sent; like all of Celery's sending, that blocks the loop."""
-
-        def receive(**_kwargs):
-            app.send_task("shop.log")
 
         async def main():
             await use(dislock.async_lock("k"))
@@ -500,11 +494,8 @@ class TestSurroundings:
 
         with Celery("shop", broker=redis_url, set_as_current=False) as app:
             dislock = Dislock(app)
-            signals.lock_acquired.connect(receive)
-            try:
-                on_loop(main)
-            finally:
-                signals.lock_acquired.disconnect(receive)
+            receive("lock_acquired", lambda **_: app.send_task("shop.log"))
+            on_loop(main)
         assert redis_client.llen("celery") == 1
 
     def test_a_parked_task_gets_its_turn_from_a_coroutine(self, driven, monkeypatch):

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from celery_dislock import DamagedLockError, Dislock, SettingsError, StoreError, scripts
+from celery_dislock import DamagedLockError, Dislock, StoreError, scripts
 from celery_dislock.exceptions import ForbiddenError, UnreachableError
 from celery_dislock.servers.connecting import Driver
 from celery_dislock.servers.store import Store
@@ -145,37 +145,6 @@ def test_a_server_is_named_without_its_password(url, shown):
         dislock.lock("k").try_acquire()
     assert shown in str(caught.value)
     assert "s3cret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("url", "options", "told"),
-    [
-        ("redis://u:s3cret@a:port", {}, "dislock_url"),
-        ("sentinel://u:s3cret@a:port", {"master_name": "m"}, "dislock_url"),
-        ("sentinel://u:s3cret@a;redis://b", {"master_name": "m"}, "dislock_url"),
-        ("redis+cluster://u:s3cret@a,", {}, "dislock_url"),
-        ("redis+cluster://u:s3cret@a/3", {}, "dislock_url"),
-        ("redis+cluster://u:se/cret@a", {}, "dislock_url"),
-        ("sentinel://a", {}, "'master_name'"),
-        ("sentinel://a", {"master_name": None}, "'master_name'"),
-        ("sentinel://a", {"master_name": 7}, "'master_name'"),
-        ("redis://a", {"sokcet_timeout": 1}, "dislock_transport_options"),
-        ("redis://a", {"ssl_ca_certs": "ca.pem"}, "dislock_transport_options"),
-        ("redis+cluster://a", {"sokcet_timeout": 1}, "dislock_transport_options"),
-        ("sentinel://a", {"master_name": "m", "sokcet_timeout": 1}, "dislock_transport_options"),
-        (
-            "sentinel://a",
-            {"master_name": "m", "sentinel_kwargs": {"sokcet_timeout": 1}},
-            "dislock_transport_options",
-        ),
-    ],
-)
-def test_a_url_or_an_option_that_cannot_be_used_is_refused(url, options, told):
-    """The error names the setting, and not the password; nothing is connected to."""
-    with pytest.raises(SettingsError, match=told) as caught:
-        Dislock.from_url(url, transport_options=options).lock("k").try_acquire()
-    assert "s3cret" not in str(caught.value)
-    assert caught.value.__cause__ is None or "s3cret" not in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(

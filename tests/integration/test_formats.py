@@ -15,17 +15,10 @@ from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LaterReleaseError
 from celery_dislock.scripts import RENEW_STALLED, TICK
 from celery_dislock.servers.reservations import Reservation, Reserved
-from tests.driven import Shop
-from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, REPLACES, TURN, Line, sent
 
 DAY = 86400  # seconds
 HOLDER = json.dumps({"id": "new", "more": [1]})
-
-
-@pytest.fixture
-def server():
-    return LuaServer()
 
 
 @pytest.fixture
@@ -264,13 +257,6 @@ class TestReservation:
         server.advance(901)
         server.end_keys()
         assert isinstance(broker.store.reservations.reserve(self.MINE, "nonce"), Reserved)
-
-
-@pytest.fixture
-def shop(caplog):
-    caplog.set_level("INFO", "celery_dislock")
-    with Shop() as shop:
-        yield shop
 
 
 class TestMessage:

@@ -62,11 +62,6 @@ def turn_of(task):
 
 
 @pytest.fixture
-def server():
-    return LuaServer()
-
-
-@pytest.fixture
 def broker(server):
     """A worker; what a test leaves behind ends by itself, and its bytes are counted right."""
     broker = Line(server)

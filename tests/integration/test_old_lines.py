@@ -7,7 +7,7 @@ import pytest
 from celery_dislock import Key
 from celery_dislock.parking.store import ENDED
 from celery_dislock.scripts import KNOWS
-from tests.driven import KEY, Shop
+from tests.driven import KEY
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import Line
 
@@ -32,13 +32,6 @@ def test_what_has_ended_itself_leaves_no_mark():
     assert broker.leave("a", ENDED) is False
     broker.run("b")
     assert broker.claim("a") == "granted"
-
-
-@pytest.fixture
-def shop(caplog):
-    caplog.set_level("INFO", "celery_dislock")
-    with Shop() as shop:
-        yield shop
 
 
 @pytest.fixture

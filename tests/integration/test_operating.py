@@ -25,7 +25,6 @@ from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.actions import Actions
 from tests.holding import all_locks, name_of
-from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, Broker
 from tests.redis_server import RedisServer
 from tests.unit.deliveries import noted
@@ -71,11 +70,6 @@ class Worker(Broker):
 def message_of(task, /, **headers):
     about = {"task": "shop.export", "id": task, **noted(store="0" * 16), **headers}
     return Message("", "celery", about, "application/json", "utf-8", {}, True, b"[]").to_bytes()
-
-
-@pytest.fixture
-def server():
-    return LuaServer()
 
 
 @pytest.fixture

@@ -24,13 +24,6 @@ TURN = {"ticket": [LOCK, "2:0:0"]}  # of the task "2"
 NAMED = f"for lock {KEY!r}"
 
 
-@pytest.fixture
-def shop(caplog):
-    caplog.set_level("INFO", "celery_dislock")
-    with Shop() as shop:
-        yield shop
-
-
 def assert_done(shop, task, caplog, ran=("2",), **how):
     """Check that copies of the task, marked and not, are acknowledged without running."""
     for notes in (TURN, None):

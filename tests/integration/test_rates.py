@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import count, pairwise
 
@@ -19,7 +19,6 @@ from celery_dislock.config.terms import Rate, Terms
 from celery_dislock.exceptions import LockHeldError, SettingsError
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
-from celery_dislock.signals import lock_conflict
 from tests.driven import KEY, LockServer, Shop, new_app
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
@@ -505,28 +504,19 @@ def test_who_waits_behind_others_asks_when_those_have_started(shop):
     assert behind == pytest.approx([10, 20, 30], abs=0.01)
 
 
-def test_a_turn_that_comes_too_early_is_no_conflict(shop):
+def test_a_turn_that_comes_too_early_is_no_conflict(shop, receive):
     """A message that comes before its time is put off for the rest, and no receiver is told."""
     told = []
     starts = Starts(shop, lock_rate="1/8s")
     starts.send(2)
     shop.work()
-    with receiving(lock_conflict, lambda **_: told.append(1)):
-        shop.put_off[:] = [one._replace(due=0.0) for one in shop.put_off]
-        shop.work()
-        assert told == []
-        assert starts.times == [0.0]
-        starts.run(8.5)
+    receive("lock_conflict", lambda **_: told.append(1))
+    shop.put_off[:] = [one._replace(due=0.0) for one in shop.put_off]
+    shop.work()
+    assert told == []
+    assert starts.times == [0.0]
+    starts.run(8.5)
     assert len(starts.times) == 2
-
-
-@contextmanager
-def receiving(signal, receiver):
-    signal.connect(receiver, weak=False)
-    try:
-        yield
-    finally:
-        signal.disconnect(receiver)
 
 
 def test_a_parked_task_is_told_when_its_turn_comes(shop, caplog):

@@ -10,16 +10,10 @@ from celery_dislock.config.terms import ALONE, Terms
 from celery_dislock.parking.answers import Full, Parked
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.reservations import Reservation
-from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, Broker, owner_of
 
 HELD_FOR, RENEWED, TIMEOUT = 720.0, 3.0, 300.0  # seconds
 BOTH = HELD_FOR, RENEWED
-
-
-@pytest.fixture
-def server():
-    return LuaServer()
 
 
 @pytest.fixture

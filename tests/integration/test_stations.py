@@ -94,11 +94,6 @@ class Fleet:
 
 
 @pytest.fixture
-def server():
-    return LuaServer()
-
-
-@pytest.fixture
 def fleet(server):
     return Fleet(server)
 

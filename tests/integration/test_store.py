@@ -28,13 +28,6 @@ HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
 WITHIN = 10.0  # seconds
 
 
-@pytest.fixture
-def store(redis_url):
-    store = Store(redis_url)
-    yield store
-    store.close()
-
-
 def take(store, owner, ttl=LONG, lock=LOCK):
     """Acquire a lock that must be free, and return the token."""
     answer = store.acquire([lock], owner, ttl, HOLDER)

@@ -24,13 +24,6 @@ FEW = 10  # lines of a step, where they are many
 
 
 @pytest.fixture
-def shop(caplog):
-    caplog.set_level("INFO", "celery_dislock")
-    with Shop() as shop:
-        yield shop
-
-
-@pytest.fixture
 def swept(monkeypatch):
     """The locks that were looked at, of each step."""
     found, sweep = [], Lines.sweep

@@ -7,7 +7,6 @@ import pytest
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
-from celery_dislock.servers.store import Store
 from tests.conftest import BOTH
 
 LOCKS = ["dislock:{export:7}", "dislock:{export:8}"]
@@ -17,13 +16,6 @@ OLD, NEW = '{"id":"1","pid":7}', '{"id":"1","pid":8}'
 
 
 pytestmark = BOTH
-
-
-@pytest.fixture
-def store(redis_url):
-    store = Store(redis_url)
-    yield store
-    store.close()
 
 
 def leave(store, locks, owner="first", at_least=300.0):

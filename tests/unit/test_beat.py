@@ -154,21 +154,6 @@ def test_a_tick_that_the_broker_did_not_take_goes_out_when_it_does(caplog):
     assert len({one.id for one in world.sent}) == 2
 
 
-def test_of_ticks_that_the_broker_did_not_take_the_last_one_goes_out():
-    """An entry that is due again is sent once when the broker is back, beside all others."""
-    world = World({"often": 2.0, "other": 2.0, "hourly": HOUR})
-    go_to(world, world.now + HOUR)
-    with broker_away(*world.beats):
-        world.run(7.0)
-    world.run(beat.PAUSE)
-    assert Counter(one.entry for one in world.sent) == {"often": 1, "other": 1, "hourly": 1}
-    world.run(10.0)
-    for name in ("often", "other"):
-        ticks = [one.tick for one in world.ticks(name)]
-        assert len(ticks) == sum(one.entry == name for one in world.sent) >= 5
-        assert min(b - a for a, b in pairwise(ticks)) >= 2 - STEP
-
-
 @pytest.mark.skipif(
     "while rem_secs < 0" in inspect.getsource(crontab.is_due),
     reason="with a deadline, Celery 5.5 looks for minutes at when a crontab was due last",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import SingletonTask
 from celery_dislock.messages.delivery import Delivery
+from tests.declaring import declare, never
+from tests.driven import held
+from tests.unit.deliveries import deliver
 
 
 @pytest.fixture
@@ -81,3 +85,30 @@ def test_a_line_of_text_keeps_its_parts(both):
     """Tools that group log lines go by the message without its arguments."""
     logging.getLogger("celery_dislock").info("Task %s", "Zürich")
     assert (both.records[0].msg, both.records[0].args) == ("Task %s", ("Zürich",))
+
+
+HOLDER = r"shop\.holder\d+\[1\] on w1 \(pid \d+\)"
+IS_HELD = f"lock 'k' is held by {HOLDER}, for "
+
+
+@pytest.mark.parametrize(
+    ("strategy", "line"),
+    [
+        ("skip", rf"INFO .* skipped: {IS_HELD}.* s more unless renewed\. It does not run\."),
+        ("raise", rf"ERROR .* raised unexpected: LockHeldError\('k', '{HOLDER}', .*"),
+        ("retry", rf"INFO .* put off for \S+ s: {IS_HELD}.*"),
+        ("reject", rf"INFO .* rejected: {IS_HELD}.* Its message goes to the dead-letter .*"),
+        ("queue", rf"INFO .* parked: place 1 in line for lock 'k', held by {HOLDER}, for .*"),
+    ],
+)
+@pytest.mark.usefixtures("broker")
+def test_a_conflict_is_told_to_the_caller_and_in_one_line(app, both, strategy, line):
+    """Key, holder and what becomes of the task are in the result, and in the log."""
+    with held(app):
+        deliver(declare(app, never, lock_on_conflict=strategy, acks_late=True), "2")
+        [said] = both.records
+        assert re.fullmatch(line, f"{said.levelname} {said.getMessage().splitlines()[0]}"), said
+        assert "shop.t[2]" in said.getMessage()
+    told = app.AsyncResult("2").result
+    if told is not None:  # Celery's main process tells who is rejected
+        assert re.search(f"'k'.*{HOLDER}", str(told))

@@ -404,6 +404,8 @@ SECRET_URLS = [
         lambda url: {"dislock_url": url},
         lambda url: {"dislock_url": [url, url, url]},
         lambda url: {"dislock_url": {"url": url}},
+        lambda url: {"dislock_url": {url}},
+        lambda url: {"dislock_transport_options": url},
         lambda url: {"dislock_urls": url},
         lambda url: {"CELERY_DISLOCK_SERVER_URL": url},
         lambda url: {"dislock_transport_options": [("password", url)]},

@@ -14,11 +14,10 @@ from celery_dislock.exceptions import LockHeldError, StoreError
 from celery_dislock.operating.site import Site, UniqueTask
 from celery_dislock.operating.why import asked
 from celery_dislock.operating.why.sentences import at, nth
-from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers import find
 from celery_dislock.servers.rates import RateState
-from celery_dislock.servers.reservations import Reservation
 from tests.commands import AWAY, FOUND
+from tests.declaring import declare
 from tests.staged import RESERVED, holder, lock, place
 
 HELD = "which shop.export[id-1] on celery@w1 (pid 7) has held for 61 s"
@@ -180,7 +179,15 @@ def test_what_is_in_the_way_of_its_lock(why, server, changes, state, way):
     says(answer, state, "shop.pay[parked-2] is 2nd of 2 in line for lock 'k', ", way)
     assert answer["about"]["place"] == 2
     assert "lock server: shop.pay[parked-1] is the first, for 5.0 s" in answer["rests_on"]
-    assert answer["remedy"]
+    helps = {"paused": "resume k", "held back": "resume k", "too early": "limit k --rate "}
+    assert f"celery dislock {helps.get(state, '')}" in answer["remedy"]
+
+
+def test_nobody_sweeps_its_line(why, server, monkeypatch):
+    """Its lock is free, and no worker gives it its turn."""
+    monkeypatch.setattr(Site, "is_swept", lambda *_: False)
+    server.put(lock("k", waiting=1, line=[place()]))
+    assert why("parked-1")["remedy"].startswith("Start a worker with --dislock")
 
 
 def test_who_has_not_claimed_its_turns_is_dropped_and_nobody_behind_it(why, server):
@@ -458,20 +465,19 @@ def test_what_is_reserved_for_several_keys_is_freed_by_its_task(why, server, mon
 
 def test_it_was_a_duplicate(why, app, server):
     """Its sender has chosen the id; the first one's is told.  Another leaves nothing."""
-    reservations = runtime_of(app).process.store.reservations
-    wanted = Reservation("dislock:{k}", ID, ttl=60.0)
-    for one, is_known in ((wanted, True), (wanted._replace(id="other"), False)):
-        reservations.reserve(one._replace(id="first"), "n1")
-        assert reservations.reserve(one, "n2", is_known=is_known).id == "first"
+    mail = declare(app, lock_unique_until="end")
+    for task_id in ("first", ID, None):
+        assert mail.apply_async(task_id=task_id).id == "first"
     for args in ((), ("--key", "k")):
         answer = why(ID, *args)
         says(answer, "duplicate", "was never sent: it was a duplicate of task first, whose message")
         assert answer["about"] == {"duplicate_of": "first"}
-    says(why("other", code=FOUND), "not known")
-    assert 0 < server.ttls()[f"dislock:{{k}}:unsent:{ID}"] <= 7_200_000
-    reservations.end(wanted._replace(id="first"))
-    reservations.reserve(wanted, "n3", is_known=True)  # sent again, under its id
-    says(why(), "being sent", "is being sent at this moment")
+    unsent = {name: ms for name, ms in server.ttls().items() if ":unsent:" in name}
+    assert list(unsent) == [f"dislock:{{k}}:unsent:{ID}"]
+    assert 0 < unsent[f"dislock:{{k}}:unsent:{ID}"] <= 7_200_000
+    server.send("DEL", "dislock:{k}:unique")
+    mail.apply_async(task_id=ID)
+    says(why(), "sent")
 
 
 # Nothing is known, or not everything.

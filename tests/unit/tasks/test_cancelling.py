@@ -125,6 +125,28 @@ def test_what_was_sent_before_the_newest_does_not_run(app):
     assert deliver(task, task_id="2", notes={"sent": us() - 5}, retries=1).info is None
 
 
+def test_an_older_one_runs_beside_newer_ones_if_there_is_room(app):
+    """With a limit of two nobody has to end for it."""
+    options = {"lock_limit": 2, **CANCEL}
+    with held(app, "k", "2", **options):
+        deliver(declare(app, **options), notes={"sent": us() - 1000})
+    assert app.AsyncResult("1").state == "SUCCESS"
+
+
+def test_an_outage_in_between(app, lock_server, broker, told):
+    """The lock server does not answer while the newest has come: it takes over after that."""
+    task = declare(app, never, **CANCEL)
+    with held(app, "k", "1", **CANCEL):
+        sent = us()
+        lock_server.away = True
+        deliver(task, "2", headers={})
+        lock_server.away = False
+        assert told == []
+        deliver(task, "2", headers=broker.last.headers)
+        assert [about["task_id"] for (_, about), _ in told] == ["1"]
+        assert sent <= broker.last.notes["sent"] <= sent + 1000
+
+
 def cancelled_body(task_of, lock_server, end):
     """Make a body for which a newer task comes; it *ends* when it was told."""
 
