@@ -70,6 +70,11 @@ def freed(at, **more):
     return [*made, Event(at, "a", "operation", "a", "freed", more)]
 
 
+def left(ending):
+    """Make the event of a key that is left behind."""
+    return [Event(9, "run", "key", f"dislock:{{k}}{ending}", "left", {})]
+
+
 DOT = {"every": 2.0, "by_wall": True}
 REFUSED = {"outcome": "refused"}
 
@@ -345,7 +350,9 @@ TOO_SOON = hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)
         ("takes over", IN_TURN + TOO_LATE + fault(0.2, 0.4, **FORGETS) + fault(7, 8, **JUMPS)),
         ("takes over", IN_TURN + bodies(old=3) + revoked("new", by="old")),
         ("written", element("e") + element("f") + file("f")),
-        ("clean", [Event(9, "run", "key", "dislock:{k}", "left", {})]),
+        ("clean", left("")),
+        ("clean", left(":line") + fault(1, 2, **FORGETS)),
+        ("clean", left(":aside") + fault(1, 2)),
     ],
 )
 def test_a_planted_violation_is_found(promise, events):
@@ -415,6 +422,7 @@ def test_a_planted_violation_is_found(promise, events):
         task("t", "sent", "begin", "end", "begin", parks=True) + fault(3.2, 3.4, **FORGETS),
         task("t", "sent", "begin", "end", "begin", parks=True) + fault(2.8, 3.2),
         again(9, parks=True) + fault(2.8, 3.2) + fault(5, 6.5),
+        left(":aside") + fault(1, 2, **FORGETS),
         # In its body: the claim goes, and so there is no mark at its end.
         task("t", "sent", "begin", "end", "begin", parks=True) + fault(2.1, 2.2, **FORGETS),
         task("t", "sent", "outcome", state="FAILURE", may_fail=True),
