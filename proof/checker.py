@@ -369,7 +369,10 @@ def tasks(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
                 )
         replaced = one.outcome and one.outcome.more.get("state") == "REVOKED" and not one.begins
         if replaced and one.more["parks"] and began[one.more["key"]] < one.more["asked"]:
-            yield Violation("nothing lost", f"{text} was replaced by none that ran", one.sent)
+            if any(one.sent <= end for _, end in forgot):
+                counts["tasks replaced by one that was lost, and the server forgot"] += 1
+            else:
+                yield Violation("nothing lost", f"{text} was replaced by none that ran", one.sent)
         yield from _beginning_again(one, text, killed, forgot, redelivers, away, counts)
 
 

@@ -299,6 +299,7 @@ TOO_SOON = hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)
         ("free", DUPLICATE + fault(1, 1.9, **FORGETS)),
         ("nothing lost", task("t", "sent", "begin", "end", "outcome", state="FAILURE")),
         ("nothing lost", task("t", "sent", "outcome", **REVOKED)),
+        ("nothing lost", task("t", "sent", "outcome", **REVOKED) + fault(0.1, 0.2, **FORGETS)),
         ("nothing lost", task("t", "sent") + fault(2, 3, **FORGETS)),
         ("nothing lost", task("t", "sent", parks=True) + fault(0.1, 0.2, **FORGETS)),
         ("nothing lost", task("t", "sent")),
@@ -423,6 +424,7 @@ def test_a_planted_violation_is_found(promise, events):
         task("t", "sent", "begin", "end", "begin", parks=True) + fault(2.8, 3.2),
         again(9, parks=True) + fault(2.8, 3.2) + fault(5, 6.5),
         left(":aside") + fault(1, 2, **FORGETS),
+        task("t", "sent", "outcome", **REVOKED) + fault(1, 2, **FORGETS),
         # In its body: the claim goes, and so there is no mark at its end.
         task("t", "sent", "begin", "end", "begin", parks=True) + fault(2.1, 2.2, **FORGETS),
         task("t", "sent", "outcome", state="FAILURE", may_fail=True),
