@@ -256,8 +256,9 @@ def _is_zombie(pid: int) -> bool:
 
 
 def waiting(consumer: Consumer, ids: Collection[str]) -> Iterator[Context]:
-    """Return the requests of tasks with these ids that wait in a worker, perhaps for their ETA."""
-    for request in [*worker.state.reserved_requests, *scheduled(consumer)]:
+    """Return the requests of tasks with these ids that wait in a worker, for whatever reason."""
+    reserved = worker.state.reserved_requests
+    for request in [*reserved, *scheduled(consumer), *limited(consumer)]:
         if request.id in ids and request not in worker.state.active_requests:
             yield request._context  # noqa: SLF001 -- Celery has no public name
 
@@ -266,3 +267,9 @@ def scheduled(consumer: Consumer) -> list[Request]:
     """Return the requests that wait in a worker for their ETA; its timer alone has them."""
     given = [one for due in consumer.timer.schedule.queue for one in due.entry.args or ()]
     return [one for one in given if isinstance(one, Request)]
+
+
+def limited(consumer: Consumer) -> list[Request]:
+    """Return the requests that wait in a worker for its ``rate_limit``, Celery's own."""
+    buckets = [one for one in list(consumer.task_buckets.values()) if one is not None]
+    return [request for bucket in buckets for request, _ in list(bucket.contents)]

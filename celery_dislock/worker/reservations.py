@@ -1,8 +1,9 @@
 """Keep the reservations of the messages that this worker has, and of the tasks that it runs.
 
-A worker may keep a message for long before its task begins: it was prefetched, or has an ETA.  Its
-reservation would expire meanwhile, and a second message of the key would be sent.  So the main
-process renews the reservations of the messages that it has, in one pipelined round trip.
+A worker may keep a message for long before its task begins: it was prefetched, had an ETA, or waits
+for Celery's ``rate_limit``.  Its reservation would expire meanwhile, and a second message of the
+key would be sent.  So the main process renews the reservations of the messages that it has, in one
+pipelined round trip.
 
 It renews those of running tasks, too: such a task may have no lease, or its process was stopped.
 The watchdog renews them as well, because this timer may have to wait for a body: in a solo pool, or
@@ -21,7 +22,7 @@ from celery.worker import state
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import UNIQUE, notes_in
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.tasks.request import is_alive, is_child
+from celery_dislock.tasks.request import is_alive, is_child, limited
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.worker.timed import TimedStep
 
@@ -56,6 +57,7 @@ class ReservationStep(TimedStep):
 
     def begin(self, worker: WorkController) -> float:
         """Renew with connections of its own."""
+        self._worker = worker
         self._store = runtime_of(worker.app).new_process().store
         return self._every
 
@@ -75,7 +77,8 @@ class ReservationStep(TimedStep):
         self._store.close()
 
     def _waiting(self) -> Iterator[Reservation]:
-        for request in set(state.reserved_requests) - set(state.active_requests):
+        reserved = set(state.reserved_requests) - set(state.active_requests)
+        for request in [*reserved, *limited(self._worker.consumer)]:
             reservation = self._reservation_of(request)
             if reservation and reservation.until != "expiry" and request.id not in state.revoked:
                 yield reservation._replace(ttl=request.task.dislock_guard.options.lock_unique_for)

@@ -66,6 +66,21 @@ class TestRevoked:
         wait_for("the result says so", lambda: first.state == states.REVOKED)
         assert not scene.reported("begin")
 
+    def test_one_that_is_revoked_while_it_waits_for_its_rate_limit_frees_its_key(
+        self, start_fleet, scene
+    ):
+        """At once: the worker discards it when the limit admits it, which may take an hour."""
+        fleet = start_fleet("prefork")
+        fleet.send(scenarios.unique_and_limited, f"{scene.key}-other").get(timeout=LIMIT)
+        first = fleet.send(scenarios.unique_and_limited, scene.key)
+        wait_for("a worker has it", lambda: fleet.says(first.id, "received"))
+        fleet.revoke(first.id, reply=True)
+        second = fleet.send(scenarios.unique_and_limited, scene.key)
+        assert (second.duplicate, scene.reserved_for) == (False, second.id)
+        wait_for("a worker has the second", lambda: fleet.says(second.id, "received"))
+        fleet.revoke(second.id, reply=True)
+        assert scene.reservation is None
+
 
 class TestLocksOff:
     """With --no-dislock there is no guard that frees a key."""

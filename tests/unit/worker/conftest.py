@@ -33,4 +33,5 @@ def worker(app, lock_server, monkeypatch):
     for name in ("reserved_requests", "active_requests", "revoked"):
         monkeypatch.setattr(state, name, set())
     timer = SimpleNamespace(call_after=call_after, clear=clear)
-    return SimpleNamespace(app=app, timer=timer, pool_cls=TaskPool, hostname="w1", state=state)
+    about = {"app": app, "timer": timer, "pool_cls": TaskPool, "hostname": "w1", "state": state}
+    return SimpleNamespace(**about, consumer=SimpleNamespace(task_buckets={"unlimited": None}))

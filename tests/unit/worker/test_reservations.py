@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kombu.utils.limits import TokenBucket
 
 from celery_dislock.worker import reservations
 from celery_dislock.worker.reservations import ReservationStep
@@ -42,6 +43,16 @@ def test_what_waits_is_renewed_until_the_worker_stops(have, lock_server, worker)
     step.stop(worker)
     lock_server.advance(101)
     assert reservation(task) is None
+
+
+def test_what_waits_for_its_rate_limit_is_renewed(have, lock_server, worker):
+    """Celery keeps it in a bucket of its task, and says nowhere else that the worker has it."""
+    task, _ = have()
+    bucket = TokenBucket(1)
+    bucket.add((worker.state.reserved_requests.pop(), 1))
+    worker.consumer.task_buckets[task.name] = bucket
+    lock_server.advance(1000)
+    assert reservation(task).remaining > 80
 
 
 @pytest.mark.parametrize("why", ["revoked", "forged", "another's", "expiry"])
