@@ -5,9 +5,9 @@ for Celery's ``rate_limit``.  Its reservation would expire meanwhile, and a seco
 key would be sent.  So the main process renews the reservations of the messages that it has, in one
 pipelined round trip.
 
-It renews those of running tasks, too: such a task may have no lease, or its process was stopped.
-The watchdog renews them as well, because this timer may have to wait for a body: in a solo pool, or
-beside a greenlet that does not yield.
+It renews those of running tasks, too, also while the worker shuts down: such a task may have no
+lease, or its process was stopped.  The watchdog renews them as well, because this timer may have to
+wait for a body: in a solo pool, or beside a greenlet that does not yield.
 
 A reservation that is not renewed costs a second message, and nothing else.
 """
@@ -24,7 +24,7 @@ from celery_dislock.messages.headers import UNIQUE, notes_in
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.request import is_alive, is_child, limited
 from celery_dislock.tasks.task import guards_of
-from celery_dislock.worker.timed import TimedStep
+from celery_dislock.worker.timed import LastingStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,7 @@ WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop 
 logger = logging.getLogger("celery_dislock")
 
 
-class ReservationStep(TimedStep):
+class ReservationStep(LastingStep):
     """Bootstep of a worker with unique tasks: renews the reservations of waiting messages."""
 
     label = "Dislock reservations"
@@ -58,12 +58,17 @@ class ReservationStep(TimedStep):
     def begin(self, worker: WorkController) -> float:
         """Renew with connections of its own."""
         self._worker = worker
-        self._store = runtime_of(worker.app).new_process().store
+        self.connect()
         return self._every
+
+    def connect(self) -> None:
+        """Make connections that nothing else uses."""
+        self._store = runtime_of(self._worker.app).new_process().store
 
     def work(self) -> float:
         """Renew what waits, and what runs."""
-        kept = {False: list(self._waiting()), True: list(self._running())}
+        waiting = self._waiting() if self._entry is not None else ()  # else another will have it
+        kept = {False: list(waiting), True: list(self._running())}
         try:
             for runs, reservations in kept.items():
                 if reservations:
@@ -73,8 +78,9 @@ class ReservationStep(TimedStep):
         return self._every
 
     def end(self) -> None:
-        """Stop renewing: the broker delivers what this worker still has to another."""
+        """Renew no more what waits: the broker delivers it to another worker."""
         self._store.close()
+        super().end()
 
     def _waiting(self) -> Iterator[Reservation]:
         reserved = set(state.reserved_requests) - set(state.active_requests)

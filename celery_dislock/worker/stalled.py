@@ -13,8 +13,7 @@ terminate the body.
 
 All of it runs in the worker's timer, which is the event loop if the worker has one.  A thread could
 be running while the main process forks a pool process; see :mod:`celery_dislock.tasks.request`.
-A worker that shuts down, or waits for its broker, stops its timer and forks nothing: then a thread
-goes on.
+Where the timer stands still, a thread goes on; see :class:`LastingStep`.
 
 A process that was told to end, by a revoke or a cold shutdown, is looked after until it has ended:
 a body that holds the GIL hears of the signal when it gives the GIL back.
@@ -26,29 +25,23 @@ import logging
 import math
 import os
 import signal
-import threading
 import time
-from functools import partial, wraps
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from celery.worker import state
-
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.hooks import wrap_methods
 from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.watchdog import EARLY_BY
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.server import Outage
 from celery_dislock.tasks.cancelling import why_replaced
-from celery_dislock.tasks.request import is_alive, is_child, told_to_end
+from celery_dislock.tasks.request import is_alive, is_child
 from celery_dislock.tasks.task import guards_of
-from celery_dislock.worker.timed import TimedStep
+from celery_dislock.worker.timed import LastingStep, executed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from celery.worker import WorkController
 
@@ -63,7 +56,7 @@ CAPPED = 0.5  # renewal intervals between two looks at an overdue lease at its c
 logger = logging.getLogger("celery_dislock")
 
 
-class StalledStep(TimedStep):
+class StalledStep(LastingStep):
     """Bootstep of a prefork worker that locks: renews for pool processes that do not."""
 
     label = "Dislock stalled"
@@ -83,65 +76,17 @@ class StalledStep(TimedStep):
     def begin(self, worker: WorkController) -> float:
         """Renew with connections of its own."""
         self._runtime = runtime_of(worker.app)
-        self._thread: threading.Thread | None = None
-        self._is_over = threading.Event()  # the time of that thread
-        self._keeper = StalledKeeper(self._runtime.new_process().store)
-        if hasattr(worker, "wait_for_soft_shutdown"):  # since Celery 5.5
-            wrap_methods(worker, {"wait_for_soft_shutdown": partial(self._stopping, worker)})
+        self.connect()
         return self._every
 
-    def _stopping(self, worker: WorkController, wait: Callable[[], None]) -> Callable[[], None]:
-        """Wrap the first step of a cold shutdown, in which the event loop stands still."""
-
-        @wraps(wait)
-        def stop_and_wait() -> None:
-            self.stop(worker)
-            wait()
-
-        return stop_and_wait
+    def connect(self) -> None:
+        """Begin anew: an execution is looked at a renewal interval after it is seen first."""
+        self._keeper = StalledKeeper(self._runtime.new_process().store)
 
     def work(self) -> float:
         """Look at the executions."""
-        self._keeper.look(_executed())
+        self._keeper.look(executed())
         return self._every
-
-    def bridge(self, worker: WorkController) -> None:
-        """Go on in a thread while the event loop stands still; nothing is forked meanwhile."""
-        if self._entry is not None and worker.use_eventloop:
-            self.end()
-
-    def go_on(self, worker: WorkController) -> None:
-        """Leave it to the event loop again, unless the worker shuts down."""
-        if self._entry is not None:
-            self._is_over.set()
-            if self._thread is not None:
-                self._thread.join()
-        super().go_on(worker)
-
-    def end(self) -> None:
-        """
-        Go on in a thread while the pool ends its tasks.
-
-        The thread has its own connections: a signal may have interrupted a look.
-        """
-        if _is_any_executed() and (self._thread is None or not self._thread.is_alive()):
-            self._keeper = StalledKeeper(self._runtime.new_process().store)
-            self._is_over.clear()
-            self._thread = threading.Thread(target=self._go_on, name="dislock-stalled", daemon=True)
-            self._thread.start()
-
-    def _go_on(self) -> None:
-        while _is_any_executed() and not self._is_over.is_set():
-            self._is_over.wait(self.work())
-
-
-def _executed() -> Iterator[Any]:
-    """Return the requests that pool processes execute."""
-    return chain(state.active_requests, told_to_end)
-
-
-def _is_any_executed() -> bool:
-    return bool(state.active_requests or told_to_end)
 
 
 class Watched:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
+from functools import wraps
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
+from celery.worker import state
+
+from celery_dislock.hooks import wrap_methods
+from celery_dislock.tasks.request import told_to_end
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from celery.worker import WorkController
     from celery.worker.consumer import Consumer
 
@@ -73,6 +83,86 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def end(self) -> None:
         """Close what :meth:`begin` has made."""
         raise NotImplementedError
+
+
+class LastingStep(TimedStep):
+    """
+    Timed step that works for the tasks that run, as long as any runs.
+
+    A worker that shuts down, or waits for its broker, stops its timer and forks nothing: then a
+    thread goes on.  In a soft shutdown Celery waits in a signal handler, above the event loop.
+    """
+
+    def __init__(self, worker: WorkController, **kwargs: Any) -> None:
+        super().__init__(worker, **kwargs)
+        self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()  # the time of that thread
+
+    def start(self, worker: WorkController) -> None:
+        """Begin, as any timed step."""
+        waits = hasattr(worker, "wait_for_soft_shutdown")  # since Celery 5.5
+        if waits and worker.use_eventloop:  # else the timer goes on by itself
+            wrap_methods(worker, {"wait_for_soft_shutdown": self._stopping})
+        super().start(worker)
+
+    def _stopping(self, wait: Callable[[], None]) -> Callable[[], None]:
+        """Wrap the first step of a cold shutdown, in which the event loop stands still."""
+
+        @wraps(wait)
+        def stop_and_wait() -> None:
+            if self._entry is not None:
+                self._entry.cancel()
+                self._entry = None
+                self._last()
+            wait()
+
+        return stop_and_wait
+
+    def bridge(self, worker: WorkController) -> None:
+        """Go on in a thread while the event loop stands still; nothing is forked meanwhile."""
+        if self._entry is not None and worker.use_eventloop:
+            self._last()
+
+    def go_on(self, worker: WorkController) -> None:
+        """Leave it to the event loop again, unless the worker shuts down."""
+        if self._entry is not None:
+            self._is_over.set()
+            if self._thread is not None:
+                self._thread.join()
+        super().go_on(worker)
+
+    def end(self) -> None:
+        """Go on in a thread while the pool ends its tasks."""
+        self._last()
+
+    def _last(self) -> None:
+        """Start the thread, with connections of its own: a signal may have interrupted the work."""
+        if _is_any_executed() and (self._thread is None or not self._thread.is_alive()):
+            self.connect()
+            self._is_over.clear()
+            name = self.label.lower().replace(" ", "-")
+            self._thread = threading.Thread(target=self._work_on, name=name, daemon=True)
+            self._thread.start()
+
+    def _work_on(self) -> None:
+        while _is_any_executed() and not self._is_over.is_set():
+            after = self._every
+            with suppress(RuntimeError):  # what runs has changed as it was listed
+                after = self.work()
+            self._is_over.wait(after)
+
+    def connect(self) -> None:
+        """Make the connections with which the step works."""
+        raise NotImplementedError
+
+
+def executed() -> Iterator[Any]:
+    """Return the requests whose tasks run."""
+    return chain(state.active_requests, told_to_end)
+
+
+def _is_any_executed() -> bool:
+    return bool(state.active_requests or told_to_end)
 
 
 class ReconnectStep(bootsteps.StartStopStep):  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import celery
 import pytest
@@ -15,6 +16,7 @@ from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
+from tests.acceptance.scenarios import BRIEF
 
 
 class TestRevoked:
@@ -74,6 +76,23 @@ class TestRevoked:
         wait_for("a worker has the second", lambda: fleet.says(second.id, "received"))
         fleet.revoke(second.id, reply=True)
         assert scene.reservation is None
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGQUIT], ids=["warm", "soft"])
+def test_what_runs_in_a_worker_that_shuts_down_keeps_its_key(start_fleet, scene, how):
+    """Its timer has ended, or stands still; nobody else renews what has no lease to renew."""
+    fleet = start_fleet("prefork", conf={"worker_soft_shutdown_timeout": 4 * BRIEF})
+    (worker,) = fleet.workers
+    result = scene.begin(fleet, scenarios.unique_to_a_fixed_end)
+    worker.process.send_signal(how)
+    worker.wait_until_it_says("Warm" if how == signal.SIGTERM else "Initiating Soft")
+    since = time.monotonic()
+    wait_for("it outlives its time", lambda: time.monotonic() > since + 2 * BRIEF)
+    assert scene.reserved_for == result.id
+    scene.open_gate()
+    worker.wait_until_it_ends()
+    scene.wait_until_unreserved()
+    assert result.get(timeout=LIMIT)["held"] is True
 
 
 class TestLocksOff:
