@@ -441,9 +441,7 @@ def _number_in(guard: Guard, headers: Mapping[str, Any], lock: str) -> tuple[str
 
 def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:
     """Return the seconds for which the key stays reserved for a message that was sent."""
-    kept, due = declared.lock_unique_for, options.get("eta") or options.get("countdown")
-    if due:
-        kept = min(kept + seconds_until(due), LONGEST)
+    kept = min(declared.lock_unique_for + delay_of(options), LONGEST)
     expires = options.get("expires")
     if expires is None or declared.lock_unique_until == "expiry":
         return kept
