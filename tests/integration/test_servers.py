@@ -919,14 +919,6 @@ def name_on(masters, number, what="any"):
     )
 
 
-def attempt(store, lock, owner):
-    """Acquire, where None means that the lock server is away."""
-    try:
-        return store.acquire([lock], owner, LONG, HOLDER)
-    except StoreError:
-        return None
-
-
 def exists(server, name):
     """Look whether this server has the lock."""
     with server.client() as client:
