@@ -21,11 +21,12 @@ import redis
 from celery_dislock import Dislock, LockHeldError, scripts
 from proof.proxy import Proxy, lose_reply, runs, swallow_reply
 from tests.holding import PATIENCE
-from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
-from tests.redis_server import RedisServer
+from tests.integration.servers import MASTER_NAME, Watched, several
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tests.redis_server import RedisServer
 
 # When a wait is cancelled: before it has begun, while it lasts, or when its result has arrived.
 BEFORE, DURING, ARRIVED = "before", "during", "arrived"
@@ -137,9 +138,8 @@ def single(redis_server):
 
 
 @pytest.fixture(scope="module")
-def cluster(redis_program, tmp_path_factory):
-    with RedisCluster(tmp_path_factory.mktemp("cluster"), node_timeout=60_000) as cluster:
-        yield Servers(cluster.url, {}, cluster.masters)
+def cluster(cluster):
+    return Servers(cluster.url, {}, cluster.masters)
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +151,7 @@ def sentinel(redis_program, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def quorum(redis_program, tmp_path_factory):
-    with contextlib.ExitStack() as stack:
-        folders = [tmp_path_factory.mktemp(f"quorum-{number}") for number in range(3)]
-        servers = [stack.enter_context(RedisServer(folder)) for folder in folders]
+    with several(3, tmp_path_factory.mktemp("quorum")) as servers:
         yield Servers([server.url for server in servers], {}, servers)
 
 
