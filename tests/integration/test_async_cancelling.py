@@ -439,13 +439,14 @@ def test_a_cancellation_while_a_reply_is_lost_leaves_nothing(
         asyncio.run(main(proxy))
 
 
+async def holds(lock, entered):
+    async with lock:
+        entered.set()
+        await asyncio.sleep(3600)
+
+
 def test_nobody_waits_for_a_server_that_stands_still(own_redis_server):
     """Who is cancelled ends at once; when the server goes on, nothing is left there."""
-
-    async def holds(lock, entered):
-        async with lock:
-            entered.set()
-            await asyncio.sleep(3600)
 
     async def main():
         async with Dislock.from_url(own_redis_server.url) as dislock:
@@ -474,11 +475,6 @@ def test_nobody_waits_for_a_server_that_stands_still(own_redis_server):
 
 def test_tasks_that_are_pending_when_the_program_ends_leave_nothing(redis_url, redis_client):
     """asyncio.run() cancels them; the watchdog outlives the event loop."""
-
-    async def holds(lock, entered):
-        async with lock:
-            entered.set()
-            await asyncio.sleep(3600)
 
     async def main():
         dislock, entered = Dislock.from_url(redis_url), asyncio.Event()
