@@ -134,6 +134,15 @@ def rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]
         yield rabbitmq
 
 
+@pytest.fixture(scope="module")
+def lock_server(
+    redis_program: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisServer]:
+    """A server of this file alone, of which nobody else empties anything."""
+    with RedisServer(tmp_path_factory.mktemp("locks")) as server:
+        yield server
+
+
 @pytest.fixture
 def own_redis_server(redis_program: Path, tmp_path: Path) -> Iterator[RedisServer]:
     """A server of this test alone, to kill, pause and restart."""

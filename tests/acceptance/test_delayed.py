@@ -9,7 +9,6 @@ from kombu import Exchange, Queue
 
 from tests.acceptance.delayed_app import LIMIT, QUEUES, SHORT, close, made
 from tests.acceptance.fleet import Worker, value_of, wait_for
-from tests.redis_server import RedisServer
 
 # One process of the test run has the RabbitMQ.
 KINDS = [
@@ -19,13 +18,6 @@ KINDS = [
 ]
 MANY = 6
 RETRIES = 5  # kombu 5.5 makes the routing key longer with each, and too long with the fifth
-
-
-@pytest.fixture(scope="module")
-def lock_server(redis_program, tmp_path_factory):
-    """The Redis of the locks, and of nothing else."""
-    with RedisServer(tmp_path_factory.mktemp("delayed") / "redis") as server:
-        yield server
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -10,7 +10,6 @@ import redis
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
-from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.xdist_group("away")
 
@@ -56,13 +55,6 @@ class Locked(Stopped):
     def end(self):
         with redis.Redis.from_url(self.server.url, password=CHANGED) as client:
             client.config_set("requirepass", "")
-
-
-@pytest.fixture(scope="module")
-def lock_server(redis_program, tmp_path_factory):
-    """The Redis of the locks, and of nothing else."""
-    with RedisServer(tmp_path_factory.mktemp("away") / "locks") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

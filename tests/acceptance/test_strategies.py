@@ -22,26 +22,7 @@ from tests.acceptance.fleet import (
 )
 from tests.acceptance.scenarios import LONG
 
-SEVERAL_SLOTS = fleets("prefork", "threads", "gevent")
-
-
 # wait
-
-
-@SEVERAL_SLOTS
-def test_those_who_wait_come_in_their_order(fleet, scene):
-    """Each waiter is woken when its turn has come: first come, first served."""
-    scene.begin(fleet)
-    waiting = []
-    for number in (1, 2):  # one worker may get all messages, and has three slots
-        waiting.append(fleet.send(scenarios.hold_or_wait, scene.key))
-        scene.wait_for_line(number)
-    scene.open_gate()
-    for result in waiting:
-        assert result.get(timeout=LIMIT)["held"] is True
-    began = scene.begun
-    assert began[1:] == [result.id for result in waiting]
-    scene.assert_exclusive()
 
 
 @PREFORK
@@ -129,7 +110,7 @@ def test_a_rejected_message_is_buried_by_the_broker(rabbitmq, rabbitmq_pair, sce
 # A task that goes on in another execution
 
 
-@fleets("prefork", "rabbitmq", "gevent")
+@fleets("prefork", "rabbitmq", "threads", "gevent")
 def test_a_lock_can_be_held_over_the_countdown(fleet, scene):
     """With lock_hold_on_retry nobody gets in between, and each attempt has a token of its own."""
     result = fleet.send(scenarios.retry_until_open, scene.key)

@@ -15,16 +15,8 @@ from celery import chain
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from tests.faults.parked_site import LIMIT, TIMEOUT, Site
 from tests.holding import name_of, wait_for
-from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.faults
-
-
-@pytest.fixture(scope="module")
-def lock_server(redis_program, tmp_path_factory):
-    """A server that nobody flushes."""
-    with RedisServer(tmp_path_factory.mktemp("parked") / "redis") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -15,20 +15,12 @@ from proof.proxy import Proxy
 from tests.acceptance.fleet import Worker, reservation_in
 from tests.faults.unique_app import UNIQUE_FOR
 from tests.holding import wait_for
-from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.faults
 
 LIMIT = 60.0  # seconds until a condition must hold
 AT_ONCE = 5.0  # seconds: far beyond the second that the first sender waits
 PREFETCHED = 40
-
-
-@pytest.fixture(scope="module")
-def lock_server(redis_program, tmp_path_factory):
-    """A server of this file alone: its workers outlive a test."""
-    with RedisServer(tmp_path_factory.mktemp("unique") / "redis") as server:
-        yield server
 
 
 @pytest.fixture

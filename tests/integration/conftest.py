@@ -11,9 +11,11 @@ from celery_dislock.servers.store import Store
 from tests.driven import Shop
 from tests.integration.driven import Driven, driving, listening
 from tests.integration.lua_server import LuaServer
+from tests.integration.servers import RedisCluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -36,6 +38,15 @@ def store(redis_url: str) -> Iterator[Store]:
     store = Store(redis_url)
     yield store
     store.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    redis_program: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisCluster]:
+    """Three masters and a replica of each, for the tests of a file that end none of them."""
+    with RedisCluster(tmp_path_factory.mktemp("cluster"), node_timeout=60_000) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import redis
 from redis.crc import key_slot
 
+from celery_dislock.servers.records import Conflict
+from celery_dislock.servers.replies import Granted
 from tests.holding import wait_for
 from tests.redis_server import RedisServer
 
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from celery_dislock.servers.store import Store
+
+LOCK = "dislock:{export:7}"
+LONG = 60.0  # seconds: no lease of these tests runs out by itself
+HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
+WITHIN = 10.0  # seconds
 MASTER_NAME = "locks"
 FAST_SYNC = ["--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0"]
 FAST_SYNC += ["--repl-ping-replica-period", "1"]
@@ -78,6 +86,42 @@ def _certificate(folder: Path, name: str, *, signed_by: str | None) -> Path:
 
 def _silently(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+def take(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> int:
+    """Acquire a lock that must be free, and return the token."""
+    answer = store.acquire([lock], owner, ttl, HOLDER)
+    assert isinstance(answer, Granted), answer
+    return answer.tokens[0]
+
+
+def round_trip(store: Store, lock: str = LOCK) -> None:
+    """Take, refuse, name, extend, renew and release: all that a lock server is for."""
+    token = take(store, "a/1", lock=lock)
+    assert take(store, "a/1", lock=lock) == token  # asked again, it is confirmed
+    refused = store.acquire([lock], "b/1", LONG, HOLDER)
+    assert isinstance(refused, Conflict)
+    assert refused.owner == "a/1"
+    assert LONG - 5 < refused.remaining < LONG + 1
+    [held] = store.holders(lock)
+    assert (held.owner, held.token, held.mode) == ("a/1", token, "exclusive")
+    assert store.extend([lock], "a/1", LONG) is True
+    assert store.extend([lock], "b/1", LONG) is False
+    leases = [([lock], "a/1", LONG), ([lock], "b/1", LONG)]
+    assert store.renew(leases, within=WITHIN) == [True, False]
+    assert store.release([lock], "b/1") is False
+    assert store.release([lock], "a/1") is True
+    assert store.release([lock], "a/1") is False
+    assert store.holders(lock) == []
+    assert take(store, "b/1", lock=lock) > token
+    assert store.release([lock], "b/1") is True
+
+
+@contextlib.contextmanager
+def several(number: int, folder: Path) -> Iterator[list[RedisServer]]:
+    """Start so many servers that know nothing of each other."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(RedisServer(folder / str(nth))) for nth in range(number)]
 
 
 def free_port() -> int:

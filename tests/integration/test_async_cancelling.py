@@ -21,11 +21,12 @@ import redis
 from celery_dislock import Dislock, LockHeldError, scripts
 from proof.proxy import Proxy, lose_reply, runs, swallow_reply
 from tests.holding import PATIENCE
-from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
-from tests.redis_server import RedisServer
+from tests.integration.servers import MASTER_NAME, Watched, several
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tests.redis_server import RedisServer
 
 # When a wait is cancelled: before it has begun, while it lasts, or when its result has arrived.
 BEFORE, DURING, ARRIVED = "before", "during", "arrived"
@@ -137,9 +138,8 @@ def single(redis_server):
 
 
 @pytest.fixture(scope="module")
-def cluster(redis_program, tmp_path_factory):
-    with RedisCluster(tmp_path_factory.mktemp("cluster"), node_timeout=60_000) as cluster:
-        yield Servers(cluster.url, {}, cluster.masters)
+def cluster(cluster):
+    return Servers(cluster.url, {}, cluster.masters)
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +151,7 @@ def sentinel(redis_program, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def quorum(redis_program, tmp_path_factory):
-    with contextlib.ExitStack() as stack:
-        folders = [tmp_path_factory.mktemp(f"quorum-{number}") for number in range(3)]
-        servers = [stack.enter_context(RedisServer(folder)) for folder in folders]
+    with several(3, tmp_path_factory.mktemp("quorum")) as servers:
         yield Servers([server.url for server in servers], {}, servers)
 
 
@@ -441,13 +439,14 @@ def test_a_cancellation_while_a_reply_is_lost_leaves_nothing(
         asyncio.run(main(proxy))
 
 
+async def holds(lock, entered):
+    async with lock:
+        entered.set()
+        await asyncio.sleep(3600)
+
+
 def test_nobody_waits_for_a_server_that_stands_still(own_redis_server):
     """Who is cancelled ends at once; when the server goes on, nothing is left there."""
-
-    async def holds(lock, entered):
-        async with lock:
-            entered.set()
-            await asyncio.sleep(3600)
 
     async def main():
         async with Dislock.from_url(own_redis_server.url) as dislock:
@@ -476,11 +475,6 @@ def test_nobody_waits_for_a_server_that_stands_still(own_redis_server):
 
 def test_tasks_that_are_pending_when_the_program_ends_leave_nothing(redis_url, redis_client):
     """asyncio.run() cancels them; the watchdog outlives the event loop."""
-
-    async def holds(lock, entered):
-        async with lock:
-            entered.set()
-            await asyncio.sleep(3600)
 
     async def main():
         dislock, entered = Dislock.from_url(redis_url), asyncio.Event()

@@ -17,9 +17,9 @@ from tests.integration.servers import (
     RedisCluster,
     Watched,
     is_master,
+    several,
     wait_for_replicas,
 )
-from tests.redis_server import RedisServer
 
 KEY, LIMIT = "export:7", 60.0  # seconds
 MASTER = {"transport_options": {"master_name": MASTER_NAME}}
@@ -39,8 +39,8 @@ def cluster(redis_program, tmp_path):
 
 @pytest.fixture
 def five(redis_program, tmp_path):
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(RedisServer(tmp_path / str(n))) for n in range(5)]
+    with several(5, tmp_path) as servers:
+        yield servers
 
 
 async def use(dislock, *, waits=True, key=KEY, **options):

@@ -14,7 +14,6 @@ from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import look
-from tests.redis_server import RedisServer
 
 LOCK, OTHER = "dislock:{k}", "dislock:{other}"
 LONG = 60.0
@@ -25,16 +24,10 @@ LEFT = Ending(at_least=LONG)
 PARKED = Ticket("p:0:0", marked=False, message=b"message")
 
 
-@pytest.fixture(scope="module")
-def server(redis_program, tmp_path_factory):
-    with RedisServer(tmp_path_factory.mktemp("full")) as server:
-        yield server
-
-
 @pytest.fixture
-def client(server):
+def client(lock_server):
     """A client of the server, which is empty and has memory."""
-    with server.client(decode_responses=True) as client:
+    with lock_server.client(decode_responses=True) as client:
         client.config_set("maxmemory", 0)
         client.flushall()
         yield client
@@ -47,8 +40,8 @@ def given():
 
 
 @pytest.fixture
-def store(server, client, given):
-    store = Store(server.url, home="here", hand_over=given.extend)
+def store(lock_server, client, given):
+    store = Store(lock_server.url, home="here", hand_over=given.extend)
     yield store
     store.close()
 

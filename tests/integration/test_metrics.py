@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from functools import partial
@@ -15,9 +14,8 @@ from celery_dislock.operating.web import cache
 from celery_dislock.operating.web.metrics import make_wsgi_app
 from celery_dislock.parking.process import runtime_of
 from tests.holding import wait_for
-from tests.integration.servers import MASTER_NAME, Watched
+from tests.integration.servers import MASTER_NAME, Watched, several
 from tests.integration.strange import STRANGE, damage
-from tests.redis_server import RedisServer
 from tests.scraping import scrape
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
@@ -103,8 +101,7 @@ def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client, k
 
 def test_several_servers_count_together(redis_program, tmp_path):
     """Of three servers one is away for a while, and no counter goes down for it."""
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(RedisServer(tmp_path / str(n))) for n in range(3)]
+    with several(3, tmp_path) as servers:
         app = app_of([server.url for server in servers])
         page = make_wsgi_app(app)
         run(app, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +25,7 @@ from celery_dislock.servers.store import Store
 from celery_dislock.tasks.actions import Actions
 from tests.holding import all_locks, name_of
 from tests.integration.parked import LOCK, LONG, Broker
-from tests.redis_server import RedisServer
+from tests.integration.servers import several
 from tests.unit.deliveries import noted
 
 
@@ -435,8 +434,7 @@ class TestRate:
 @pytest.fixture
 def quorum(redis_program, tmp_path):
     """Three independent servers, one of which is away when a pause is set."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(RedisServer(tmp_path / str(nth))) for nth in range(3)]
+    with several(3, tmp_path) as servers:
         store = Store([server.url for server in servers])
         lines = Lines(store.lock_server, "dislock", "", lambda _turns: None)
         process = SimpleNamespace(lines=lines, store=store)

@@ -9,18 +9,14 @@ from celery_dislock.scripts import ACQUIRE, CRASH
 from celery_dislock.scripts.names import crashes_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.quorum import Names
-from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted, Looked
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, runs, swallow_reply
 from tests.holding import Holding, all_locks, wait_for
+from tests.integration.servers import HOLDER, LOCK, LONG, WITHIN, round_trip, several, take
 from tests.redis_server import RedisServer
 
-LOCK = "dislock:{export:7}"
-LONG = 60.0  # seconds: no lease of these tests runs out by itself
-HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
-WITHIN = 10.0  # seconds
 TRANSPORT = {"socket_timeout": 0.3}  # how long a server that is frozen is waited for at first
 PATIENT = {"socket_timeout": 2.0}  # where one that is slow must not be taken for one that is away
 
@@ -36,9 +32,8 @@ def names_are_the_tests_own(monkeypatch):
 @pytest.fixture(scope="module")
 def five(redis_program, tmp_path_factory):
     """The servers of all these tests."""
-    with contextlib.ExitStack() as stack:
-        folders = [tmp_path_factory.mktemp("server") for _ in range(5)]
-        yield [stack.enter_context(RedisServer(folder)) for folder in folders]
+    with several(5, tmp_path_factory.mktemp("five")) as servers:
+        yield servers
 
 
 @pytest.fixture
@@ -88,34 +83,6 @@ def others(urls):
         yield others
 
 
-def take(store, owner, lock=LOCK, ttl=LONG):
-    answer = store.acquire([lock], owner, ttl, HOLDER)
-    assert isinstance(answer, Granted), answer
-    return answer.tokens[0]
-
-
-def round_trip(store, lock=LOCK):
-    """Take, refuse, name, extend, renew and release: all that a lock server is for."""
-    token = take(store, "a/1", lock)
-    assert take(store, "a/1", lock) == token  # asked again, it is confirmed
-    refused = store.acquire([lock], "b/1", LONG, HOLDER)
-    assert isinstance(refused, Conflict)
-    assert refused.owner == "a/1"
-    assert LONG - 5 < refused.remaining < LONG + 1
-    [held] = store.holders(lock)
-    assert (held.owner, held.token, held.mode) == ("a/1", token, "exclusive")
-    assert store.extend([lock], "a/1", LONG) is True
-    assert store.extend([lock], "b/1", LONG) is False
-    leases = [([lock], "a/1", LONG), ([lock], "b/1", LONG)]
-    assert store.renew(leases, within=WITHIN) == [True, False]
-    assert store.release([lock], "b/1") is False
-    assert store.release([lock], "a/1") is True
-    assert store.release([lock], "a/1") is False
-    assert store.holders(lock) == []
-    assert take(store, "b/1", lock) > token
-    assert store.release([lock], "b/1") is True
-
-
 def down(servers, how):
     for server in servers:
         DOWN[how][0](server)
@@ -132,7 +99,7 @@ def up(servers, how):
 def fail(servers, store):
     """Let servers not answer once."""
     down(servers, "frozen")
-    take(store, "a/1", "dislock:{other}")
+    take(store, "a/1", lock="dislock:{other}")
     up(servers, "frozen")
 
 
@@ -150,20 +117,20 @@ class TestAllHolders:
     def test_every_lock_of_a_majority_is_found(self, servers, store):
         """Locks are found though servers are dead and others have forgotten them."""
         lock, fresh = LOCK, "dislock:{export:8}"
-        take(store, "a/1", lock)
+        take(store, "a/1", lock=lock)
         for server in servers[:2]:
             with server.client() as client:
                 client.delete(lock)
         with servers[0].client() as client:  # granted there, and never by a majority
             client.hset("dislock:{export:9}", "c/1", f"1 {10**14} 5 500 x {{}}")
-        take(store, "b/1", fresh)
+        take(store, "b/1", lock=fresh)
         assert found(store) == {lock: ["a/1"], fresh: ["b/1"]}
         down(servers[:2], "dead")
         assert found(store) == {lock: ["a/1"], fresh: ["b/1"]}
 
     def test_servers_that_were_restarted_are_read_at_once(self, servers, store):
         """The old connections are replaced, without an error to the caller."""
-        take(store, "a/1", LOCK)
+        take(store, "a/1")
         assert found(store) == {LOCK: ["a/1"]}
         for server in servers:
             server.restart()

@@ -504,21 +504,6 @@ def test_who_waits_behind_others_asks_when_those_have_started(shop):
     assert behind == pytest.approx([10, 20, 30], abs=0.01)
 
 
-def test_a_turn_that_comes_too_early_is_no_conflict(shop, receive):
-    """A message that comes before its time is put off for the rest, and no receiver is told."""
-    told = []
-    starts = Starts(shop, lock_rate="1/8s")
-    starts.send(2)
-    shop.work()
-    receive("lock_conflict", lambda **_: told.append(1))
-    shop.put_off[:] = [one._replace(due=0.0) for one in shop.put_off]
-    shop.work()
-    assert told == []
-    assert starts.times == [0.0]
-    starts.run(8.5)
-    assert len(starts.times) == 2
-
-
 def test_a_parked_task_is_told_when_its_turn_comes(shop, caplog):
     """It is not told of itself as the one in its way."""
     caplog.set_level("INFO", "celery_dislock")

@@ -371,20 +371,6 @@ class TestContexts:
         assert len(said) == 1
         assert "waits without a limit for lock 'logged once': this very thread" in said[0]
 
-    def test_a_job_that_runs_an_event_loop_does_not_wait_for_itself(self, dislock, lock, pool):
-        """As in the body of a task under the threads pool that calls asyncio.run()."""
-
-        async def main():
-            async with dislock.async_lock(KEY):
-                pass
-
-        def job():
-            with lock, pytest.raises(LockHeldError, match="this very thread"):
-                asyncio.run(main())
-            return True
-
-        assert pool(job)
-
 
 class TestReleases:
     def test_an_object_that_holds_releases_in_any_thread(self, dislock, lock, pool):

@@ -36,7 +36,11 @@ from tests.holding import PATIENCE, Holding, all_locks, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (
     FAST_SYNC,
+    HOLDER,
+    LOCK,
+    LONG,
     MASTER_NAME,
+    WITHIN,
     RedisCluster,
     SentinelServer,
     TlsServer,
@@ -44,6 +48,8 @@ from tests.integration.servers import (
     free_port,
     is_master,
     make_certificates,
+    round_trip,
+    take,
     tls_args,
     wait_for_replicas,
 )
@@ -52,28 +58,8 @@ from tests.leaks import SECRET
 from tests.programs import missing
 from tests.redis_server import RedisServer
 
-LOCK = "dislock:{export:7}"
-LONG = 60.0  # seconds: no lease of these tests runs out by itself
-HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
-WITHIN = 10.0  # seconds
 ASYNC_TLS = inspect.signature(redis.asyncio.SSLConnection).parameters
 ONE_LINE = 500  # characters, more or less
-
-
-def take(store, owner, ttl=LONG, lock=LOCK):
-    """Acquire a lock that must be free, and return the token."""
-    answer = store.acquire([lock], owner, ttl, HOLDER)
-    assert isinstance(answer, Granted), answer
-    return answer.tokens[0]
-
-
-def round_trip(store, lock=LOCK):
-    """Take, refuse, renew and release: all that a lock server is for."""
-    take(store, "a/1", lock=lock)
-    assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
-    assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
-    assert store.release([lock], "a/1") is True
-    assert store.release([lock], "a/1") is False
 
 
 @pytest.fixture
@@ -522,13 +508,6 @@ class TestReplicas:
         store.close()
 
 
-@pytest.fixture(scope="module")
-def cluster(redis_program, tmp_path_factory):
-    """Three masters and a replica of each, for the tests that end none of them."""
-    with RedisCluster(tmp_path_factory.mktemp("cluster"), node_timeout=60_000) as cluster:
-        yield cluster
-
-
 class TestCluster:
     def test_a_batch_over_all_nodes_is_answered_in_its_order(self, connect, cluster):
         """Renewals of leases on all nodes come back each in its place."""
@@ -917,14 +896,6 @@ def name_on(masters, number, what="any"):
         for name in (f"dislock:{{{what}-{i}}}" for i in range(1000))
         if key_slot(name.encode()) // size == number
     )
-
-
-def attempt(store, lock, owner):
-    """Acquire, where None means that the lock server is away."""
-    try:
-        return store.acquire([lock], owner, LONG, HOLDER)
-    except StoreError:
-        return None
 
 
 def exists(server, name):

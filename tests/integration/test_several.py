@@ -21,7 +21,6 @@ from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
-from tests.integration.servers import RedisCluster
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 SHORT = 0.5
@@ -34,12 +33,6 @@ A, B, C = NAMES = [name_of(key) for key in "abc"]
 def url(request):
     """A server that can be given all keys in one script, and one that cannot."""
     return request.getfixturevalue("redis_url" if request.param == "single" else "cluster_url")
-
-
-@pytest.fixture(scope="module")
-def cluster(redis_program, tmp_path_factory):
-    with RedisCluster(tmp_path_factory.mktemp("several"), node_timeout=60_000) as cluster:
-        yield cluster
 
 
 @pytest.fixture

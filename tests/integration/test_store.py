@@ -19,20 +19,11 @@ from celery_dislock.servers.view import LockState
 from tests.conftest import BOTH
 from tests.holding import all_locks, wait_for
 from tests.integration.lua_server import LuaServer
+from tests.integration.servers import HOLDER, LOCK, LONG, WITHIN, take
 from tests.integration.test_async_servers import used
 from tests.redis_server import RedisServer
 
-LOCK, OTHER = "dislock:{export:7}", "dislock:{other}"
-LONG = 60.0  # seconds: no lease of these tests runs out by itself
-HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
-WITHIN = 10.0  # seconds
-
-
-def take(store, owner, ttl=LONG, lock=LOCK):
-    """Acquire a lock that must be free, and return the token."""
-    answer = store.acquire([lock], owner, ttl, HOLDER)
-    assert isinstance(answer, Granted)
-    return answer.tokens[0]
+OTHER = "dislock:{other}"
 
 
 def renew(store, owner, ttl=LONG, lock=LOCK):

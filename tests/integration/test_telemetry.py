@@ -134,8 +134,9 @@ def test_all_that_happens_to_locks_is_counted(app, server, declare, scraped, mon
     }
 
 
-def test_a_turn_that_comes_too_early_is_no_conflict():
+def test_a_turn_that_comes_too_early_is_no_conflict(receive):
     """Its task comes again when it may start: no other delivery of it has the lock."""
+    told = []
     with freeze_time(), Shop(dislock_metrics=True) as shop:
         task = shop.declare(name="t", lock_rate="1/10s")
         for task_id in "ab":
@@ -143,8 +144,9 @@ def test_a_turn_that_comes_too_early_is_no_conflict():
         shop.work(later=1)
         shop.sweep()  # the turn's message is on its way
         shop.dislock.hold_back(KEY, 14)
+        receive("lock_conflict", lambda **_: told.append(1))
         shop.work(later=10)
-        assert (shop.ran, len(shop.put_off)) == (["a"], 1)
+        assert (shop.ran, len(shop.put_off), told) == (["a"], 1, [])
         for _ in range(10):
             shop.work(later=1)
         assert shop.ran == ["a", "b"]

@@ -11,8 +11,7 @@ from redis.crc import key_slot
 
 from celery_dislock import Dislock
 from celery_dislock.servers import find
-from tests.integration.servers import RedisCluster
-from tests.redis_server import RedisServer
+from tests.integration.servers import RedisCluster, several
 
 PARKED = 1200  # more than a page of a hash
 MESSAGE = '1 {"headers":{"dislock":{"v":1},"task":"shop.pay"}}\n'
@@ -83,8 +82,7 @@ def test_all_nodes_of_a_cluster_are_looked_at(asking, tmp_path):
 
 def test_several_independent_servers_tell_who_runs(asking, tmp_path):
     """A majority has its lease; one that is away hides nothing."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(RedisServer(tmp_path / str(n))) for n in range(3)]
+    with several(3, tmp_path) as servers:
         locks = asking([one.url for one in servers])
         for server in servers:
             with server.client() as client:

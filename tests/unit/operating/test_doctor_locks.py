@@ -27,7 +27,15 @@ HOUR, MINUTES = 3600.0, 400.0
 
 SYNC = {"slave0": "ip=127.0.0.1,port=6381,state=wait_bgsave,offset=0,lag=0"}
 QUEUE = {"lock_on_conflict": "queue"}
+CANCEL = {"lock_on_conflict": "cancel"}
+FORGETFUL = {**MASTER, "aof_enabled": "0"}
+EVICTING = {**MASTER, "maxmemory_policy": "volatile-ttl", "maxmemory": "100"}
+KEPT = ONLINE | {"min_slaves_good_slaves": "1"}
+ONE, FEW = {"replicas": 1}, ("replicas", "serious", "Fewer replicas")
 ALONE = ("replicas", "warning", "No replica follows")
+CUT_OFF = ("replicas", "warning", "cut off from its Sentinels")
+PARKED = ("persistence", "warning", "parked tasks")
+LEASES = ("persistence", "warning", "forgotten its leases")
 
 
 @pytest.mark.parametrize(
@@ -39,46 +47,21 @@ ALONE = ("replicas", "warning", "No replica follows")
         ("quorum", [None] * 2 + [MASTER] * 3, {}, [("server", "warning", "No other may fail")]),
         ("quorum", [None] * 3 + [MASTER] * 2, {}, [("server", "serious", "is away")]),
         ("cluster", [None, MASTER], {}, [("server", "serious", "slots of these nodes"), ALONE]),
-        (
-            "single",
-            [{**MASTER, "maxmemory_policy": "volatile-ttl", "maxmemory": "100"}],
-            {},
-            [("eviction", "serious", "evict")],
-        ),
+        ("single", [EVICTING], {}, [("eviction", "serious", "evict")]),
         ("single", [{"role": "slave"}], {}, [("role", "serious", "replica")]),
         ("single", ["NOPERM INFO"], {}, [("settings", "note", "INFO is refused")]),
-        ("single", [{**MASTER, "aof_enabled": "0"}], {}, []),
+        ("single", [FORGETFUL], {}, []),
         ("single", [{"role": "master"}], QUEUE, []),  # not known
-        (
-            "single",
-            [{**MASTER, "aof_enabled": "0"}],
-            QUEUE,
-            [("persistence", "warning", "parked tasks")],
-        ),
-        (
-            "single",
-            [{**MASTER, "aof_enabled": "0"}],
-            {"lock_on_conflict": "cancel"},
-            [("persistence", "warning", "parked tasks")],
-        ),
-        (
-            "quorum",
-            [{**MASTER, "aof_enabled": "0"}] * 3,
-            {},
-            [("persistence", "warning", "forgotten its leases")],
-        ),
-        ("single", [MASTER], {"replicas": 1}, [("replicas", "serious", "Fewer replicas")]),
-        ("single", [MASTER | SYNC], {"replicas": 1}, [("replicas", "serious", "Fewer replicas")]),
-        ("single", [MASTER | ONLINE], {"replicas": 1}, []),
+        ("single", [FORGETFUL], QUEUE, [PARKED]),
+        ("single", [FORGETFUL], CANCEL, [PARKED]),
+        ("quorum", [FORGETFUL] * 3, {}, [LEASES]),
+        ("single", [MASTER], ONE, [FEW]),
+        ("single", [MASTER | SYNC], ONE, [FEW]),
+        ("single", [MASTER | ONLINE], ONE, []),
         ("cluster", [MASTER], {}, [ALONE]),
         ("sentinel", [MASTER], {}, [ALONE]),
-        (
-            "sentinel",
-            [MASTER | ONLINE],
-            {},
-            [("replicas", "warning", "cut off from its Sentinels")],
-        ),
-        ("sentinel", [MASTER | ONLINE | {"min_slaves_good_slaves": "1"}], {}, []),
+        ("sentinel", [MASTER | ONLINE], {}, [CUT_OFF]),
+        ("sentinel", [MASTER | KEPT], {}, []),
     ],
     ids=str,
 )

@@ -12,6 +12,13 @@ from tests.driven import Child, reservation
 from tests.unit.deliveries import arrived
 
 
+def begin(worker):
+    step = ReservationStep(worker)
+    assert step.include_if(worker)
+    step.start(worker)
+    return step
+
+
 @pytest.fixture
 def have(app, broker, worker):
     """Let the worker have a message of a task, sent with a reservation."""
@@ -22,12 +29,26 @@ def have(app, broker, worker):
         task.apply_async(task_id="a")
         request = arrived(task, "a", **broker.last.headers)
         worker.state.reserved_requests.add(request)
-        step = ReservationStep(worker)
-        assert step.include_if(worker)
-        step.start(worker)
-        return task, step
+        return task, begin(worker)
 
     return have
+
+
+@pytest.fixture
+def run(app, broker, lock_server, worker):
+    """Let a child of the worker run a reserved task, which its own process renews no more."""
+
+    def run(**options):
+        options = {"lock_unique_until": "end", "lock_unique_for": 100, **options}
+        task = declare(app, **options)
+        task.apply_async(task_id="a")
+        child = Child(app, broker.last.headers, "a", name="runs", **options)
+        worker.state.active_requests.add(child.request)
+        begin(worker)
+        lock_server.frozen.add(child.pid)
+        return task, child
+
+    return run
 
 
 def test_what_waits_is_renewed_until_the_worker_stops(have, lock_server, worker):
@@ -71,37 +92,21 @@ def test_what_has_no_reservation_to_renew_is_left_alone(have, lock_server, worke
 
 
 @pytest.mark.parametrize("options", [{}, {"lock_limit": None}, {"lock_expire": 5}])
-def test_what_runs_is_renewed(app, broker, lock_server, worker, monkeypatch, options):
+def test_what_runs_is_renewed(run, lock_server, worker, monkeypatch, options):
     """It may be stopped, or have no lease with which its process would renew it."""
     monkeypatch.setattr(reservations, "is_alive", lambda _pid: True)
-    options = {"lock_unique_until": "end", "lock_unique_for": 100, **options}
-    task = declare(app, **options)
-    task.apply_async(task_id="a")
-    child = Child(app, broker.last.headers, "a", name="runs", **options)
+    task, child = run(**options)
     worker.state.reserved_requests.add(child.request)
-    worker.state.active_requests.add(child.request)
-    step = ReservationStep(worker)
-    assert step.include_if(worker)
-    step.start(worker)
-    lock_server.frozen.add(child.pid)
     lock_server.advance(1000)
     assert reservation(task).state == "running"
     child.go_on()
     assert reservation(task) is None
 
 
-def test_what_ran_in_a_dead_process_is_not(app, broker, lock_server, worker, monkeypatch):
+def test_what_ran_in_a_dead_process_is_not(run, lock_server, monkeypatch):
     """Celery before 5.6.3 keeps it among the active ones when it has lost its broker meanwhile."""
-    options = {"lock_unique_until": "end", "lock_unique_for": 100}
-    task = declare(app, **options)
-    task.apply_async(task_id="a")
-    child = Child(app, broker.last.headers, "a", name="runs", **options)
-    worker.state.active_requests.add(child.request)
-    step = ReservationStep(worker)
-    assert step.include_if(worker)
-    step.start(worker)
+    task, child = run()
     monkeypatch.setattr(reservations, "is_alive", lambda pid: pid != child.pid)
-    lock_server.frozen.add(child.pid)
     lock_server.advance(1000)
     assert reservation(task) is None
 
