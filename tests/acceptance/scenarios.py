@@ -208,10 +208,12 @@ def leave_process(key: str) -> None:
         raise SystemExit(key)
 
 
-def kill_process(key: str) -> None:
-    """Kill the process of this body."""
+def kill_process(key: str, times: int) -> dict[str, Any]:
+    """Kill the process of this body, in so many runs; then succeed."""
     report(key, "begin")
-    os.kill(os.getpid(), signal.SIGKILL)
+    if reports.llen(history_of(key)) <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return lease_in_words()
 
 
 def retry_and_succeed(self: Task, key: str) -> int:
@@ -276,6 +278,59 @@ def sleep_long(key: str) -> None:
         time.sleep(ASLEEP)
 
 
+def stay_as_edition(key: str, edition: int) -> int:
+    """Report an edition that begins, and last until the gate is open."""
+    report(key, "ran", edition=edition)
+    stay(key)
+    return edition
+
+
+def retry_with_delay(self: Task, key: str) -> int:
+    """Ask for one retry, and take time to end after that."""
+    with reported(key):
+        if self.request.retries:
+            return int(self.request.retries)
+        try:
+            raise self.retry(countdown=0)
+        finally:
+            time.sleep(PAUSE)
+
+
+def retry_on_any_error(self: Task, key: str) -> dict[str, Any]:
+    """Ask for a retry when anything goes wrong, as careful code does."""
+    try:
+        return stay(key, gate=self.request.id)
+    except Exception as exc:  # the point of this task
+        raise self.retry(exc=exc, countdown=0) from exc
+
+
+def retry_in_a_while(self: Task, key: str) -> int:
+    """Ask for one retry, which comes after a pause."""
+    with reported(key):
+        if not self.request.retries:
+            raise self.retry(countdown=2 * PAUSE)
+        return int(self.request.retries)
+
+
+def stay_until_superseded(key: str) -> None:
+    """Work in steps, and ask before each whether it is still wanted."""
+    with reported(key):
+        lease = current_lease()
+        assert lease is not None
+        while True:
+            lease.ensure_held()
+            time.sleep(GATE_POLL)
+
+
+def be_replaced(self: Task, key: str, other: dict[str, Any]) -> None:
+    """Let another task take this one's place, and take time to end after that."""
+    with reported(key):
+        try:
+            self.replace(self.app.signature(other))
+        finally:
+            time.sleep(PAUSE)
+
+
 def retry_until_the_gate_is_open(self: Task, key: str) -> int:
     """Ask for retries until the gate is open."""
     with reported(key):
@@ -295,6 +350,17 @@ class SlowToEnd(SingletonTask):
     def on_success(self, *_: Any) -> None:
         """Keep the execution from its end."""
         time.sleep(PAUSE)
+
+
+class HangsAfterIt(SingletonTask):
+    """A user's class whose execution hangs after the body, as if the result backend is away."""
+
+    abstract = True
+
+    def on_success(self, *_: Any) -> None:
+        """Hang until the gate named after this task's id is open."""
+        while not reports.exists(gate_of(self.request.id)):
+            time.sleep(GATE_POLL)
 
 
 @app.task
@@ -320,6 +386,8 @@ SURVIVING = {"acks_late": True, "reject_on_worker_lost": True}  # comes back to 
 BRIEFLY = {"lock_watchdog_timeout": BRIEF}
 CAPPED = {**BRIEFLY, "max_renew_times": 2}
 BOUND = {"bind": True}
+RETRYING = {"max_retries": 5}
+
 hold = locked("hold")
 hold_renewed = locked("hold_renewed", **BRIEFLY)
 outlive_loss = locked("outlive_loss", **BRIEFLY)
@@ -327,6 +395,7 @@ hold_steadily = locked("hold_steadily", lock_watchdog_timeout=STEADY)
 hold_by_itself = locked("hold_by_itself", stay_by_itself, **BOUND)
 hold_and_survive = locked("hold_and_survive", max_retries=5, **SURVIVING)
 hold_renewed_and_survive = locked("hold_renewed_and_survive", **BRIEFLY, **SURVIVING)
+hang_after_it = locked("hang_after_it", base=HangsAfterIt, lock_watchdog_timeout=4 * BRIEF)
 compute = locked("compute", compute_until, **BRIEFLY)
 hold_the_gil = locked("hold_the_gil", keep_the_gil, **BRIEFLY)
 hold_it_for_ever = locked(
@@ -354,7 +423,11 @@ reject_once = locked("reject_once", requeue_and_succeed, **LATE)
 CRASHES_MOST = 3
 crash = locked("crash", kill_process, lock_crash_limit=CRASHES_MOST, **SURVIVING)
 hold_or_crash_once = locked("hold_or_crash_once", lock_crash_limit=1, **SURVIVING)
+leave_each_time = locked("leave_each_time", leave_process, lock_crash_limit=2, **SURVIVING)
+crash_freely = locked("crash_freely", kill_process, **SURVIVING)
+
 # The lease ends before the body does.
+run_past_cap = locked("run_past_cap", **CAPPED)
 stop_at_cap = locked("stop_at_cap", lock_on_cap="raise", **CAPPED)
 resist_errors = locked("resist_errors", resist_an_error, lock_on_cap="terminate", **CAPPED)
 resist_everything = locked("resist_everything", resist_all, lock_on_cap="terminate", **CAPPED)
@@ -363,6 +436,7 @@ sleep_until_loss = locked("sleep_until_loss", sleep_long, lock_on_lost="raise", 
 
 # The second of a key comes again, waits, gives up or asks.
 WAITING = {"lock_on_conflict": "wait", "lock_wait_timeout": LONG}
+hold_or_raise = locked("hold_or_raise", lock_on_conflict="raise")
 hold_or_retry = locked("hold_or_retry", lock_on_conflict="retry")
 hold_or_wait = locked("hold_or_wait", **WAITING)
 hold_or_wait_late = locked("hold_or_wait_late", **WAITING, **LATE)
@@ -373,16 +447,23 @@ QUEUE = {"lock_on_conflict": "queue"}
 NEWEST = {**QUEUE, "lock_queue_limit": 1, "lock_queue_overflow": "replace"}
 hold_or_queue = locked("hold_or_queue", **QUEUE)
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
+crash_or_queue = locked("crash_or_queue", kill_process, lock_crash_limit=2, **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
 
 # The newest of a key takes over.  No renewal comes before a test gives up: remote control tells.
 CANCEL = {"lock_on_conflict": "cancel", "lock_watchdog_timeout": 5 * LONG}
 build = locked("build", stay_by_itself, **CANCEL, **BOUND)
+build_two = locked("build_two", stay_by_itself, lock_limit=2, **CANCEL, **BOUND)
 build_and_survive = locked("build_and_survive", stay_by_itself, **CANCEL, **BOUND, **SURVIVING)
+build_renewed = locked("build_renewed", stay_by_itself, **{**CANCEL, **BRIEFLY}, **BOUND)
+build_undisturbed = locked(
+    "build_undisturbed", stay_by_itself, lock_cancel_not_before=PAUSE, **CANCEL, **BOUND
+)
 build_in_peace = locked(
     "build_in_peace", stay_by_itself, lock_cancel_not_before=LONG, **CANCEL, **BOUND
 )
+build_stubbornly = locked("build_stubbornly", resist_an_error, lock_cancel_after=PAUSE, **CANCEL)
 build_for_ever = locked("build_for_ever", resist_all, lock_on_cancel="terminate", **CANCEL)
 build_for_ever_late = locked(
     "build_for_ever_late", resist_all, lock_on_cancel="terminate", **CANCEL, **SURVIVING
@@ -390,6 +471,10 @@ build_for_ever_late = locked(
 TERMINATED = {**CANCEL, **BRIEFLY, "lock_on_cancel": "terminate"}
 build_terminated = locked("build_terminated", stay_by_itself, **TERMINATED, **BOUND, **SURVIVING)
 build_in_c = locked("build_in_c", keep_the_gil_for_ever, **TERMINATED)
+build_again = locked("build_again", retry_on_any_error, **CANCEL, **BOUND, **RETRYING)
+build_politely = locked("build_politely", stay_until_superseded, lock_on_cancel="warn", **CANCEL)
+build_later = locked("build_later", retry_in_a_while, **CANCEL, **BOUND)
+
 # Several keys in line: the *key* is that of the reports.
 TENANT = "tenant:<tenant>"
 
@@ -402,6 +487,14 @@ def calling(name: str, *keys: str | Key, **options: Any) -> Task:
 call = calling("call", Key("api", limit=2), TENANT)
 call_or_wait = calling("call_or_wait", Key("api", limit=2), TENANT, **WAITING)
 call_and_survive = calling("call_and_survive", Key("api", limit=2), TENANT, **SURVIVING)
+call_widely = calling("call_widely", Key("api", limit=2), Key(TENANT, limit=10))
+call_by_quota = calling("call_by_quota", Key("api", limit=5), Key("quota:<tenant>", rate="10/h"))
+call_often = calling("call_often", Key("often", rate="100/s"))
+call_seldom = calling("call_seldom", Key("seldom", rate="1/h"), Key("often", rate="100/s"))
+call_rated = calling("call_rated", Key("rated", rate="10/s"), TENANT)
+read = calling("read", "document:<tenant>", "index", lock_mode="shared")
+write = calling("write", "document:<tenant>", "index")
+
 # A key more, one less, and another order, since the release before.
 IS_OLD = os.environ.get("SCENARIOS_RELEASE") == "old"
 BOTH = TENANT, "api"
@@ -414,19 +507,29 @@ build_changed = locked("build_changed", stay_by_itself, **(QUEUE if IS_OLD else 
 
 # So often at most.
 rated = locked("rated", be_brief, lock_rate="10/s", **QUEUE)
+rated_or_retry = locked("rated_or_retry", be_brief, lock_rate="10/s", lock_on_conflict="retry")
 rated_slowly_or_retry = locked(
     "rated_slowly_or_retry", be_brief, lock_rate="1/8s", lock_on_conflict="retry"
 )
+rated_or_wait = locked("rated_or_wait", be_brief, lock_rate="10/s", **WAITING)
+
 # The second of a key is not sent.
 UNTIL_START = {"lock_unique_until": "start"}
 UNTIL_END = {"lock_unique_until": "end"}
+REPLACE = {"lock_on_duplicate": "replace"}
 unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
 unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
 unique_to_a_fixed_end = locked(
     "unique_to_a_fixed_end", lock_expire=LONG, lock_unique_for=BRIEF, **UNTIL_END
 )
 unique_and_limited = locked("unique_and_limited", do_little, rate_limit="1/h", **UNTIL_END)
+# The debounce of docs/how-to/send-once.md.
+index = locked("index", stay_as_edition, lock_replace_for=LONG, **UNTIL_START, **REPLACE)
+
 # The task goes on in another execution.
+RAISING = {"lock_on_conflict": "raise", **BOUND}
+retry_and_linger = locked("retry_and_linger", retry_with_delay, **RAISING)
+replace_and_linger = locked("replace_and_linger", be_replaced, **RAISING)
 retry_until_open = locked(
     "retry_until_open",
     retry_until_the_gate_is_open,

@@ -88,6 +88,21 @@ def test_a_warm_shutdown_waits_for_the_coroutine(start_fleet, scene):
     assert scene.is_free
 
 
+@pytest.mark.parametrize("task", [tasks.hold_or_wait, tasks.hold_or_retry, tasks.hold_or_queue])
+def test_a_task_that_comes_second_runs_later(pair, scene, task):
+    """It waits in its slot, comes again, or is parked, as in other pools."""
+    first = scene.begin(pair, task)
+    second = pair.send(task, scene.key)
+    if task is tasks.hold_or_retry:
+        wait_for("it is put off", lambda: pair.says(second.id, "put off"))
+    else:
+        scene.wait_for_line(1)
+    scene.open_gate()
+    assert [each.get(timeout=LIMIT)["held"] for each in (first, second)] == [True, True]
+    assert scene.begun == [first.id, second.id]
+    scene.assert_exclusive()
+
+
 def test_its_lock_is_reentrant_in_the_body_alone(pair, scene):
     """async_lock() of the same key gives the task's lease, and refuses other coroutines."""
     result = pair.send(tasks.again, scene.key)

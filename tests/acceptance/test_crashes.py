@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 
+import celery
+import pytest
 from celery import chord, states
 from celery.exceptions import ChordError
 
 from celery_dislock import TaskCrashedError
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import BROKERS, LIMIT, Scene, wait_for
+from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, wait_for
+
+OFTEN = 9  # runs in which a body kills its process: more than any limit
 
 
 @BROKERS
@@ -18,7 +22,7 @@ def test_it_runs_as_often_as_its_limit_says_and_then_fails(fleet, scene, redis_c
     """Its chord is told, its message is gone, and its lock is free for the next task."""
     beside, told = (Scene(f"{scene.key}-{name}", redis_client) for name in ("beside", "told"))
     header = [
-        fleet.signature(scenarios.crash, scene.key),
+        fleet.signature(scenarios.crash, scene.key, OFTEN),
         fleet.signature(scenarios.step, beside.key),
     ]
     body = scenarios.gather.s().set(queue=fleet.queue)
@@ -42,6 +46,25 @@ def test_it_runs_as_often_as_its_limit_says_and_then_fails(fleet, scene, redis_c
     assert fleet.times_it_says("is not delivered again", task_id) == 1
 
 
+@PREFORK
+@pytest.mark.parametrize(("task", "times"), [("crash", 2), ("crash_freely", 4)])
+def test_it_may_succeed_before_that(fleet, scene, task, times):
+    """Below its limit it comes back; without one it comes back for ever."""
+    result = fleet.send(getattr(scenarios, task), scene.key, times)
+    assert result.get(timeout=LIMIT)["held"] is True
+    assert len(scene.reported("begin", id=result.id)) == times + 1
+
+
+@PREFORK
+@pytest.mark.skipif(celery.VERSION < (5, 7), reason="older Celery does not give it back")
+def test_a_body_that_leaves_its_process_counts(fleet, scene):
+    """It calls sys.exit(): its message comes back as if the process was killed."""
+    result = fleet.send(scenarios.leave_each_time, scene.key)
+    with pytest.raises(TaskCrashedError):
+        result.get(timeout=LIMIT)
+    assert len(scene.reported("begin")) == 2
+
+
 def test_nothing_counts_while_its_worker_shuts_down(start_fleet, scene):
     """Whoever stops a worker may kill all its processes: the task runs again in another one."""
     first = start_fleet("prefork")
@@ -55,3 +78,19 @@ def test_nothing_counts_while_its_worker_shuts_down(start_fleet, scene):
     scene.wait_for_report("begin", times=2, id=result.id)
     scene.open_gate()
     assert result.get(timeout=LIMIT)["held"] is True
+
+
+@PREFORK
+def test_one_that_was_parked_leaves_its_turn(fleet, scene, redis_client):
+    """No copy of it runs any more, and those behind it do."""
+    holder = scene.hold(fleet)
+    crashing = scene.park(fleet, OFTEN, task=scenarios.crash_or_queue)
+    behind = scene.park(fleet)
+    scene.open_gates(holder)
+    with pytest.raises(TaskCrashedError):
+        crashing.get(timeout=LIMIT)
+    assert behind.get(timeout=LIMIT)["held"] is True
+    assert len(scene.reported("begin", id=crashing.id)) == 2
+    mark = f"{scene.lock}:done:{crashing.id}:0:0"  # it follows the result
+    wait_for("it has left a mark", lambda: redis_client.exists(mark))
+    assert not redis_client.exists(f"{scene.lock}:running")

@@ -9,6 +9,7 @@ from kombu import Exchange, Queue
 
 from tests.acceptance.delayed_app import LIMIT, QUEUES, SHORT, close, made
 from tests.acceptance.fleet import Worker, value_of, wait_for
+from tests.redis_server import RedisServer
 
 # One process of the test run has the RabbitMQ.
 KINDS = [
@@ -18,6 +19,13 @@ KINDS = [
 ]
 MANY = 6
 RETRIES = 5  # kombu 5.5 makes the routing key longer with each, and too long with the fifth
+
+
+@pytest.fixture(scope="module")
+def lock_server(redis_program, tmp_path_factory):
+    """The Redis of the locks, and of nothing else."""
+    with RedisServer(tmp_path_factory.mktemp("delayed") / "redis") as server:
+        yield server
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -155,6 +163,18 @@ def test_a_message_that_waits_for_newer_ones_comes(queues, key):
     assert first.state == "REVOKED"
     cut = send(queues, "debounce_briefly", key + "-cut", countdown=30)
     assert value_of(cut, LIMIT) == "ran"
+
+
+def test_the_newest_takes_over_when_its_countdown_is_over(queues, key):
+    """The one that runs is told then, and ends as REVOKED."""
+    older = send(queues, "cancel", key)
+    wait_for("it runs", lambda: queues.locks.exists(f"dislock:{{{key}}}"))
+    newest = send(queues, "cancel", key, countdown=2)
+    wait_for("it has ended", older.ready, LIMIT)
+    assert older.state == "REVOKED"
+    assert newest.id in str(older.result)
+    queues.client.set(f"gate:{key}", "open")
+    assert value_of(newest, LIMIT) == "held"
 
 
 def test_tasks_of_an_outage_run_after_it(queues, key, lock_server):

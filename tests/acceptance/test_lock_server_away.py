@@ -10,6 +10,7 @@ import redis
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
+from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.xdist_group("away")
 
@@ -58,6 +59,13 @@ class Locked(Stopped):
 
 
 @pytest.fixture(scope="module")
+def lock_server(redis_program, tmp_path_factory):
+    """The Redis of the locks, and of nothing else."""
+    with RedisServer(tmp_path_factory.mktemp("away") / "locks") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def fleet(start_pair, lock_server):
     """A worker whose broker is not concerned by what befalls its locks."""
     # One process: each says for itself, and once, that the server is away.
@@ -95,3 +103,18 @@ def begun(scene, number):
     """What the executions of one of the keys have reported as begun."""
     events = scene.redis.lrange(scenarios.history_of(f"{scene.key}-{number}"), 0, -1)
     return [event for event in events if '"begin"' in event]
+
+
+def test_a_body_that_has_ended_keeps_no_lock(fleet, lock_server, scene):
+    """Its release fails and its process hangs: nobody renews the lock, and it is soon free."""
+    result = scene.begin(fleet, scenarios.hang_after_it)
+    with lock_server.client() as client:
+        assert client.exists(scene.lock)
+        lock_server.pause()
+        scene.open_gate()
+        wait_for("the release has failed", lambda: fleet.says("could not be released", result.id))
+        lock_server.resume()
+        wait_for("the lock is free", lambda: not client.exists(scene.lock))
+    assert not fleet.says("The main process renews", scene.key)
+    scene.open_gate(result.id)
+    result.get(timeout=LIMIT)

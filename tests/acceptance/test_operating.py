@@ -46,6 +46,33 @@ def test_the_holder_is_terminated_and_the_next_in_line_runs(fleet, scene):
     scene.assert_exclusive(dead=[dead])
 
 
+@pytest.fixture
+def paused(scene):
+    """A key that is paused; nothing is left of it."""
+    assert dislock("pause", scene.key, "--note", "the bucket moves").exit_code == 0
+    yield
+    dislock("resume", scene.key)
+
+
+@PREFORK
+@pytest.mark.usefixtures("paused")
+def test_a_paused_lock_lets_nobody_in_until_it_goes_on(fleet, scene):
+    """Each task does what its strategy says; those in line run when the pause ends."""
+    scene.open_gate()
+    parked = fleet.send(QUEUE, scene.key)
+    scene.wait_for_line(1)
+    skipped = fleet.send(scenarios.hold, scene.key)
+    with pytest.raises(TaskRevokedError, match=r"an operator, who has paused it .*bucket moves"):
+        skipped.get(timeout=LIMIT)
+    put_off = fleet.send(scenarios.hold_or_retry, scene.key)
+    wait_for("it is put off", lambda: fleet.says(put_off.id, "put off"))
+    assert scene.reported("begin") == []
+    assert dislock("resume", scene.key).exit_code == 0
+    for result in (parked, put_off):
+        assert result.get(timeout=LIMIT)["held"] is True
+    scene.assert_exclusive()
+
+
 @PREFORK
 def test_a_worker_that_dies_hands_a_paused_lock_to_nobody(fleet, scene):
     """Its lease is released by its main process, and the line stays until the pause ends."""

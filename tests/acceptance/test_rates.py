@@ -40,6 +40,19 @@ def test_a_burst_keeps_its_rate_and_others_are_not_delayed(fleet, scene):
     )
 
 
+@fleets("prefork")
+@pytest.mark.parametrize("task", [scenarios.rated_or_retry, scenarios.rated_or_wait])
+def test_other_strategies_keep_it_too(fleet, scene, task):
+    """Tasks that come back or wait in their slots run all, within their rate."""
+    for result in [fleet.send(task, scene.key) for _ in range(25)]:
+        result.get(timeout=LIMIT)
+    starts = starts_of(scene)
+    assert len(starts) == 25
+    assert all(
+        later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
+    )
+
+
 @pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
 def test_a_task_that_is_put_off_for_longer_than_its_broker_waits_runs_once(start_fleet, scene):
     """The worker that keeps it until then would get it again from its broker, and run both."""
