@@ -520,7 +520,11 @@ REPLACE = {"lock_on_duplicate": "replace"}
 unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
 unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
 unique_to_a_fixed_end = locked(
-    "unique_to_a_fixed_end", lock_expire=LONG, lock_unique_for=BRIEF, **UNTIL_END
+    "unique_to_a_fixed_end",
+    lock_key="fixed:<key>",
+    lock_expire=LONG,
+    lock_unique_for=BRIEF,
+    **UNTIL_END,
 )
 unique_and_limited = locked("unique_and_limited", do_little, rate_limit="1/h", **UNTIL_END)
 # The debounce of docs/how-to/send-once.md.

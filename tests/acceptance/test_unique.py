@@ -94,10 +94,11 @@ def test_what_runs_in_a_worker_that_shuts_down_keeps_its_key(start_fleet, scene,
     worker.wait_until_it_says("Warm" if how == signal.SIGTERM else "Initiating Soft")
     since = time.monotonic()
     wait_for("it outlives its time", lambda: time.monotonic() > since + 2 * BRIEF)
-    assert scene.reserved_for == result.id
+    its = Scene(f"fixed:{scene.key}", scene.redis)
+    assert its.reserved_for == result.id
     scene.open_gate()
     worker.wait_until_it_ends()
-    scene.wait_until_unreserved()
+    its.wait_until_unreserved()
     assert result.get(timeout=LIMIT)["held"] is True
 
 

@@ -87,8 +87,10 @@ def main(url: str, mode: str, strikes: int, seed: int) -> Counter[str]:
     process = dislock.runtime.process
 
     def strike(*_args: object) -> None:
-        raise SoftTimeLimitExceeded
+        if armed:  # else the signal came late, perhaps by way of another thread
+            raise SoftTimeLimitExceeded
 
+    armed = False
     signal.signal(signal.SIGALRM, strike)
     call()
     began = time.perf_counter()
@@ -100,11 +102,13 @@ def main(url: str, mode: str, strikes: int, seed: int) -> Counter[str]:
     while seen["struck"] < strikes:
         try:
             try:
+                armed = True
                 signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, lasts * 1.3))
                 call()
                 seen["not struck"] += 1
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
+                armed = False
         except SoftTimeLimitExceeded:
             seen["struck"] += 1
         except DislockError as exc:

@@ -435,8 +435,8 @@ def test_a_task_is_stopped_as_its_options_say(driven, options, is_capped, ends):
 
     @app.task(base=SingletonTask, lock_key="k", max_renew_times=1, **options)
     def resist():
-        over.start()
         try:
+            over.start()
             signal.sigtimedwait([], LIMIT)
         except Exception as exc:  # noqa: BLE001 -- as bodies do
             return f"caught {type(exc).__name__}"
