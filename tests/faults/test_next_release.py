@@ -8,7 +8,8 @@ from contextlib import closing
 import pytest
 
 from tests.faults.next_release import next_release
-from tests.faults.parked_site import Site
+from tests.faults.parked_site import LIMIT, Site
+from tests.holding import wait_for
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.faults
@@ -67,6 +68,6 @@ def test_tasks_in_line_run_once_while_releases_change(site):
     site.wait_until_no_message_is_left()
     tasks = sorted([*forwards, *back])
     assert sorted(one.id for one in site.runs() if one.id in tasks) == tasks
-    assert {site.state(task) for task in tasks} == {"SUCCESS"}
+    wait_for(lambda: {*map(site.state, tasks)} == {"SUCCESS"}, "their results", LIMIT)
     assert not site.redis.keys("*:aside")
     assert not [word for word in ("set aside", "raised unexpected", "delete") if site.says(word)]
