@@ -432,12 +432,7 @@ def lead_beats(scheduler_of: Callable[[Celery, Any], type]) -> None:
 
 
 def wrap_methods(of: Consumer | WorkController, wrapping: Mapping[str, Callable[..., Any]]) -> None:
-    """
-    Wrap methods of a worker or its consumer, by their names.
-
-    Celery sends no signal for a message that it drops, and none before it has made a request of it.
-    Other steps read the consumer's methods at their start.
-    """
+    """Wrap methods of a worker or its consumer; other steps read the consumer's at their start."""
     for name, wrap in wrapping.items():
         setattr(of, name, wrap(getattr(of, name)))
 

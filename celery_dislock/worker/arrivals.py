@@ -69,6 +69,7 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         self._consumer = consumer
         self._app = consumer.app
         self._runtime = runtime_of(consumer.app)
+        # Celery sends no signal for a message that it drops, nor before it has a request of it.
         wrapping: dict[str, Callable[..., Any]] = {
             name: partial(self.dropping, nth=nth, tells=tells)
             for name, (nth, tells) in DROPS.items()
