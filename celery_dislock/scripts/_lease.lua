@@ -10,7 +10,7 @@
 -- KEYS[1], and the client is sent to the node that has it.  Nothing else is read or written before
 -- line_exists() has seen that all keys are here.
 
--- include: _record
+-- include: _place
 
 -- What a script knows of a lock:
 --   name, line, places, tickets, handed, running   its keys

@@ -1,4 +1,4 @@
--- _record.lua: how a lease is written, and a waiter's place in line.
+-- _record.lua: how a lease is written.
 --   owner -> "1 expires_ms token acquired_ms mode holder"
 --     1            version of this format.  Later ones begin with the same fields, up to the mode, which may be one
 --                  that is not known here: see the page Formats
@@ -7,14 +7,9 @@
 --     acquired_ms  Redis TIME of the acquisition
 --     mode         x exclusive, s shared
 --     holder       JSON object for messages and tools: see servers/records.py
---   owner -> "1 deadline_ms ttl_ms terms holder"
---     1            version of this format.  Later ones begin with the same fields, up to the terms
---     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
---     ttl_ms, and so on   of the lease that the waiter asks for; see acquire.lua
 
 -- include: _clock
 -- include: _names
--- include: _terms
 
 local TAKE_UP_MS = 5000  -- for a waiter to take up a lease that it was handed
 -- Two hours in which a copy of a message may come: twice the time after which Redis brokers deliver a message again.
@@ -40,19 +35,10 @@ local function read(owner, record)
   }
 end
 
--- Parse a place.  Nothing if it cannot be read, or its waiter has died.  Without terms if only a later version knows
--- them.
-local function read_place(record)
-  local version, deadline, ttl, terms, holder =
-    string.match(record or '', '^(%d+) (%d+) (%d+) (%S+) (.*)$')
-  if not deadline or tonumber(deadline) <= now then return nil end
-  return {
-    owner = '', deadline = tonumber(deadline), ttl = tonumber(ttl), terms = parse_terms(terms), holder = holder,
-    version = version,
-  }
-end
-
 -- Write a lease.  The caller sees to the expiry of the hash.
 local function write(name, owner, expires, token, acquired, mode, holder, version)
   redis.call('HSET', name, owner, table.concat({version or '1', expires, token, acquired, mode, holder}, ' '))
 end
+
+-- The encoded id of the newest task, if that waits for this lease to end: a mark at the start of the lease's holder.
+local function superseded_by(holder) return string.match(holder, '^{"superseded":"([^"]*)"') end

@@ -3,6 +3,7 @@
 --                   largest that any owner asked for: *most* starts are kept, for window_ms
 
 -- include: _record
+-- include: _terms
 
 -- Redis TIME in microseconds of the newest start, or of the one *but* starts before it; 0: there is none.
 local function newest(lock, but)
@@ -32,4 +33,12 @@ local function add_start(lock, most, window)
   redis.call('LTRIM', starts, 0, math.min(kept, there > 1 and there - 1 or 1) - 1)  -- without "1 most window_ms"
   redis.call('RPUSH', starts, string.format('1 %.0f %.0f', kept, kept_ms))
   redis.call('PEXPIRE', starts, kept_ms)
+end
+
+-- Count a start of a lock that is free, on terms with a rate; false if it is too early, or the clock was set back.
+local function start_free(lock, terms)
+  terms = parse_terms(terms)
+  if newest(lock) > now_us or due_in(lock, terms.most, terms.window, 0) > 0 then return false end
+  add_start(lock, terms.most, terms.window)
+  return true
 end

@@ -3,4 +3,3 @@
 local REFUSED, GRANTED, PARKED, DONE_BEFORE, FULL = 0, 1, 2, 3, 4  -- of acquire.lua and park.lua
 local REPLACED_BY = 5                                              -- of acquisitions
 local UNLISTED, LATER = 6, 7                                       -- of park.lua
-local NOT_THERE, HAS_LEFT, LEFT_BEFORE = 0, 1, 2                   -- of leave.lua

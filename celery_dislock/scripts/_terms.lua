@@ -37,9 +37,6 @@ local function with_gate(holder)
   return string.format('%s:true%s', GATE, holder == '{}' and '' or ',') .. string.sub(holder, 2)
 end
 
--- The encoded id of the newest task, if that waits for this lease to end: a mark at the start of the lease's holder.
-local function superseded_by(holder) return string.match(holder, '^{"superseded":"([^"]*)"') end
-
 -- Count a lease by its mode.  A lease of a mode that only a later version knows counts as one of each mode.
 local function take_room(lock, lease, many)
   if lease.mode ~= 's' then lock.x = lock.x + many end

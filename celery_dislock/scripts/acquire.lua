@@ -27,8 +27,13 @@
 
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
-local free = #KEYS == 1 and grant_free(KEYS[1], owner, ttl, ARGV[4], holder, LINE, HANDED)
-if free then return {GRANTED, free} end
+local name = KEYS[1]
+local free = #KEYS == 1 and is_free(name, name .. LINE, name .. HANDED)
+if free and string.match(ARGV[4], NO_RATE) then return {GRANTED, grant_free(name, owner, ttl, ARGV[4], holder)} end
+
+-- include: _starts
+
+if free and start_free(name, ARGV[4]) then return {GRANTED, grant_free(name, owner, ttl, ARGV[4], holder)} end
 
 -- include: _line
 

@@ -20,7 +20,8 @@
 -- Touches all keys of the lock.  Sent twice, the second answers 0 or 2.
 
 -- include: _parked
--- include: _states
+
+local NOT_THERE, HAS_LEFT, LEFT_BEFORE = 0, 1, 2  -- __init__.py has the same numbers
 
 local ticket, how, task
 home, ticket, how, task = unpack(ARGV)

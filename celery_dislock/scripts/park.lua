@@ -40,10 +40,15 @@ local owner, ttl, holder, terms, its_home, ticket, same_task, marked, message, m
   overflow, task, sent, index, listed = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
-if #KEYS == 1 and marked == '0' and message == '' and sent == '' then
-  local free = grant_free(name, owner, ttl, terms, holder, LINE, TICKETS, HANDED, RUNNING, DONE .. ticket)
-  if free then return {GRANTED, {}, 0, name, free} end
+local free = #KEYS == 1 and marked == '0' and message == '' and sent == ''
+  and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING, name .. DONE .. ticket)
+if free and string.match(terms, NO_RATE) then
+  return {GRANTED, {}, 0, name, grant_free(name, owner, ttl, terms, holder)}
 end
+
+-- include: _starts
+
+if free and start_free(name, terms) then return {GRANTED, {}, 0, name, grant_free(name, owner, ttl, terms, holder)} end
 
 -- include: _parked
 -- include: _index
@@ -221,14 +226,6 @@ local function make_room(size)
   return true, is_oldest
 end
 
--- The task claims its turn before it may start: clocks differ, and others may have started.  It keeps the turn, and
--- its message comes again after wait_ms.
-local function not_yet(wait_ms, parked, its)
-  keep_units(lock, ticket, parked.stations, #parked.stations + 1, wait_ms + ttl, parked.times == 1)
-  redis.call('ZADD', lock.handed, now + wait_ms + ttl, ticket)
-  return about_rate(REFUSED, its, wait_ms)
-end
-
 -- Whether the ticket has passed all its locks, and still keeps them.
 local function has_all(stations)
   for nth = 1, #stations do
@@ -253,7 +250,13 @@ local function parked_before(record)
   if not (may_claim and has_all(stations)) then return in_line() end  -- its turn brings its message
   if parked and parked.is_later then return {LATER, turns} end
   local early, its = starts_when(stations)
-  if parked and early > 0 and early <= SOON_US then return not_yet(math.ceil(early / 1000), parked, its) end
+  if parked and early > 0 and early <= SOON_US then
+    -- Clocks differ, and others may have started.  The task keeps its turn, and its message comes again after wait_ms.
+    local wait_ms = math.ceil(early / 1000)
+    keep_units(lock, ticket, parked.stations, #parked.stations + 1, wait_ms + ttl, parked.times == 1)
+    redis.call('ZADD', lock.handed, now + wait_ms + ttl, ticket)
+    return about_rate(REFUSED, its, wait_ms)
+  end
   forget(lock, ticket)
   if parked and (early > 0 or is_over_limit(stations)) then  -- an operator has changed a limit or a rate
     return put_in_line(parked.joined, stations, parked.home, parked.message)

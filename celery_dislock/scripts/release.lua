@@ -36,6 +36,8 @@ if #KEYS == 1 and ticket == '' and at_least_ms <= 0 then
   end
 end
 
+-- include: _place
+
 -- The place of a waiter that wants the lock for itself; nothing if the waiter is dead, or has other terms.
 local function place_alone(lock, waiter)
   local seen, record = pcall(redis.call, 'HGET', lock .. PLACES, waiter)

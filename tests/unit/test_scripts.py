@@ -76,7 +76,8 @@ def test_a_waiter_knows_for_how_long_a_lock_is_reserved():
 
 def test_replies_begin_alike_in_lua_and_in_python():
     """What a script answers is what Python takes it for."""
-    written = re.findall(r"^local ([A-Z_, ]+) = ([\d, ]+?) +--", FILES["_states"], re.MULTILINE)
+    states = FILES["_states"] + FILES["leave"]
+    written = re.findall(r"^local ([A-Z_, ]+) = ([\d, ]+?) +--", states, re.MULTILINE)
     told = {
         name: int(number)
         for some, numbers in written
