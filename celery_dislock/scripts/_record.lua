@@ -35,6 +35,11 @@ local function read(owner, record)
   }
 end
 
+-- When a lease ends; nothing if there is none, or its record cannot be read.  Takes a third of read().
+local function ends_at(record)
+  return tonumber(string.match(record or '', '^%d+ (%d+) %d+ %d+ %a+ '))
+end
+
 -- Write a lease.  The caller sees to the expiry of the hash.
 local function write(name, owner, expires, token, acquired, mode, holder, version)
   redis.call('HSET', name, owner, table.concat({version or '1', expires, token, acquired, mode, holder}, ' '))

@@ -18,20 +18,19 @@
 local owner, at_least_ms, ticket = ARGV[1], tonumber(ARGV[2]), ARGV[4] or ''
 
 -- Delete the news of a hand-off that the owner may not have read: its lease is still as short as it was handed over.
-local function forget_news(lock, lease)
-  if lease.expires - now <= TAKE_UP_MS then redis.call('DEL', lock .. WAKE .. owner) end
+local function forget_news(lock, ends)
+  if ends - now <= TAKE_UP_MS then redis.call('DEL', lock .. WAKE .. owner) end
 end
 
 -- The usual cases are answered before the rest is defined.  The first case: one lease ends now, and nobody waits.
-local name, lease = KEYS[1]
+local name, record = KEYS[1]
 if #KEYS == 1 and ticket == '' and at_least_ms <= 0 then
   local seen, others = pcall(redis.call, 'EXISTS', name .. LINE, name .. NEVER, name .. HANDED, name .. LIMIT, name .. RATE)
-  local record = seen and others <= 1 and redis.call('HGET', name, owner)
-  lease = record and read(owner, record)
-  if lease and lease.expires <= now then lease = nil end
-  if lease and others == 0 then
+  record = seen and others <= 1 and redis.call('HGET', name, owner)
+  local ends = others == 0 and ends_at(record)
+  if ends and ends > now then
     redis.call('HDEL', name, owner)
-    forget_news(name, lease)
+    forget_news(name, ends)
     return 1
   end
 end
@@ -72,7 +71,8 @@ local function hand_over(lock, lease)
   return true
 end
 
-if lease and hand_over(name, lease) then return 1 end
+local lease = record and read(owner, record)
+if lease and lease.expires > now and hand_over(name, lease) then return 1 end
 
 -- include: _lease
 
@@ -90,7 +90,7 @@ for _, key in ipairs(KEYS) do
     more[#more + 1] = {lock = lock, has_line = has_line, may_wait = not lease, claim = claim, parked = parked}
   end
   if live then
-    forget_news(lock.name, lease)
+    forget_news(lock.name, lease.expires)
     released = released + 1
   end
 end
