@@ -14,7 +14,7 @@ from celery_dislock.config.values import seconds, yes_or_no
 from celery_dislock.exceptions import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
     from datetime import timedelta
 
     from celery_dislock.config.options import TaskOptions
@@ -44,12 +44,14 @@ class Plain(NamedTuple):
         timeout: Maximum seconds that a block waits; None: no limit.
         fair: False: pass those in line.
         stated: Names of the task options that were given.
+        stops: Names of the options that interrupt a block: ``on_lost``, ``on_cancel``.
     """
 
     options: TaskOptions
     timeout: float | None
     fair: bool
     stated: Collection[str]
+    stops: Sequence[str]
 
 
 CHECKS = {"timeout": seconds(at_least=0), "fair": yes_or_no}  # of options that no task has
@@ -107,4 +109,5 @@ def plain_options(
             remedy = "use 'warn' or 'raise'; 'terminate' is for tasks"
             raise SettingsError(owner, name, value, remedy)
     options = replace(options, **{of_task(name): value for name, value in stops.items()})
-    return Plain(options, stated=declared.keys(), **own)
+    raising = [name for name, value in stops.items() if value == "raise"]
+    return Plain(options, stated=declared.keys(), stops=raising, **own)

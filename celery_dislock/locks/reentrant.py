@@ -85,11 +85,8 @@ class ReentrantLock:
         options: Mapping[str, Any],
         on_lost: str = "warn",
     ) -> None:
-        self._options, self._timeout, self._fair, self._stated = runtime.plain(
-            key, options, on_lost
-        )
-        stops = {"on_lost": self._options.lock_on_lost, "on_cancel": self._options.lock_on_cancel}
-        self._stops = [option for option, what in stops.items() if what == "raise"]
+        plain = runtime.plain(key, options, on_lost)
+        self._options, self._timeout, self._fair, self._stated, self._stops = plain
         self.keys = (check_written(key),) if isinstance(key, str) else keys_of(key)
         if len(self.keys) > 1 and self._options.has_rate and is_cluster(runtime.conf):
             raise self._refusal("rate", options.get("rate"), ONE_BY_ONE)
