@@ -441,7 +441,9 @@ def _number_in(guard: Guard, headers: Mapping[str, Any], lock: str) -> tuple[str
 
 def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:
     """Return the seconds for which the key stays reserved for a message that was sent."""
-    kept = min(declared.lock_unique_for + delay_of(options), LONGEST)
+    kept = declared.lock_unique_for
+    if options.get("eta") or options.get("countdown"):
+        kept = min(kept + delay_of(options), LONGEST)
     expires = options.get("expires")
     if expires is None or declared.lock_unique_until == "expiry":
         return kept
