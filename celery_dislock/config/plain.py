@@ -51,7 +51,7 @@ class Plain(NamedTuple):
     timeout: float | None
     fair: bool
     stated: Collection[str]
-    stops: Sequence[str]
+    stops: Sequence[str] = ()
 
 
 CHECKS = {"timeout": seconds(at_least=0), "fair": yes_or_no}  # of options that no task has
