@@ -1,4 +1,4 @@
-"""The head of release.lua does what the rest of the script does.
+"""The heads of acquire.lua, park.lua and release.lua do what the rest of each script does.
 
 Each case runs the whole script, and the script without its head, on the same state at the same
 time.  A usual case must be answered by the head alone.
@@ -11,7 +11,7 @@ import hashlib
 import pytest
 from lupa.lua51 import LuaError
 
-from celery_dislock.scripts import RELEASE, Script
+from celery_dislock.scripts import ACQUIRE, PARK, RELEASE, Script
 from tests.integration.lua_server import START, LuaServer
 
 LOCK = "dislock:{k}"
@@ -23,7 +23,7 @@ LIMIT = f"{LOCK}:limit"
 RATE, STARTS = f"{LOCK}:rate", f"{LOCK}:starts"
 HELD_BACK = {RATE: f"1 {NOW + 9000} 0 0 {NOW} by hand"}
 PAUSED, FOR_TWO = {LIMIT: f"1 0 {NOW} by hand"}, {LIMIT: f"1 2 {NOW} "}
-HEAD = "\nif #KEYS == 1 and "
+HEAD = "#KEYS == 1 and "
 
 
 def wake(owner):
@@ -153,22 +153,22 @@ def made(text):
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-def without_head():
-    assert RELEASE.text.count(HEAD) == 1
-    return made(RELEASE.text.replace(HEAD, "\nif false and "))
+def without_head(script):
+    assert script.text.count(HEAD) == 1
+    return made(script.text.replace(HEAD, "false and "))
 
 
-def head():
+def head(script):
     """Return the script up to where the rest is included."""
-    text = RELEASE.text[: RELEASE.text.index("-- _lease.lua: ")]
+    text = script.text[: script.text.index("-- _lease.lua: ")]
     return made(text + "return redis.error_reply('not the usual case')")
 
 
-def check(arguments, before, *, keys=(LOCK,), usual=None):
-    expected = run(without_head(), keys, arguments, before)
-    assert run(RELEASE, keys, arguments, before) == expected
+def check(arguments, before, *, keys=(LOCK,), usual=None, script=RELEASE):
+    expected = run(without_head(script), keys, arguments, before)
+    assert run(script, keys, arguments, before) == expected
     if usual is not None:
-        answered = run(head(), keys, arguments, before)
+        answered = run(head(script), keys, arguments, before)
         assert (answered == expected) is usual
 
 
@@ -211,3 +211,83 @@ def test_a_hand_off_costs_the_same_however_many_wait():
         return len(server.called())
 
     assert cost(2) == cost(20)
+
+
+TERMS = ["x:1", "x:5", "s:1", "x:1:2/60000", "s:3:1/1000"]
+FREE = {
+    "new": {},
+    "started a while ago": {STARTS: [f"{US - 61_000_000}", "1 2 60000"]},
+    "its wake list is left": {wake("me"): ["1 5000 90000"]},
+    "places are left": {PLACES: {"you": place()}},
+}
+NOT_FREE = {
+    "held": state(lock={"you": lease()}),
+    "shared": state(lock={"you": lease(mode="s")}),
+    "its own": state(),
+    "its lease has ended": state(lock={"me": lease(0)}),
+    "another's lease has ended": state(lock={"you": lease(0)}),
+    "a later token": state(lock={"you": lease(0, token=US + 9_000_000)}),
+    "a lease of another format": state(lock={"you": "2 0 0"}),
+    "a line": state(lock={}, places=ONE),
+    "a line of the dead": state(lock={}, places=[("a", place(0))]),
+    "a line of another type": {LINE: ["a"]},
+    "turns": {HANDED: {"t:0:0": NOW + 9000}},
+    "turns that have run out": {HANDED: {"t:0:0": NOW - 1}},
+    "paused": PAUSED,
+    "for two": FOR_TWO,
+    "held back": HELD_BACK,
+    "a rate by hand": {RATE: f"1 0 3 60000 {NOW} "},
+    "a rate of another format": {RATE: "2 0"},
+    "a limit of another type": {LIMIT: ["a"]},
+}
+TOO_EARLY = {
+    "twice in the window": {STARTS: [f"{US - 9}", f"{US - 99}", "1 2 60000"]},
+    "starts in the future": {STARTS: [f"{US + 9}", "1 2 60000"]},
+    "starts that cannot be read": {STARTS: ["a", "b"]},
+}
+
+
+def acquiring(terms):
+    return "me", 30_000, '{"id":"me"}', terms, 0, 1
+
+
+def parking(terms, *, marked="0", message="", sent=""):
+    who = ("me", 30_000, '{"id":"me"}', terms, "redis://here", "t:0:0", "me@")
+    return (*who, marked, message, 0, 0, "skip", '"task":"t"', sent, "dislock:lines:here", "0")
+
+
+ASKED = {ACQUIRE: acquiring, PARK: parking}
+ACQUISITIONS = pytest.mark.parametrize("script", ASKED, ids=["acquire", "park"])
+
+
+@ACQUISITIONS
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("case", FREE)
+def test_a_free_lock_is_granted_as_by_the_rest(script, case, terms):
+    """Whatever is left of those who had it."""
+    check(ASKED[script](terms), FREE[case], script=script, usual=True)
+
+
+@ACQUISITIONS
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("case", NOT_FREE | TOO_EARLY)
+def test_another_acquisition_is_left_to_the_rest(script, case, terms):
+    """Where the lock may be refused, or its state must be read, the head changes nothing."""
+    check(ASKED[script](terms), (NOT_FREE | TOO_EARLY)[case], script=script)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        {f"{LOCK}:done:t:0:0": "1"},
+        {f"{LOCK}:running": {"t:0:0": f"1 {US} {NOW} 0 x:1"}},
+        {f"{LOCK}:running": {"u:0:0": f"1 {US} {NOW} 0 x:1"}},
+        {f"{LOCK}:tickets": {"t:0:0": "a"}},
+    ],
+    ids=["done", "ran", "another runs", "damaged"],
+)
+@pytest.mark.parametrize("how", [{}, {"marked": "1"}, {"message": "{}"}, {"sent": f"{US}"}])
+def test_a_task_that_is_known_is_left_to_the_rest(before, how):
+    """And so is one that was parked, brings its message, or supersedes others."""
+    check(parking("x:1", **how), before, script=PARK)
+    check(parking("x:1", **how), {}, script=PARK)
