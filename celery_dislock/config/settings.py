@@ -153,14 +153,18 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
     return options
 
 
+@lru_cache(maxsize=1000)  # the same names stand in all tasks of an app
+def _is_like_ours(name: str) -> bool:
+    return bool(get_close_matches(name, OPTIONS, 1, NEAR_MISS))
+
+
 def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
     for name, value in declared.items():
         if name in OF_OTHERS:
             library, ours = OF_OTHERS[name]
             remedy = f"an option of {library}, without effect here: {ours}; see {MIGRATING}"
             raise refused(owner, name, value, remedy)
-        meant = name.startswith("lock_") or name in MEANT
-        if meant or get_close_matches(name, OPTIONS, 1, NEAR_MISS):
+        if name.startswith("lock_") or name in MEANT or _is_like_ours(name):
             refuse_unknown(owner, {name: value}, OPTIONS, MEANT)
 
 
