@@ -119,14 +119,6 @@ local function in_line()
   return answer
 end
 
--- The first of these locks that does not admit this task.
-local function refusing(stations)
-  for nth, station in ipairs(stations) do
-    local at = nth == 1 and lock or open_whole(station.name)
-    if not admits(at, station.terms) then return at end
-  end
-end
-
 -- Whether a task loses what it has passed, as an operator has lowered the limit since.  Its own limit was judged then:
 -- others may have come since, on terms that admit more.
 local function is_over_limit(stations)
@@ -272,7 +264,11 @@ local function ran_before(record)
   if before.settles > now then
     return {REFUSED, turns, name, NO_PLACE, before.settles - now, '', as_holder(ticket), NOT_KNOWN}
   end
-  local its = refusing(before.stations)
+  local its  -- the first lock that does not admit this task
+  for nth, station in ipairs(before.stations) do
+    local at = nth == 1 and lock or open_whole(station.name)
+    its = its or not admits(at, station.terms) and at
+  end
   if not its then
     local answer = claim(before.joined, before.stations)
     recall_and_hand_off(lock)  -- whatever else that process held
