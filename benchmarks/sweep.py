@@ -26,10 +26,12 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from celery import Celery
+
 from benchmarks.report import Row, ratios, take_turns
 from celery_dislock.config.options import TaskOptions
-from celery_dislock.locks.runtime import Runtime
 from celery_dislock.parking.answers import Parked
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Ticket
 from celery_dislock.parking.sweep import PAGE, Sweep, interval
 from celery_dislock.scripts import SWEEP
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
     import redis
 
-    from celery_dislock.locks.runtime import Process
+    from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.parking.store import Lines
     from celery_dislock.servers.replies import Turn
 
@@ -88,18 +90,16 @@ class Window(NamedTuple):
 class Publisher:
     """Publishes nothing, and notes when it was to."""
 
-    home = "bench"
-
     def __init__(self) -> None:
         self.handed: dict[str, float] = {}  # monotonic time of a lock's first turn
 
-    def hand_over(self, _lines: Lines, turns: Sequence[Turn]) -> None:
+    def hand_over(self, turns: Sequence[Turn]) -> None:
         """Note the turns."""
         now = time.monotonic()
         for turn in turns:
             self.handed.setdefault(turn.lock, now)
 
-    def tell_replaced(self, _lines: Lines, _lock: str, replaced: Mapping[str, bytes]) -> None:
+    def tell_replaced(self, _lock: str, replaced: Mapping[str, bytes]) -> None:
         """Fail: no line here has an end."""
         assert not replaced
 
@@ -139,12 +139,13 @@ class Bench:
     """
 
     def __init__(self, url: str, client: redis.Redis) -> None:
-        self.publisher = Publisher()
+        app = Celery("bench", broker="memory://", set_as_current=False)
+        app.conf.dislock_url = url
         self._client = client
-        self._process = Runtime(lambda: {"dislock_url": url}, self.publisher).new_process()
+        self._process: Any = runtime_of(app).new_process()
+        self.publisher = self._process.publisher = Publisher()
         self._owners = fill(self._process)
         self.watched = self._process.lines = Watched(self._process.lines)
-        self._process.sweep_name = "dislock:sweep:{bench}"
         self._sweep = Sweep(self._process, "bench", EVERY)
         self._due = time.monotonic()
         self._wire: redis.Connection = client.connection_pool.get_connection()
@@ -170,7 +171,7 @@ class Bench:
             nonlocal turn
             page = pages[turn % len(pages)]
             commands = [
-                self._wire.pack_command("EVALSHA", SWEEP.sha, 1, lock, Publisher.home)
+                self._wire.pack_command("EVALSHA", SWEEP.sha, 1, lock, self._process.store.home)
                 for lock in page
             ]
             self._wire.send_packed_command([b"".join(map(b"".join, commands))])
@@ -229,7 +230,7 @@ class Bench:
         return float(info["used_cpu_user"] + info["used_cpu_sys"])
 
 
-def fill(process: Process) -> dict[str, str]:
+def fill(process: ParkingProcess) -> dict[str, str]:
     """Make the lines, each with a holder and a task; return the holders by lock."""
     owners = {}
     for n in range(LINES):
