@@ -204,7 +204,7 @@ def server_time(client: redis.Redis, pair: Callable[[], None]) -> float:
     stats = client.info("commandstats")
     ran = [stats[f"cmdstat_{name}"] for name in ("evalsha", "set") if f"cmdstat_{name}" in stats]
     # What a script calls is counted by itself, too: a SET of redis-py's is not called by a script.
-    return sum(one["usec"] for one in ran) / sum(one["calls"] for one in ran)
+    return float(sum(one["usec"] for one in ran) / sum(one["calls"] for one in ran))
 
 
 def in_words(commands: dict[str, float]) -> str:

@@ -117,7 +117,7 @@ class Beats:
     def sent(self) -> list[Sent]:
         """Return all messages, in the order in which they were sent."""
         messages = [json.loads(one)["headers"] for one in self._queue.lrange(QUEUE, 0, -1)]
-        return sorted(Sent(*one["sent"], one["id"]) for one in messages)
+        return sorted(Sent(at, by, one["id"]) for one in messages for at, by in [one["sent"]])
 
     def wait(self) -> int:
         """Wait until another message is sent; returns the process that has sent it."""
@@ -143,7 +143,7 @@ class Beats:
         name = self._folder / f"{at}-{time.monotonic():.3f}"
         command = [sys.executable, "-m", "celery", "-A", __name__, "beat", *self._command]
         command += ["--schedule", str(self._folder / f"schedule-{at}"), "--loglevel", "INFO"]
-        env = {CONF: json.dumps(self._conf), "PYTHONPATH": str(ROOT)}
+        env: dict[str, Any] = {CONF: json.dumps(self._conf), "PYTHONPATH": str(ROOT)}
         log = name.with_suffix(".log")
         return self._stack.enter_context(started(command, log, **env))
 

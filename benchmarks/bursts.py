@@ -151,6 +151,7 @@ def send(
     ends = wait_until_ended(client, ids)
     runs: dict[str, list[int]] = {doc: [] for doc, _ in edits}
     for note in client.lrange(RUNS, 0, -1):
+        assert isinstance(note, bytes)
         doc, edition = note.decode().split()
         runs[doc].append(int(edition))
     successes = ends.pop(states.SUCCESS)

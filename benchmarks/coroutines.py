@@ -70,8 +70,8 @@ def measure(folder: Path) -> list[Figure]:
             table = HAND_OFF.format(waiters)
             for kind, those in rounds.items():
                 for share in (0.5, 0.99):
-                    values = [1e3 * percentile(one.took, share) for one in those]
-                    figures.append(Figure(table, f"p{100 * share:g} ms", kind, NETWORK, values))
+                    took_ms = [1e3 * percentile(one.took, share) for one in those]
+                    figures.append(Figure(table, f"p{100 * share:g} ms", kind, NETWORK, took_ms))
     for kind in ASYNC:
         with RedisServer(folder / kind.replace(" ", "-")) as server, server.client() as client:
             counted = asyncio.run(_count(kind, server.url, client))

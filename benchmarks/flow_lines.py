@@ -16,9 +16,10 @@ from __future__ import annotations
 import time
 import uuid
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 from click.testing import CliRunner
@@ -90,7 +91,7 @@ def of_idle(folder: Path) -> list[Figure]:
         for number in (FEW, MANY):
             for _ in range(number - parked):
                 recorded.app.tasks["queue"].apply_async(("parked",))
-            recorded.until(lambda noted, more=number - parked: len(noted) >= more, PARKING)
+            recorded.until(partial(_has, number - parked), PARKING)
             parked = number
             time.sleep(SETTLE)
             with client.monitor() as monitor:
@@ -193,13 +194,17 @@ def of_blocked(folder: Path) -> list[Figure]:
     return figures
 
 
+def _has(number: int, noted: Sequence[object]) -> bool:
+    return len(noted) >= number
+
+
 def of_starts(folder: Path) -> list[Figure]:
     figures = []
     with RedisServer(folder) as server, server.client() as client:
         dislock = Dislock.from_url(server.url)
         bare = client.script_load("return 1")
 
-        def pair(**terms: str) -> Callable[[], None]:
+        def pair(**terms: Any) -> Callable[[], None]:
             def take() -> None:
                 lock = dislock.lock("rated" if terms else "plain", **terms)
                 assert lock.acquire(blocking=False)
@@ -213,7 +218,7 @@ def of_starts(folder: Path) -> list[Figure]:
             "rated": pair(rate=NEVER),
         }
         times = take_turns(
-            {name: lambda run=run: server_time(client, run) for name, run in pairs.items()},
+            {name: partial(server_time, client, run) for name, run in pairs.items()},
             START_ROUNDS,
         )
         starts = [  # of two scripts each

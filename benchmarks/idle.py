@@ -25,6 +25,7 @@ from benchmarks.contender import Job
 from benchmarks.delay import delayed
 from benchmarks.locks import OURS, PROCESSES, Fleet
 from benchmarks.measuring import NETWORKS, Figure
+from benchmarks.processes import processor_time
 from benchmarks.recorded import worker as recorded_worker
 from benchmarks.recorded_tasks import QUEUE
 from benchmarks.tasks import FLOOR, send, took, worker
@@ -109,19 +110,14 @@ def of_workers(folder: Path) -> list[Figure]:
             clients.append(client)
             processes.append(psutil.Process(running.pid))
         time.sleep(SETTLE)
-        before = list(map(cpu, processes))
+        before = list(map(processor_time, processes))
         sent = commands(clients)
-        used = [now - then for now, then in zip(map(cpu, processes), before, strict=True)]
+        after = map(processor_time, processes)
+        used = [now - then for now, then in zip(after, before, strict=True)]
         for variant, number, seconds in zip(variants, sent, used, strict=True):
             figures.append(figure(WORKER, COMMANDS, variant, number))
             figures.append(figure(WORKER, CORE, variant, 100 * seconds / WINDOW))
     return figures
-
-
-def cpu(process: psutil.Process) -> float:
-    """Return the seconds of CPU that a worker has used, all its processes together."""
-    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
 
 
 def of_parked(folder: Path) -> list[Figure]:

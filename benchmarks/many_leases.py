@@ -162,19 +162,19 @@ def spread(number: int) -> Iterator[int]:
         yield i
 
 
-class Recording:
+class Recording(Store):
     """A store that notes when which leases were renewed: one more call per batch of hundreds."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.batches: list[tuple[float, float, Sequence[tuple[Sequence[str], str, float]]]] = []
-        self._store = store
 
     def renew(
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
-    ) -> list[bool | StoreError]:
+    ) -> list[bool | str | StoreError]:
         """See `celery_dislock.servers.store.Store.renew`."""
         sent_at = time.monotonic()
-        answers = self._store.renew(leases, within=within)
+        answers = super().renew(leases, within=within)
         self.batches.append((sent_at, time.monotonic(), leases))
         return answers
 
@@ -190,9 +190,8 @@ class Recording:
 
 
 def hold_ours(url: str) -> Held:
-    store = Store(url)
-    recording = Recording(store)
-    watchdog = Watchdog(recording)
+    store = Recording(url)
+    watchdog = Watchdog(store)
     options = TaskOptions(lock_watchdog_timeout=TIMEOUT)
     leases: list[Lease] = []
     for i in spread(LEASES):
@@ -210,7 +209,7 @@ def hold_ours(url: str) -> Held:
         cpu,
         sum(lease.renewals for lease in leases) - before,
         threading.active_count() - 1,
-        recording.latest({lease.lock.names[0]: lease.since for lease in leases}),
+        store.latest({lease.lock.names[0]: lease.since for lease in leases}),
         sum(not lease.held for lease in leases),
     )
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from benchmarks.processes import started
+from benchmarks.processes import processor_time, started
 from benchmarks.report import Row, ratios, take_turns
 from tests.redis_server import RedisServer
 
@@ -131,13 +131,6 @@ def worker(folder: Path, client: redis.Redis, kind: str) -> Iterator[int]:
         yield process.pid
 
 
-def processor_time(pid: int) -> float:
-    """Return the seconds that the processors have worked for a worker and its pool."""
-    main = psutil.Process(pid)
-    times = [one.cpu_times() for one in (main, *main.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
-
-
 def rate(client: redis.Redis, kind: str, pid: int, spent: list[float]) -> Callable[[], float]:
     """Make what runs one round of a kind, and returns its tasks per second.
 
@@ -147,14 +140,14 @@ def rate(client: redis.Redis, kind: str, pid: int, spent: list[float]) -> Callab
 
     def measure() -> float:
         # Consumed from the right; LRANGE gave the message that was published last first.
-        before = processor_time(pid)
+        before = processor_time(psutil.Process(pid))
         client.rpush(kind, *messages)
         marks = []
         for _ in range(2):
             answer = client.blpop([MARKS], timeout=ROUND_LIMIT)
             assert answer is not None, f"a round of {kind} does not end"
             marks.append(float(answer[1]))
-        spent.append((processor_time(pid) - before) / MESSAGES)
+        spent.append((processor_time(psutil.Process(pid)) - before) / MESSAGES)
         return MESSAGES / abs(marks[1] - marks[0])
 
     return measure

@@ -254,7 +254,7 @@ def plot(figures: Sequence[Figure]) -> None:
 
     for theme, colours in THEMES.items():
         inked = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
-        style: dict[str, Any] = dict.fromkeys(inked, colours["ink"])
+        style: Any = dict.fromkeys(inked, colours["ink"])
         style |= dict.fromkeys(("figure.facecolor", "axes.facecolor"), colours["ground"])
         style |= dict.fromkeys(("axes.edgecolor", "grid.color"), colours["grid"])
         style |= {"svg.fonttype": "none", "svg.hashsalt": "dislock", "font.size": 11}

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    import psutil
+
 STOPPING = 15.0  # seconds that a worker is given to stop
 
 
@@ -54,3 +56,9 @@ def started(
                 process.wait(patience)
             finally:
                 process.kill()
+
+
+def processor_time(process: psutil.Process) -> float:
+    """Return the seconds that the processors have worked for a process and its children."""
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return float(sum(one.user + one.system for one in times))

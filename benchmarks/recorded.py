@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from benchmarks.processes import started
+from benchmarks.processes import processor_time, started
 from benchmarks.recorded_tasks import Delivery, make_app
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ class Recorded:
 
     def cpu(self) -> float:
         """Return the seconds of CPU that the worker's processes have used, all of them."""
-        processes = [self._process, *self._process.children(recursive=True)]
-        times = [process.cpu_times() for process in processes]
-        return sum(each.user + each.system for each in times)
+        return processor_time(self._process)
 
     def news(self) -> list[Delivery]:
         """Return what has been noted since it was last asked."""

@@ -142,10 +142,10 @@ class Bench:
         app = Celery("bench", broker="memory://", set_as_current=False)
         app.conf.dislock_url = url
         self._client = client
-        self._process: Any = runtime_of(app).new_process()
-        self.publisher = self._process.publisher = Publisher()
+        self._process = runtime_of(app).new_process()
+        self.publisher = self._process.publisher = Publisher()  # type: ignore[assignment]
         self._owners = fill(self._process)
-        self.watched = self._process.lines = Watched(self._process.lines)
+        self.watched = self._process.lines = Watched(self._process.lines)  # type: ignore[assignment]
         self._sweep = Sweep(self._process, "bench", EVERY)
         self._due = time.monotonic()
         self._wire: redis.Connection = client.connection_pool.get_connection()
