@@ -540,3 +540,17 @@ def test_a_member_that_nobody_has_written_holds_up_nobody(fleet, member):
     fleet.send("a1", of("a1"))
     fleet.end("h1")
     assert fleet.run_all() == ["a1"]
+
+
+def test_a_turn_waits_while_another_lock_of_its_ticket_cannot_be_read(fleet):
+    """Its message comes with the keys of newer code, so nobody looks at that lock first."""
+    fleet.send("h1", [tenant("a")])
+    fleet.send("a1", of("a1"))
+    fleet.end("h1")
+    assert fleet.given() == ["a1"]
+    fleet.server.send("HSET", API, "x", "?")
+    assert isinstance(fleet.claim("a1"), Parked)
+    fleet.server.send("HDEL", API, "x")
+    fleet.server.advance(TTL)
+    fleet.lines.sweep([tenant("a")])
+    assert fleet.run_all() == ["a1"]
