@@ -69,6 +69,7 @@ do
       elseif runs and (not oldest or lease.token - oldest.token < 0) then oldest = lease end
     end
     if not goes[1] then goes[1] = oldest end
+    write_first(lock.name)  -- the sweep may write nothing else
     for _, lease in ipairs(goes) do
       lease.holder = with_mark(lease.holder, canceller.task)
       put(lock, lease)

@@ -56,7 +56,9 @@ local moves = 0                 -- calls of go_on() that this script has made
 local function check_all_keys(lock)
   check_keys(lock, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE, NEWEST})
   local total = unless_hidden(pcall(redis.call, 'HGET', lock.tickets, TOTAL))
-  if total and not string.find(total, '^%-?%d+$') then error('dislock: its count of bytes cannot be read', 0) end
+  if total and (not string.find(total, '^%-?%d+$') or #total > NUMBER_DIGITS) then
+    error('dislock: its count of bytes cannot be read', 0)
+  end
 end
 
 -- Open a lock, once in a script.  A key of it that is on another node or cannot be read is an error, before anything

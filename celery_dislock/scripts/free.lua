@@ -32,8 +32,9 @@ end_lease(lock, lease)
 redis.call('DEL', lock.name .. WAKE .. owner)  -- the owner's news, if it was handed the lease
 if is_parked(owner) then
   local ticket, beside = ticket_of(owner)
-  local its = beside and open_whole(beside) or lock
-  local parked = read_ticket(its, ticket)
+  local seen, its = pcall(open_whole, beside or lock.name)
+  -- A ticket whose own lock cannot be read finds later that its unit is gone.
+  local parked = seen and read_ticket(its, ticket)
   -- If nobody else waits, its message is published again now.
   if parked then arrive_anew(its, ticket, parked) end
   if parked and beside then recall_and_hand_off(its) end

@@ -86,7 +86,7 @@ local function starts_when(stations)
   local early, its = 0, nil
   for nth, station in ipairs(stations) do
     local at = station_of(lock, ticket, stations, nth)
-    local wait = starts_in(at, station.terms, 0)
+    local wait = at and starts_in(at, station.terms, 0) or 0
     if wait > early then early, its = wait, {lock = at, terms = station.terms} end
   end
   return early, its

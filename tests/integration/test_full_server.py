@@ -189,3 +189,14 @@ def test_a_reservation_is_kept_and_ends(store, fill, until):
     assert reservations.end(mine)
     record = look(store.lock_server, LOCK).reservation
     assert (record.state if record else None) == ("ended" if until == "expiry" else None)
+
+
+def test_the_line_of_a_task_that_others_end_for_is_swept(store, lines, fill):
+    """The holder was told before, or is now; a copy of the message finds its task in line."""
+    older, newer = (PARKED._replace(name=f"{name}:0:0", sent=n) for n, name in enumerate("op", 1))
+    assert isinstance(lines.park([LOCK], "o@w/1", LONG, HOLDER, older), Granted)
+    assert isinstance(lines.park([LOCK], "p@w/1", LONG, HOLDER, newer), Parked)
+    fill()
+    assert lines.sweep([LOCK])[LOCK].parked == 1
+    assert isinstance(lines.park([LOCK], "p@w/2", LONG, HOLDER, newer), Parked)
+    assert store.renew([([LOCK], "o@w/1", LONG)], within=WITHIN) == ["p"]

@@ -945,6 +945,7 @@ DAMAGE = {
     "a lease": ("HSET", LOCK, "x", "?"),
     "the limit": ("SET", f"{LOCK}:limit", "?", "PX", "1000000"),
     "the count of bytes": ("HSET", f"{LOCK}:tickets", "bytes", "?"),
+    "a large count of bytes": ("HSET", f"{LOCK}:tickets", "bytes", "9" * 20),
     **{
         end: ("SET", f"{LOCK}:{end}", "?", "PX", "1000000")
         for end in ("line", "places", "tickets", "handed", "running", "replaced", "aside", "newest")
@@ -970,9 +971,9 @@ CALLS = {
 
 def is_of_no_concern(damage, call):
     """A limit takes a damaged one's place, and who waits in its slot reads no parked tasks."""
-    parked = {"the count of bytes", "tickets", "running", "replaced", "aside", "newest"}
+    parked = ("count of bytes", "tickets", "running", "replaced", "aside", "newest")
     return (call, damage) == ("limit", "the limit") or (
-        call.startswith("wait") and damage in parked
+        call.startswith("wait") and damage.endswith(parked)
     )
 
 

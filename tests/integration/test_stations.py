@@ -540,3 +540,30 @@ def test_a_member_that_nobody_has_written_holds_up_nobody(fleet, member):
     fleet.send("a1", of("a1"))
     fleet.end("h1")
     assert fleet.run_all() == ["a1"]
+
+
+def test_a_turn_waits_while_another_lock_of_its_ticket_cannot_be_read(fleet):
+    """Its message comes with the keys of newer code, so nobody looks at that lock first."""
+    fleet.send("h1", [tenant("a")])
+    fleet.send("a1", of("a1"))
+    fleet.end("h1")
+    assert fleet.given() == ["a1"]
+    fleet.server.send("HSET", API, "x", "?")
+    assert isinstance(fleet.claim("a1"), Parked)
+    fleet.server.send("HDEL", API, "x")
+    fleet.server.advance(TTL)
+    fleet.lines.sweep([tenant("a")])
+    assert fleet.run_all() == ["a1"]
+
+
+def test_what_a_ticket_keeps_is_freed_also_if_its_first_lock_cannot_be_read(fleet):
+    """The operator is told of no other lock, and the one that is freed is handed on."""
+    fleet.send("h1", [tenant("a")])
+    fleet.send("a1", of("a1"))
+    fleet.end("h1")
+    fleet.send("b1", of("b1"))
+    assert fleet.given() == ["a1"]
+    fleet.server.send("HSET", tenant("a"), "x", "?")
+    (unit,) = fleet.store.holders(API)
+    assert fleet.store.free(API, unit.owner, unit.token)
+    assert fleet.given() == ["b1"]
