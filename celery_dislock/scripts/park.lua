@@ -41,7 +41,8 @@ local owner, ttl, holder, terms, its_home, ticket, same_task, marked, message, m
 ttl = tonumber(ttl)
 local name = KEYS[1]
 local free = #KEYS == 1 and marked == '0' and message == '' and sent == ''
-  and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING, name .. DONE .. ticket)
+  and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING, name .. DONE .. ticket,
+    name .. DONE .. owner)
 if free and string.match(terms, NO_RATE) then
   return {GRANTED, {}, 0, name, grant_free(name, owner, ttl, terms, holder)}
 end

@@ -280,11 +280,12 @@ def test_another_acquisition_is_left_to_the_rest(script, case, terms):
     "before",
     [
         {f"{LOCK}:done:t:0:0": "1"},
+        {f"{LOCK}:done:me": "1"},
         {f"{LOCK}:running": {"t:0:0": f"1 {US} {NOW} 0 x:1"}},
         {f"{LOCK}:running": {"u:0:0": f"1 {US} {NOW} 0 x:1"}},
         {f"{LOCK}:tickets": {"t:0:0": "a"}},
     ],
-    ids=["done", "ran", "another runs", "damaged"],
+    ids=["done", "refused before", "ran", "another runs", "damaged"],
 )
 @pytest.mark.parametrize("how", [{}, {"marked": "1"}, {"message": "{}"}, {"sent": f"{US}"}])
 def test_a_task_that_is_known_is_left_to_the_rest(before, how):
