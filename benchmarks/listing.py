@@ -60,8 +60,8 @@ def fill(url: str) -> None:
         assert isinstance(store.acquire([lock], owner, TTL, holder), Granted)
         if n % WAITED_FOR == 0:
             lines.enlist(lock)
-            ticket = Ticket(f"{task_id}x:0:0", marked=False, message=MESSAGE)
-            assert isinstance(lines.park([lock], f"{owner}x", TTL, "{}", ticket), Parked)
+            ticket = Ticket(f"x{task_id}:0:0", marked=False, message=MESSAGE)
+            assert isinstance(lines.park([lock], f"x{owner}", TTL, "{}", ticket), Parked)
     store.close()
 
 
