@@ -263,6 +263,11 @@ def result_is_ignored(task: Task, request: Context) -> bool:
     return bool(task.ignore_result if ignores is None else ignores)
 
 
+def error_is_stored(task: Task, request: Context) -> bool:
+    """Tell whether the result of a delivery is stored if it is an error."""
+    return bool(task.store_errors_even_if_ignored) or not result_is_ignored(task, request)
+
+
 class _ByGuard:
     """The value of ``track_started`` with which Celery does not store STARTED, and a guard does."""
 
@@ -306,7 +311,7 @@ def store_end(
         request.id,
         error,
         request=request,
-        store_result=not result_is_ignored(task, request),
+        store_result=error_is_stored(task, request),
         call_errbacks=call_errbacks,
         state=state,
     )

@@ -10,6 +10,7 @@ a message with a longer delay comes before its time, and is put off again.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
     from celery.app.task import Context
+    from kombu.messaging import Producer
 
     from celery_dislock.messages.message import Message
 
@@ -73,7 +75,21 @@ def publish(
             eta = app.now() + timedelta(seconds=delay)
             delayed = {"headers": {"eta": eta.isoformat()}}
         message.publish(producer, notes, declare, **delayed)
+        if kind == "amqp" and delayed.get("exchange", message.exchange):
+            _hear_refusal(producer)
         return delay
+
+
+def _hear_refusal(producer: Producer) -> None:
+    """
+    Raise the error with which the broker refuses what was just published; blocks for a round trip.
+
+    RabbitMQ refuses it if the exchange is gone, or must not be written to.  It says so later, and
+    closes the channel.  Otherwise what the process publishes next would be lost, or raise that
+    error: a task of its own, or the next step of a chain.
+    """
+    with suppress(*producer.connection.connection_errors):  # as if it broke a moment later
+        producer.channel.basic_qos(0, 0, False)  # noqa: FBT003 -- any call that has an answer
 
 
 def _is_delayed_by_broker(app: Celery, kind: str, message: Message) -> bool:

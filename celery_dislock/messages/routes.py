@@ -15,7 +15,7 @@ from celery.utils.quorum_queues import detect_quorum_queues
 from celery_dislock.messages.message import DELAYED_DELIVERY
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from celery import Celery
     from celery.worker.request import Request
@@ -35,7 +35,9 @@ def queues_of(app: Celery, exchange: str) -> list[Queue]:
     return [one for one in queues if one.exchange is not None and one.exchange.name == exchange]
 
 
-def reached(app: Celery, exchange: str, routing_key: str) -> list[Queue]:
+def reached(
+    app: Celery, exchange: str, routing_key: str, headers: Mapping[str, Any] | None = None
+) -> list[Queue]:
     """
     Return those of the app's queues that get a message.
 
@@ -43,6 +45,7 @@ def reached(app: Celery, exchange: str, routing_key: str) -> list[Queue]:
         app: The app.
         exchange: The message's exchange; that of delayed delivery leads to those of all queues.
         routing_key: The message's routing key, without a delay.
+        headers: The message's headers; None: they are not known, and may lead anywhere.
     """
     is_delayed = exchange.endswith(DELAYED_DELIVERY)
     # For delayed delivery, Celery binds each queue a second time.
@@ -55,6 +58,8 @@ def reached(app: Celery, exchange: str, routing_key: str) -> list[Queue]:
             return False
         if of.type == "direct":
             return bool(of.name == exchange and key == routing_key)
+        if not is_delayed and of.type == "headers":
+            return bool(of.name == exchange) and _asked_for(_arguments_of(bound), headers)
         if not is_delayed and (of.name != exchange or of.type != "topic"):
             return bool(of.name == exchange)
         keys = [key, f"#.{key}"] if twice else [key]
@@ -75,7 +80,7 @@ def to_one_queue(app: Celery, message: Message) -> Message:
     """
     if is_broadcast(app, message.exchange):
         return message
-    queues = reached(app, message.exchange, message.routing_key)
+    queues = reached(app, message.exchange, message.routing_key, message.headers)
     here = _consumed(app, queues)
     if len(queues) < 2 or not here:  # noqa: PLR2004 -- several
         return message
@@ -105,6 +110,25 @@ def _configured(app: Celery) -> set[str]:
 
 def _consumed(app: Celery, queues: Sequence[Queue]) -> list[str]:
     return [one.name for one in queues if one.name in app.amqp.queues.consume_from]
+
+
+def _arguments_of(bound: Any) -> Mapping[str, Any]:
+    """Return the arguments of a binding, or of a queue's own one."""
+    found = getattr(bound, "binding_arguments", None) or getattr(bound, "arguments", None)
+    return found or {}
+
+
+def _asked_for(wanted: Mapping[str, Any], headers: Mapping[str, Any] | None) -> bool:
+    """Tell whether a headers exchange takes a message's headers for those of a binding."""
+    if headers is None:
+        return True
+    match = str(wanted.get("x-match", "all"))
+    there = [
+        name in headers and value in (None, headers[name])
+        for name, value in wanted.items()
+        if name != "x-match" and (match.endswith("-with-x") or not name.startswith("x-"))
+    ]
+    return any(there) if match.startswith("any") else all(there)
 
 
 def _fits(pattern: Sequence[str], words: Sequence[str]) -> bool:

@@ -19,6 +19,7 @@ from celery.exceptions import TaskRevokedError
 from kombu.exceptions import OperationalError
 from kombu.utils.url import url_to_parts
 
+from celery_dislock.clock import monotonic
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
@@ -48,6 +49,8 @@ BROKER_OPTIONS = (
     "master_name",
     "region",
 )
+SLOW = 1.0  # seconds that an error may take whose cause answers
+RESTS = 30  # times as long as a slow error took, no results are stored or asked for
 
 logger = logging.getLogger("celery_dislock")
 
@@ -55,6 +58,10 @@ logger = logging.getLogger("celery_dislock")
 class Publisher:
     """
     Publishes the messages of parked tasks.
+
+    A result backend that hangs answers after minutes, with an error.  The sweep would wait for it
+    in the event loop of one worker after the other, again and again.  So after an error that was
+    slow in coming, it is left alone for a while.
 
     Args:
         app: The app whose broker the messages came from.
@@ -67,6 +74,7 @@ class Publisher:
     ) -> None:
         self._app, self._end_reservation = app, end_reservation
         self.lines = lines
+        self._rests_until = 0.0  # monotonic seconds
 
     def hand_over(self, turns: Sequence[Turn]) -> None:
         """Publish the messages of parked tasks that have their turn."""
@@ -127,6 +135,9 @@ class Publisher:
         newer += f": task {plain(by)}" if by else ""
         ended: dict[str, str] = {}
         for ticket, written in replaced.items():
+            began = monotonic()
+            if began < self._rests_until:
+                break
             try:
                 message = Message.from_bytes(written)
             except ValueError as exc:
@@ -151,6 +162,7 @@ class Publisher:
                     logger.info("Task %s skipped: %s. It does not run.", message, reason)
                     ended[message.headers["id"]] = reason
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
+                self._rest_after(began)
                 #: WARNING: The broker, the result backend or the lock server is away. -> Repair it.
                 logger.warning(
                     "Task %s lost its place in line for lock %r; its result will say so when the "
@@ -169,6 +181,9 @@ class Publisher:
         backend = self._app.backend
         # At random, so that a task whose result cannot be asked for keeps no other in line.
         for ticket in random.sample(tickets, len(tickets)):
+            began = monotonic()
+            if began < self._rests_until:
+                return
             try:
                 # Reading a result that is sent as a message would consume it.
                 state = (
@@ -177,7 +192,8 @@ class Publisher:
             except NotImplementedError:  # the app stores no results
                 return
             except Exception as exc:  # noqa: BLE001 -- any of the backend's client
-                #: WARNING: No worker claims its turns, and the result backend is away; the next
+                self._rest_after(began)
+                #: WARNING: No worker claims its turns, and the result backend is away; a later
                 #: sweep asks again. -> Repair the backend.
                 logger.warning(
                     "Could not ask for the result of parked task %s: %s", ticket, reason_of(exc)
@@ -186,6 +202,12 @@ class Publisher:
             if state in states.READY_STATES:
                 why = f"its result is {state}, and it does not claim its turns"
                 self.lines.set_aside((lock, ticket), ticket, why)
+
+    def _rest_after(self, began: float) -> None:
+        """Leave the result backend alone for a while, if an error was slow in coming."""
+        now = monotonic()
+        if now - began > SLOW:
+            self._rests_until = now + RESTS * (now - began)
 
 
 def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: str) -> None:

@@ -5,7 +5,8 @@
 -- ARGV[2]   at_least_ms   integer >= 0: hold on until this time after the acquisition
 -- ARGV[3]   home          the caller's broker; left out: it cannot publish
 -- ARGV[4]   ticket        of a task that may have been parked, and has ended; empty: none
--- ARGV[5]   settles_ms    > 0: its result is on its way for this time   0: it is done
+-- ARGV[5]   settles_ms    > 0: its result is on its way for this time   0: it is done   < 0: its message is
+--                         rejected, and may come back, so no mark says that it is done
 --
 -- Returns   how many of the locks the owner held; or {that, turns}
 -- Touches beside each lock its line and the owner's wake list; if anyone waits, or with a ticket, all keys
@@ -112,7 +113,7 @@ for _, found in ipairs(more) do
     write_claim(lock, ticket, settling)
   elseif claim or found.parked then
     forget(lock, ticket)
-    mark_done(lock, ticket)
+    if settles_ms >= 0 then mark_done(lock, ticket) end
   end
   if hands_off then recall_and_hand_off(lock) end
 end

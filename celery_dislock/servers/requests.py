@@ -26,7 +26,8 @@ class Ending(NamedTuple):
             age.  0: end it now.
         ticket: Ticket of a task that has ended, and may have been parked; empty: none.
         settles: Seconds in which the task's result may still be on its way.  A copy that comes
-            later may run.  0: the task is done, and no copy may run.
+            later may run.  0: the task is done, and no copy may run.  DEAD_LETTERED: its message is
+            rejected, and runs if the broker brings it back.
         reservation: A reservation beside the one lock, which ends with it; None: none.
     """
 
@@ -38,6 +39,7 @@ class Ending(NamedTuple):
 
 
 RELEASED = Ending()
+DEAD_LETTERED = -1.0
 
 
 class LateRelease(NamedTuple):

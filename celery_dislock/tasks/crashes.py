@@ -27,6 +27,7 @@ from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import crashes_of
 from celery_dislock.servers.requests import Ending
+from celery_dislock.tasks.endings import FAILED
 from celery_dislock.words import TEXT_MOST, plain
 
 CRASHES_KEPT = 7 * 86400.0  # seconds for which a delivery's crashes are kept after the last one
@@ -87,7 +88,8 @@ def forget_turn(request: Any) -> None:
     guard, ticket = request.task.dislock_guard, _ticket(request)
     try:
         names = guard.runtime.lock_names(guard.keys_of(request))
-        guard.runtime.process.store.release(names, ticket, Ending(ticket=ticket))
+        ending = FAILED.ending(Ending(ticket=ticket), request.task)
+        guard.runtime.process.store.release(names, ticket, ending)
     except Exception as exc:  # noqa: BLE001 -- as above
         #: WARNING `Task … has ended, but a copy of it may run again: …`: The mark of a task that
         #: ran could not be set. -> Check the lock server, if the task must not run twice.

@@ -219,7 +219,7 @@ class Guard:
     def _end(self, delivery: Delivery, lease: Lease | None, outcome: Outcome) -> None:
         """End the lease and the reservation; publish what the body sent under the task's id."""
         delivery.runs = False
-        outbox, ending = delivery.held_back, delivery.if_done if outcome.done else RELEASED
+        outbox, ending = delivery.held_back, outcome.ending(delivery.if_done, delivery.task)
         retry_in = None if outbox is None else outbox.retry_in
         if outcome.released_by and not getattr(self.options, outcome.released_by):
             ending = ending._replace(expires=True)

@@ -24,7 +24,7 @@ from celery.exceptions import InvalidTaskError
 from celery_dislock.exceptions import DislockError
 from celery_dislock.hooks import wrap_methods
 from celery_dislock.messages.headers import HEADER, Notes, own_turn
-from celery_dislock.messages.message import result_is_ignored
+from celery_dislock.messages.message import error_is_stored
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import RUNS
 from celery_dislock.redaction import reason_of
@@ -118,7 +118,7 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
     def _store_failure(self, request: Context, error: Exception) -> None:
         task = self._app.tasks.get(request.task)
         backend = task.backend if task is not None else self._app.backend
-        wanted = task is None or not result_is_ignored(task, request)
+        wanted = task is None or error_is_stored(task, request)
         try:
             backend.mark_as_failure(request.id, error, request=request, store_result=wanted)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client

@@ -6,12 +6,17 @@ import json
 import pickle
 import uuid
 
+import pytest
+from amqp.exceptions import NotFound
+from celery import Celery
 from celery.result import AsyncResult
 from kombu import Connection, Producer, Queue
 
+from celery_dislock.messages.resending import publish
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import BROKERS, LIMIT, wait_for
 from tests.unit.deliveries import noted
+from tests.unit.messages.test_resending import message
 
 KEPT = ("correlation_id", "reply_to", "priority", "delivery_mode", "expiration", "type", "app_id")
 
@@ -116,3 +121,17 @@ def test_a_message_comes_again_as_it_came(fleet, start_fleet, scene):
         start_fleet("prefork", queue=own_fleet.queue, **own)
         for task_id, *_ in messages.values():
             assert AsyncResult(task_id, app=holder.app).get(timeout=LIMIT)["held"] is True
+
+
+def test_a_message_whose_exchange_is_gone_takes_no_other_with_it(rabbitmq):
+    """RabbitMQ closes the channel later, and forgets what was published on it meanwhile."""
+    with Celery(broker=rabbitmq.url, set_as_current=False) as app:
+        app.conf.update(task_default_queue="others", task_create_missing_queues=False)
+        for _ in range(10):
+            with pytest.raises(NotFound):
+                publish(app, message("gone"), {})
+            app.send_task("other")
+        with app.connection_for_read() as connection:
+            queue = Queue("others", no_declare=True)(connection.default_channel)
+            wait_for("all others", lambda: queue.queue_declare(passive=True).message_count == 10)
+            queue.delete()

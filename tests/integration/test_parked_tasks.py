@@ -415,9 +415,7 @@ def raising(error):
 
 class TestItsEnd:
     @pytest.mark.parametrize("late", [True, False])
-    @pytest.mark.parametrize(
-        "error", [None, ValueError("no"), Retry("later"), Ignore(), Reject("no")]
-    )
+    @pytest.mark.parametrize("error", [None, ValueError("no"), Retry("later"), Ignore()])
     def test_its_work_is_not_done_again(self, shop, caplog, error, late):
         """However its body ends; until its result is stored, a copy waits if one may come."""
         task, at_release = shop.declare(raising(error), acks_late=late), []
@@ -450,6 +448,34 @@ class TestItsEnd:
             assert exc is error  # noqa: PT017
             shop.run(task, notes=TURN)
         assert shop.ran == ["2", "2"]
+
+    @pytest.mark.parametrize(
+        ("error", "options"),
+        [
+            (Reject("no"), {}),
+            (ValueError("no"), {"acks_on_failure_or_timeout": False}),
+        ],
+    )
+    def test_a_message_that_was_dead_lettered_runs(self, shop, caplog, error, options):
+        """RabbitMQ brings it back after a while, or an operator does; then its work is done."""
+        errors = [error]
+        task = shop.declare(
+            lambda _: raising(errors.pop() if errors else None)(0), acks_late=True, **options
+        )
+        with shop.held():
+            shop.run(task)
+        shop.work()
+        assert (shop.other.records().running, shop.other.records().done) == ([], set())
+        assert shop.run(task, notes=TURN).state == "SUCCESS"
+        assert_done(shop, task, caplog, ran=["2", "2"])
+
+    def test_a_message_that_was_acknowledged_early_is_not_dead_lettered(self, shop, caplog):
+        """What the body rejects then is gone; what comes is a copy."""
+        task = shop.declare(raising(Reject("no")), acks_late=False)
+        with shop.held():
+            shop.run(task)
+        shop.work()
+        assert_done(shop, task, caplog)
 
     @pytest.mark.parametrize("how", ["retry", "replace"])
     def test_one_whose_broker_does_not_take_what_continues_it_comes_again(

@@ -11,6 +11,7 @@ import pytest
 from celery.backends.base import DisabledBackend
 from redis.sentinel import MasterNotFoundError
 
+from celery_dislock.parking import publisher
 from celery_dislock.parking import sweep as module
 from celery_dislock.parking.store import FIRST, Lines
 from celery_dislock.parking.sweep import PAGE
@@ -209,6 +210,33 @@ def test_a_line_stays_listed_until_all_its_ends_are_told(shop, monkeypatch):
     assert shop.other.listed() == {}
 
 
+def test_a_backend_that_hangs_is_left_alone_for_a_while(shop, monkeypatch):
+    """Each error takes minutes, in which the worker's event loop stands still."""
+    hung, hangs = [], 120
+
+    def hang(task_id, *_args, **_options):
+        hung.append(task_id)
+        shop.server.advance(hangs)
+        raise TimeoutError
+
+    park(shop, "2", "3", "4")
+    for task_id in "234":
+        shop.other.lines.drop(LOCK, f"{task_id}:0:0", '"replaced": "by hand"')
+    monkeypatch.setattr(publisher, "monotonic", shop.clock)
+    sweep = shop.sweeper(clock=shop.clock)
+    with monkeypatch.context() as outage:
+        outage.setattr(shop.app.backend, "mark_as_failure", hang)
+        sweep.step()
+        sweep.step()
+        assert len(hung) == 1
+        shop.server.advance(publisher.RESTS * hangs)
+        sweep.step()
+        assert len(hung) == 2
+    shop.server.advance(publisher.RESTS * hangs)
+    sweep.step()
+    assert {shop.app.AsyncResult(task_id).state for task_id in "234"} == {"REVOKED"}
+
+
 def test_a_worker_sweeps_in_its_timer_and_tells_monitors_whom_it_has_ended(shop, monkeypatch):
     """Who was to end it has died, or could not.  It works until it is stopped, once in each time.
 
@@ -345,6 +373,25 @@ class TestWhoClaimsNoTurns:
         shop.sweep()
         assert shop.other.records().aside == {}
         assert ("Could not ask for the result" in caplog.text) == (how == "away")
+
+    def test_a_backend_that_hangs_is_not_asked_again_at_once(self, shop, unclaimed, monkeypatch):
+        """The worker's event loop stands still as it waits for an answer."""
+        asked = []
+
+        def hang(task_id):
+            asked.append(task_id)
+            shop.server.advance(120)
+            raise TimeoutError
+
+        monkeypatch.setattr(publisher, "monotonic", shop.clock)
+        monkeypatch.setattr(shop.app.backend, "get_state", hang)
+        sweep = shop.sweeper(clock=shop.clock)
+        for _ in range(3):
+            sweep.step()
+        assert asked == ["2"]
+        shop.server.advance(publisher.RESTS * 120)
+        sweep.step()
+        assert asked == ["2", "2"]
 
     def test_an_error_of_a_backend_shows_no_password(self, shop, unclaimed, caplog, monkeypatch):
         """redis-py writes connection arguments into some of its messages."""

@@ -34,14 +34,15 @@ def app(kind):
     ]
     app.sent = []
     transport = SimpleNamespace(driver_type="redis" if kind == "redis" else "amqp")
-    connection = SimpleNamespace(transport=transport)
+    connection = SimpleNamespace(transport=transport, connection_errors=(OSError,))
+    channel = SimpleNamespace(basic_qos=lambda *_: None)
 
     def take(body, **options):
         app.sent.append(options)
 
     @contextmanager
     def acquired():
-        yield SimpleNamespace(connection=connection, publish=take)
+        yield SimpleNamespace(connection=connection, channel=channel, publish=take)
 
     app.producer_or_acquire = acquired
     connections = SimpleNamespace(connection=connection)

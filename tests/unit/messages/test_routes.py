@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +95,43 @@ def test_a_message_goes_to_one_of_its_queues_again(app, exchange, key, here, que
     sent = to_one_queue(app, message(exchange, key))
     assert (sent.exchange, sent.routing_key) == (("", queue) if queue else (exchange, key))
     assert sent.headers == message().headers
+
+
+BY_HEADERS = {
+    "pdf": {"kind": "pdf"},
+    "csv": {"x-match": "all", "kind": "csv", "x-of": "nobody"},
+    "small csv": {"kind": "csv", "size": 1},
+    "any": {"x-match": "any", "kind": "xml", "size": [1]},
+    "there": {"tenant": None},
+    "of": {"x-match": "any-with-x", "x-of": "me"},
+}
+
+
+@pytest.mark.parametrize(
+    ("headers", "names"),
+    [
+        ({"kind": "csv"}, ["csv"]),
+        ({"kind": "csv", "size": 1}, ["csv", "small csv"]),
+        ({"kind": "txt", "size": [1]}, ["any"]),
+        ({"tenant": "t"}, ["there"]),
+        ({"x-of": "me"}, ["of"]),
+        ({}, []),
+        (None, list(BY_HEADERS)),
+    ],
+)
+def test_the_queues_that_a_message_reaches_by_its_headers(app, headers, names):
+    """A task for one machine must not come to another machine's queue after a delay."""
+    exchange = Exchange("kinds", "headers")
+    for name, arguments in BY_HEADERS.items():
+        app.amqp.queues.add(Queue(name, exchange, binding_arguments=arguments))
+    app.amqp.queues.add(
+        Queue("bound twice", bindings=[binding(exchange, arguments={"kind": "pdf", "size": 2})])
+    )
+    found = [one.name for one in reached(app, "kinds", "any", headers)]
+    assert found == [*names, *(["bound twice"] if headers is None else [])]
+    if len(names) == 1:
+        sent = to_one_queue(app, replace(message("kinds", "any"), headers=headers))
+        assert (sent.exchange, sent.routing_key) == ("kinds", "any")
 
 
 def test_a_queue_that_was_added_later_is_named_to_the_pool_process(app):

@@ -79,6 +79,14 @@ def test_no_result_is_stored_where_it_is_ignored(app, asked, ignored):
     assert stored(app)[0] == ("PENDING" if ignored else "REVOKED")
 
 
+def test_an_error_is_stored_where_it_is_wanted_though_results_are_ignored(app):
+    """As Celery stores that of a task that is revoked."""
+    task = refused(app, "skip", ignore_result=True, store_errors_even_if_ignored=True)
+    with held(app):
+        deliver(task, "2")
+    assert stored(app)[0] == "REVOKED"
+
+
 def test_each_conflict_is_signalled_once(app, receiving, broker):
     """Waiting in vain after the first answer is still one conflict."""
     seen = []
