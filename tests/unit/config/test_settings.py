@@ -243,6 +243,13 @@ def test_a_task_whose_keys_are_on_several_servers_is_not_parked(declared, conf, 
     assert f"{remedy} use 'wait' or 'retry'" in caught.value.remedy
 
 
+def test_a_rate_on_several_servers_is_refused_by_its_name():
+    """It leaves no limit; that is nothing that its author has written."""
+    conf = {"dislock_url": ["redis://a", "redis://b", "redis://c"]}
+    with pytest.raises(SettingsError, match=r"lock_rate=.*keep exclusive locks only"):
+        task_options("t", {"lock_rate": "1/d"}, conf)
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
