@@ -24,6 +24,7 @@ LINE_MOST = 500  # characters of a reason
 DEEPEST = 10  # errors of a cause chain that are read
 
 ANSWERED = (ResponseError, AuthenticationError, BusyLoadingError)  # their text is the reply
+NO_LOGIN = "HELLO must be called with the client already authenticated"
 PLAIN = {"Connection closed by server.", "max number of clients reached"}  # harmless texts
 
 
@@ -41,6 +42,8 @@ def reason_of(exc: BaseException) -> str:
         text = str(shown)
     elif isinstance(shown, ANSWERED):
         text = str(shown).partition(", with args")[0]  # which it quotes of an unknown command
+        if text.startswith(NO_LOGIN):
+            text = "Authentication required."  # as it says before the protocol is RESP3
     else:
         system = next((one for one in chain if isinstance(one, OSError)), None)
         text = (_of_system(system) if system else "") or _of_kind(shown)

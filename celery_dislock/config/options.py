@@ -354,7 +354,7 @@ MEANT = {
 # The only values of these options that several independent lock servers support.
 QUORUM_VALUES = {
     "lock_mode": "exclusive",
+    "lock_rate": None,  # before the limit, of which it leaves none
     "lock_limit": 1,
-    "lock_rate": None,
     "lock_unique_until": None,
 }

@@ -407,14 +407,19 @@ def _split(given: str) -> tuple[str, str] | None:
     lower = given.lower()
     before, found, rest = lower.rpartition("dislock_")
     if found:
-        return before, found + rest
+        return before, _of_option(rest) or found + rest
     for before in ("", lower.partition("_")[0] + "_"):
         if before or given.islower():  # others are the project's constants
             name = lower.removeprefix(before)
-            near = setting_name(name) or name if name in OPTIONS else _near(name)
+            near = _of_option(name) or _near(name)
             if near:
                 return before, near
     return None
+
+
+def _of_option(given: str) -> str:
+    """Return the setting that has the name of an option; empty if it is the name of none."""
+    return setting_name(given) or given if given in OPTIONS else ""
 
 
 def _near(given: str) -> str:

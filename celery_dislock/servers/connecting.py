@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import hiredis
 import redis
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 TIMES_SOCKETS = sys.platform == "linux" and sys.maxsize > 2**32
 MICROSECONDS = 1_000_000  # in a second
 MOST_AT_ONCE = 16384  # bytes that are read at once; replies are small
+NO_DATABASE = "the database is a number: give redis://host:6379/0"
 REDIS_KINDS: Any = (redis.Connection, redis.SSLConnection, redis.UnixDomainSocketConnection)
 
 
@@ -168,6 +170,7 @@ def connection_maker(
         settings.setdefault("socket_keepalive", True)
     try:
         pool = redis.ConnectionPool.from_url(url, **settings)
+        _check_database(name, url, pool.connection_kwargs)
         if "credential_provider" in pool.connection_kwargs:
             _use_provider(pool.connection_kwargs)
         driver.connection(pool.connection_class, pool.connection_kwargs)
@@ -185,6 +188,12 @@ def connection_maker(
         return driver.connection(pool.connection_class, {**pool.connection_kwargs, **more})
 
     return make
+
+
+def _check_database(name: str, url: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse a path that is no number: redis-py takes it for database 0."""
+    if urlsplit(url).path.strip("/") and not arguments.keys() & {"db", "path"}:
+        raise SettingsError("app.conf", "dislock_url", name, NO_DATABASE)
 
 
 def _use_provider(arguments: dict[str, Any]) -> None:

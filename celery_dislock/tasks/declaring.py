@@ -36,7 +36,7 @@ class LockOptions(TypedDict, total=False):
     lock_at_least_for: float | timedelta
     lock_on_conflict: (
         Literal["skip", "raise", "retry", "wait", "queue", "cancel", "reject"]
-        | Callable[[Any, Any], str]
+        | Callable[[Any, Any], str | None]
     )
     lock_wait_timeout: float | timedelta
     lock_queue_limit: int | None

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from billiard.common import TERM_SIGNAME
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import states, worker
 from celery.app.task import Context
+from celery.platforms import signals
 from celery.worker.request import Request
 from kombu.asynchronous import get_event_loop
 
@@ -77,10 +79,20 @@ class Recovering:
             keep_message(self, *known_here(self.task.app, self))
         self._was_parked = TICKET in notes_in(self.message.headers)
 
-    def terminate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """End the process, as for a revoke with ``terminate``; its body may go on for a while."""
+    def terminate(self: Any, pool: Any, signal: Any = None) -> None:
+        """
+        End the process, as for a revoke with ``terminate``; its body may go on for a while.
+
+        Celery forgets the request then.  It is kept until the process has ended or the body has, so
+        that another signal reaches a process that ignores this one.
+        """
         told_to_end.add(self)
-        return super().terminate(*args, **kwargs)  # type: ignore[misc]
+        if self._already_revoked:
+            pool.terminate_job(self.worker_pid, signals.signum(signal or TERM_SIGNAME))
+            return
+        super().terminate(pool, signal)  # type: ignore[misc]
+        if is_child(self.worker_pid):
+            worker.state.requests[self.id] = self
 
     def cancel(self: Any, *args: Any, **kwargs: Any) -> Any:
         """End the process, as in a cold shutdown; see :meth:`terminate`."""

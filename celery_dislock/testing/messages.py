@@ -18,6 +18,7 @@ from celery.concurrency.base import BasePool, apply_target
 from celery.signals import before_task_publish
 from celery.utils.functional import maybe_list
 from celery.worker import state
+from celery.worker.strategy import hybrid_to_proto2
 from kombu.utils.imports import symbol_by_name
 
 if TYPE_CHECKING:
@@ -39,11 +40,19 @@ class Waiting(NamedTuple):
         due: When it is run, as UNIX time and the seconds by which time has been moved.
         app: The app whose queue it was in.
         message: The message.
+        read: What a worker's request takes of it: its headers, and perhaps its body.
     """
 
     due: float
     app: Celery
     message: Message
+    read: dict[str, Any]
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """The headers, wherever the message has them."""
+        found: dict[str, Any] = self.read["headers"]
+        return found
 
 
 class Messages:
@@ -80,9 +89,10 @@ class Messages:
     def __exit__(self, *_failure: object) -> None:
         self._undo.close()
 
-    def _note(self, headers: dict[str, Any], **_kwargs: Any) -> None:
+    def _note(self, headers: dict[str, Any], body: Any, **_kwargs: Any) -> None:
         moved = self._moved()
-        self._sent.update(((headers.get("id"), headers[n]), moved) for n in TIMES if headers.get(n))
+        told = body if isinstance(body, dict) else headers  # in message protocol 1 the body has it
+        self._sent.update(((told.get("id"), told[n]), moved) for n in TIMES if told.get(n))
 
     def _hear(self, control: Control, command: str, told: dict[str, Any]) -> None:
         """Do what a worker does about a revoke; nothing runs at the same time."""
@@ -103,7 +113,7 @@ class Messages:
             for one in due:
                 self._run(one)
             ran += len(due)
-        about = due[-1].message.headers
+        about = due[-1].headers
         raise AssertionError(
             f"run_parked() has run {ran} messages, and there are still more: does one put itself "
             f"back for ever? The last was task {about['task']}[{about['id']}]"
@@ -117,27 +127,29 @@ class Messages:
                 channel = self._channels[app] = connection.default_channel
             for queue in queues(app):
                 while message := queue(channel).get():
-                    self._waiting.append(Waiting(self._when(message, "eta"), app, message))
+                    read = _read(message)
+                    due = self._when(read["headers"], "eta")
+                    self._waiting.append(Waiting(due, app, message, read))
         now = time.time() + self._moved()
-        due = [one for one in self._waiting if one.due <= now]
+        due_now = [one for one in self._waiting if one.due <= now]
         self._waiting = [one for one in self._waiting if one.due > now]
-        return due
+        return due_now
 
-    def _when(self, message: Message, name: str) -> float:
+    def _when(self, headers: dict[str, Any], name: str) -> float:
         """Return an ETA or expiry of a message, as UNIX time and what time has been moved by."""
-        told = message.headers.get(name)
+        told = headers.get(name)
         if not told:
             return 0.0
         # Of a message that another process has sent: when it was taken from its queue.
-        moved = self._sent.setdefault((message.headers["id"], told), self._moved())
+        moved = self._sent.setdefault((headers["id"], told), self._moved())
         return datetime.fromisoformat(told).timestamp() + moved
 
     def _run(self, one: Waiting) -> None:
-        message, name = one.message, one.message.headers["task"]
+        message, name = one.message, one.headers["task"]
         app = next((app for app in self._apps if name in app.tasks), one.app)
-        expires = self._when(message, "expires")
+        expires = self._when(one.headers, "expires")
         if expires and expires < time.time() + self._moved():
-            message.headers["expires"] = datetime.fromtimestamp(0, timezone.utc).isoformat()
+            one.headers["expires"] = datetime.fromtimestamp(0, timezone.utc).isoformat()
         task = app.tasks[name]
         request = symbol_by_name(task.Request)(
             message,
@@ -146,12 +158,21 @@ class Messages:
             hostname=WORKER,
             on_ack=message.ack_log_error,
             on_reject=message.reject_log_error,
+            **one.read,
         )
         if not request.revoked():
             request.execute_using_pool(InThread(app=app))
 
 
 TIMES = ("eta", "expires")  # headers
+
+
+def _read(message: Message) -> dict[str, Any]:
+    """Return what a worker's request takes of a message; see :class:`Waiting`."""
+    if "task" in message.headers:
+        return {"headers": message.headers}
+    body, headers, decoded, utc = hybrid_to_proto2(message, message.decode())
+    return {"headers": headers, "body": body, "decoded": decoded, "utc": utc}
 
 
 def queues(app: Celery) -> list[Any]:

@@ -272,6 +272,12 @@ def resist_all(key: str) -> None:
             report(key, "resisted", error=type(exc).__name__)
 
 
+def ignore_sigterm(key: str) -> dict[str, Any]:
+    """Go on after the signal that a revoke sends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return stay(key)
+
+
 def sleep_long(key: str) -> None:
     """Sleep in one long blocking call."""
     with reported(key):
@@ -392,6 +398,7 @@ hold = locked("hold")
 hold_renewed = locked("hold_renewed", **BRIEFLY)
 outlive_loss = locked("outlive_loss", **BRIEFLY)
 hold_steadily = locked("hold_steadily", lock_watchdog_timeout=STEADY)
+hold_and_ignore_sigterm = locked("hold_and_ignore_sigterm", ignore_sigterm)
 hold_by_itself = locked("hold_by_itself", stay_by_itself, **BOUND)
 hold_and_survive = locked("hold_and_survive", max_retries=5, **SURVIVING)
 hold_renewed_and_survive = locked("hold_renewed_and_survive", **BRIEFLY, **SURVIVING)

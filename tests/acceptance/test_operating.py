@@ -12,6 +12,7 @@ from celery.exceptions import TaskRevokedError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 from tests.commands import Dislock
+from tests.programs import wait_until_gone
 
 QUEUE = scenarios.hold_or_queue
 
@@ -44,6 +45,18 @@ def test_the_holder_is_terminated_and_the_next_in_line_runs(fleet, scene):
     scene.open_gate()
     assert parked.get(timeout=LIMIT)["held"] is True
     scene.assert_exclusive(dead=[dead])
+
+
+@PREFORK
+def test_a_holder_that_ignores_a_signal_is_sent_another(fleet, scene):
+    """The command advises it; Celery has forgotten the task by then."""
+    dead = begun(scene, fleet.send(scenarios.hold_and_ignore_sigterm, scene.key))
+    asked = ["free", scene.key, "--terminate", "--yes", "--json", "--wait"]
+    answer = dislock(*asked, "1")
+    assert (answer.exit_code, outcome(answer)) == (1, "still runs")
+    answer = dislock(*asked, "20", "--signal", "KILL")
+    assert (answer.exit_code, outcome(answer)) == (0, "terminated")
+    wait_until_gone(dead)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,15 @@ def test_a_purged_message_is_told_within_minutes(dislock, app, redis_client):
     assert (found["level"], "nothing waits in celery" in found["what"]) == ("warning", True)
     assert "  unmet: Reserved for a message " in dislock("show", key).stdout
     assert dislock("free", key, "--yes").exit_code == 0
+    assert dislock("ls").stderr == "No lock matches.\n"
+
+
+@pytest.mark.parametrize("words", ["ls {}", "pause k --note {}", "limit k 3 --note {}"])
+def test_bytes_that_are_no_text_are_wrong_usage(dislock, words):
+    """A terminal of another encoding may send them; Python keeps them as surrogates."""
+    answer = dislock(*words.format("f\udcfcr").split())
+    assert answer.exit_code == USAGE
+    assert re.search(r"f\\udcfcr.* is no UTF-8", answer.stderr)
     assert dislock("ls").stderr == "No lock matches.\n"
 
 

@@ -316,6 +316,24 @@ class TestOfParkedTasks:
         assert ran == [7, 7]
         assert first.get() == 7
 
+    def test_messages_of_protocol_1(self, server, app, declare, ran):
+        """They have their headers in the body: a task is parked, has a countdown, and expires."""
+        app.conf.task_protocol = 1
+        task = declare("queue")
+        with server.hold("k:7"):
+            first = task.delay(7)
+            server.run_parked()
+            assert server.parked("k:7") == [first.id]
+        assert (server.run_parked(), first.get()) == (1, 7)
+        server.advance(1000)
+        gone = task.apply_async((8,), expires=60)
+        later = task.apply_async((9,), countdown=90)
+        server.advance(61)
+        assert (server.run_parked(), gone.state) == (1, "REVOKED")
+        server.advance(30)
+        assert (server.run_parked(), later.get()) == (1, 9)
+        assert ran == [7, 9]
+
     def test_a_message_in_another_queue(self, server, app, declare, ran):
         """It is run, and what waits there is purged as in the first."""
         task = declare("queue")

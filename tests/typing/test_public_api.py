@@ -106,6 +106,16 @@ def typed_with_base(self: Invoice, corp_id: int) -> None:
     assert_type(self.lease, Lease)
 
 
+def unless_it_is_being_done(task: SingletonTask, conflict: Conflict) -> str | None:
+    """A callable that chooses a strategy; None is "skip"."""
+    return None if conflict.holder.get("task") == task.name else "wait"
+
+
+@dislock.task(lock_key="corp:<corp_id>", lock_on_conflict=unless_it_is_being_done)
+def typed_with_callable(corp_id: int) -> None:
+    """Its conflicts are judged one by one."""
+
+
 @dislock.task
 def plain() -> None:
     """Without parentheses."""

@@ -48,6 +48,13 @@ BAD_TLS.reason = "WRONG_VERSION_NUMBER"
         (redis.ResponseError("OOM command not allowed"), "OOM command not allowed"),
         (redis.exceptions.NoPermissionError("no permissions to run 'blpop'"), "no permissions"),
         (redis.AuthenticationError("invalid username-password pair"), "invalid username-password"),
+        (
+            redis.AuthenticationError(
+                "HELLO must be called with the client already authenticated, otherwise the HELLO "
+                "AUTH <user> <pass> option can be used"
+            ),
+            "Authentication required.",
+        ),
         (redis.BusyLoadingError("Redis is loading the dataset"), "loading"),
         (redis.ConnectionError("Connection closed by server."), "Connection closed by server."),
         (raised_from(redis.ConnectionError("Error 111 to x"), REFUSED), "Connection refused"),

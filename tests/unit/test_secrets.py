@@ -17,6 +17,8 @@ MASTER = {"master_name": "m"}
     ("url", "options", "told"),
     [
         ("redis://u:s3cret@a:port", {}, "dislock_url"),
+        ("redis://u:s3cret@a/O", {}, "dislock_url.*the database is a number"),
+        ("rediss://a/s3cret", {}, "dislock_url.*the database is a number"),
         ("sentinel://u:s3cret@a:port", MASTER, "dislock_url"),
         ("sentinel://u:s3cret@a;redis://b", MASTER, "dislock_url"),
         ("redis+cluster://u:s3cret@a,", {}, "dislock_url"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -49,6 +50,15 @@ OUTCOMES = {
 }
 
 
+def a_signal(text: str) -> str:
+    """Read a signal from the command line, as ``kill`` does; return the name that workers know."""
+    found = {text, f"SIG{text.upper().removeprefix('SIG')}"}
+    for one in Signals:
+        if not found.isdisjoint({str(one.value), one.name}):
+            return one.name.removeprefix("SIG")
+    raise click.BadParameter(f"{plain(text)} is no signal; give TERM, INT, QUIT or KILL")
+
+
 @click.command()
 @by_key
 @click.option(
@@ -56,7 +66,14 @@ OUTCOMES = {
     is_flag=True,
     help="Tell the workers to end the task first, and wait until it has released the lock.",
 )
-@click.option("--signal", default="TERM", show_default=True, help="With --terminate: the signal.")
+@click.option(
+    "--signal",
+    type=a_signal,
+    default="TERM",
+    metavar="TEXT",
+    show_default=True,
+    help="With --terminate: the signal.",
+)
 @click.option(
     "--wait",
     type=duration,

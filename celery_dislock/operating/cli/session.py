@@ -88,6 +88,8 @@ def session(context: click.Context) -> Iterator[AppLocks]:
         is_missing = isinstance(exc, SettingsError) and exc.value is None
         remedy = f". {NO_SERVER}" if is_missing else ""
         raise click.UsageError(f"{plain(exc)}{remedy}", context) from exc
+    except UnicodeEncodeError as exc:  # an argument, of which Python keeps bytes as surrogates
+        raise click.UsageError(f"{exc.object!a} is no UTF-8.", context) from exc
     finally:
         opened.runtime.close()
 

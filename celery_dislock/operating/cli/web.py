@@ -10,7 +10,9 @@ from typing import Any
 
 import click
 
+from celery_dislock.exceptions import SettingsError
 from celery_dislock.operating.cli.session import user
+from celery_dislock.words import plain
 
 PORT = 8765
 
@@ -82,16 +84,19 @@ def web(
     if not is_here and not allow_host:
         remedy = f"--host {host} needs --allow-host, the name in the browser's address bar"
         raise click.UsageError(remedy, context)
-    prefix = options.pop("url_prefix")
+    prefix = f"/{options.pop('url_prefix').strip('/')}".rstrip("/")
     is_free = is_here and not allow_host and trusted_proxy is None
     asker = token.Token(user(), is_free=is_free)
-    served = page.Page(
-        context.obj.app,
-        user=asker.user,
-        allow_actions=asker.is_there if allow_actions else False,
-        allowed_hosts=(*page.LOOPBACK, *allow_host),
-        **options,
-    )
+    try:
+        served = page.Page(
+            context.obj.app,
+            user=asker.user,
+            allow_actions=asker.is_there if allow_actions else False,
+            allowed_hosts=(*page.LOOPBACK, *allow_host),
+            **options,
+        )
+    except SettingsError as exc:
+        raise click.UsageError(f"--allow-host {plain(exc.value)}: {exc.remedy}", context) from exc
     proxied = {"trusted_proxy": trusted_proxy, **BELIEVED} if trusted_proxy else {}
     try:
         server = create_server(

@@ -141,6 +141,10 @@ class Page:
         if isinstance(allowed_hosts, str):
             remedy = "give a list of host names"
             raise SettingsError("the page", "allowed_hosts", allowed_hosts, remedy)
+        for name in allowed_hosts:
+            if "/" in name or host_of({"HTTP_HOST": name}) != name.lower():
+                remedy = "give the name alone, without scheme, port and path"
+                raise SettingsError("the page", "allowed_hosts", name, remedy)
         self._user = user
         self._allow_actions = allow_actions
         self._show_arguments = show_arguments

@@ -243,6 +243,13 @@ def test_a_task_whose_keys_are_on_several_servers_is_not_parked(declared, conf, 
     assert f"{remedy} use 'wait' or 'retry'" in caught.value.remedy
 
 
+def test_a_rate_on_several_servers_is_refused_by_its_name():
+    """It leaves no limit; that is nothing that its author has written."""
+    conf = {"dislock_url": ["redis://a", "redis://b", "redis://c"]}
+    with pytest.raises(SettingsError, match=r"lock_rate=.*keep exclusive locks only"):
+        task_options("t", {"lock_rate": "1/d"}, conf)
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
@@ -290,11 +297,14 @@ def configured(namespace=None, **settings):
         ("CELERY", "CELERY_DISLOCK_URI", "did you mean 'CELERY_DISLOCK_URL'?"),
         ("CELERY", "CELERY_LOCK_WATCHDOG_TIMEOUT", "write it as CELERY_DISLOCK_WATCHDOG_TIMEOUT"),
         ("CELERY", "CELERY_LOCK_ON_CONFLICT", "write it as CELERY_DISLOCK_ON_CONFLICT"),
+        ("CELERY", "CELERY_DISLOCK_LOCK_EXPIRE", "write it as CELERY_DISLOCK_EXPIRE"),
+        ("CELERY", "CELERY_DISLOCK_LOCK_KEY", "give it to each task"),
         ("CELERY", "CELERY_MAX_RENEW_TIMES", "write it as CELERY_DISLOCK_MAX_RENEW_TIMES"),
         ("CELERY", "CELERY_LOCK_KEY", "give it to each task"),
         (None, "CELERY_DISLOCK_URL", "write it as dislock_url"),
         (None, "CELERY_LOCK_MODE", "write it as dislock_mode"),
         (None, "DISLOCK_URL", "write it as dislock_url"),
+        (None, "dislock_lock_expire", "write it as dislock_expire"),
         (None, "dislock_uri", "did you mean 'dislock_url'?"),
         (None, "DISLOCK_URI", "did you mean 'dislock_url'?"),
         (None, "shop_dislock_uri", "did you mean 'dislock_url'?"),

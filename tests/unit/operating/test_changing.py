@@ -151,6 +151,20 @@ def test_the_holder_is_terminated_first(dislock, server, workers):
 
 
 @pytest.mark.parametrize(
+    ("given", "told"), [("KILL", "KILL"), ("sigkill", "KILL"), ("9", "KILL"), ("int", "INT")]
+)
+def test_a_signal_is_given_as_to_kill(dislock, server, workers, given, told):
+    """Workers know it by its name in capitals, and log a traceback if they do not know it."""
+    server.put(lock(holders=[holder()]))
+    dislock("free", "k", "--terminate", "--signal", given, "--wait", "0.001", "--yes")
+    assert workers.told == [("id-1", True, told)]
+    workers.told.clear()
+    answer = dislock("free", "k", "--terminate", "--signal", f"{given}X", "--yes")
+    assert (answer.exit_code, workers.told) == (USAGE, [])
+    assert f"{given}X is no signal; give TERM" in answer.stderr
+
+
+@pytest.mark.parametrize(
     ("changed", "outcome"),
     [
         ({}, ["still runs"]),

@@ -17,7 +17,12 @@ from tests.pages import Visitor
 
 @pytest.mark.parametrize(
     ("args", "named"),
-    [(["--host", "0.0.0.0"], "--allow-host"), (["--port", "70000"], "--port")],  # noqa: S104
+    [
+        (["--host", "0.0.0.0"], "--allow-host"),  # noqa: S104
+        (["--port", "70000"], "--port"),
+        (["--allow-host", "ops.example.com:80"], "--allow-host ops.example.com:80: give the name"),
+        (["--allow-host", "https://ops.example.com"], "give the name alone"),
+    ],
 )
 def test_what_cannot_be_served_is_refused(dislock, args, named):
     """The error names the option that is missing or wrong."""
@@ -43,6 +48,7 @@ NAMED = ("--allow-host", "ops.example.com")
         ([], False, True, "http://127.0.0.1:8765/"),
         (["--allow-actions"], True, True, "http://127.0.0.1:8765/?token="),
         (["--host", "::1"], False, True, "http://[::1]:8765/"),
+        (["--url-prefix", "locks/"], False, True, "http://127.0.0.1:8765/locks/"),
         (NAMED, True, False, "http://127.0.0.1:8765/?token="),
         (["--trusted-proxy", "10.0.0.1"], True, False, "http://127.0.0.1:8765/?token="),
         (["--host", "0.0.0.0", *NAMED], True, False, "http://ops.example.com:8765/?token="),  # noqa: S104

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from billiard.exceptions import Terminated, WorkerLostError
+from celery.worker import control, state
 from celery.worker.request import Request
 
 from celery_dislock.hooks import recovering
@@ -70,6 +72,21 @@ def failure(exc):
 
 
 DIED = failure(WorkerLostError("x"))
+
+
+def test_a_process_that_ignores_a_signal_is_sent_another(running):
+    """For Celery the task has ended, and monitors are told so once; a revoke finds it yet."""
+    told = []
+    pool = SimpleNamespace(terminate_job=lambda *how: told.append(how))
+    request = running()
+    request.time_start = 1.0
+    for name in ("TERM", "KILL"):
+        request.terminate(pool, name)
+        assert [*control._find_requests_by_id([request.id])] == [request]
+    assert told == [(CHILD, signal.SIGTERM), (CHILD, signal.SIGKILL)]
+    assert [event for event, *_ in request.heard] == ["task-revoked"]
+    state.task_ready(request)  # as Celery says when it hears of the end
+    assert [*control._find_requests_by_id([request.id])] == []
 
 
 @pytest.mark.parametrize("exc", [WorkerLostError("x"), Terminated(9), SystemExit()])
