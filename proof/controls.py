@@ -62,8 +62,8 @@ def release_without_looking_at_the_owner() -> None:
     """Delete the lock at each release, whoever has it by then."""
     _rewrite(
         [RELEASE],
-        "local name, lease = KEYS[1]",
-        "redis.call('DEL', KEYS[1])\nlocal name, lease = KEYS[1]",
+        "local name, record = KEYS[1]",
+        "redis.call('DEL', KEYS[1])\nlocal name, record = KEYS[1]",
     )
 
 

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.tasks.endings import Outcome
 
-
 UNAWAITED = (
     "its body is an `async def`, which this pool does not await: it would run without its lock, if "
     "at all. Use a pool that awaits, such as celery-aio-pool's, or declare a plain function that "
@@ -219,7 +218,9 @@ class Guard:
     def _end(self, delivery: Delivery, lease: Lease | None, outcome: Outcome) -> None:
         """End the lease and the reservation; publish what the body sent under the task's id."""
         delivery.runs = False
-        outbox, ending = delivery.held_back, outcome.ending(delivery.if_done, delivery.task)
+        outbox, ending = delivery.held_back, delivery.if_done
+        if outcome is not SUCCEEDED:
+            ending = outcome.ending(ending, delivery.task)
         retry_in = None if outbox is None else outbox.retry_in
         if outcome.released_by and not getattr(self.options, outcome.released_by):
             ending = ending._replace(expires=True)
@@ -234,10 +235,9 @@ class Guard:
             ending = ending._replace(reservation=delivery.reservation)
         delivery.ending = ending
         delivery.settle()
-        if delivery.reservation is not None:
-            if ending.reservation is None:
-                delivery.end_reservation()
-            delivery.reservation = None
+        if ending.reservation is None:
+            delivery.end_reservation()
+        delivery.reservation = None
         if outbox is not None:
             delivery.ending = RELEASED  # if the broker is away, it will deliver the task again
             outbox.send()
