@@ -119,7 +119,7 @@ def answers(facts: Facts) -> Iterator[Finding]:
     if facts.away:
         yield serious(
             f"The lock server is away, and no task can take a lock: {why}",
-            "Start it, or name another one (dislock_url, --dislock-url).",
+            "Start it, or correct its URL (dislock_url, --dislock-url).",
             names,
         )
     elif away and facts.server.kind == "quorum":
