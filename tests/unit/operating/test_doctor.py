@@ -66,6 +66,15 @@ def test_a_worker_beside_another(doctor, answer, check, level, text):
     assert all(text in what for *_, what in found)
 
 
+def test_a_workers_own_warning_is_split_into_what_is_so_and_the_remedy(doctor):
+    """One that says no remedy has none."""
+    doctor.declare(**EXPORT)
+    doctor.answers["w2"] = doctor.described(warnings=["It does X: a.b. Raise it.", "It is old."])
+    told = {(one["what"], one["remedy"]) for one in doctor.told() if one["check"] == "tasks"}
+    assert ("When w2 started: It does X: a.b.", "Raise it.") in told
+    assert ("When w2 started: It is old.", "") in told
+
+
 def test_a_worker_that_locks_elsewhere_than_this_command_looks(doctor):
     """What the command finds of locks is then not about that worker."""
     doctor.answers = {"w1": doctor.described(**OTHER)}
