@@ -211,3 +211,12 @@ def test_no_copy_of_a_parked_task_runs_after_it(dies, lock_server, caplog, fails
     left = {"dislock:{k}:running" if fails else "dislock:{k}:done:1:0:0", CRASHES}
     assert lock_server.contents().keys() == left
     assert ("a copy of it may run again" in caplog.text) is fails
+
+
+def test_one_of_them_that_is_dead_lettered_leaves_no_mark(dies, lock_server):
+    """Its message may come back, and is no copy of work that is done."""
+    lock_server.send("HSET", "dislock:{k}:running", "1:0:0", "1 1 1 0 x:1")
+    headers = noted(ticket=["dislock:{k}", "1:0:0"])
+    options = {"lock_crash_limit": 1, "lock_on_conflict": "queue"}
+    assert dies(headers=headers, acks_on_failure_or_timeout=False, **options) is False
+    assert lock_server.contents().keys() == {CRASHES}
