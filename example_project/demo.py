@@ -1,7 +1,7 @@
 """
 Show what celery-dislock does, on real workers: ``make demo``.
 
-Starts a redis-server and two workers of the shop, plays the scenes of ``scenes.py``, prints a
+Starts a server and two workers of the shop, plays the scenes of ``scenes.py``, prints a
 timeline and a verdict for each, draws a picture of each, and ends everything that it started.  The
 exit status is 0 where all scenes passed, 1 where one failed, 2 where the demo could not be set up.
 """
@@ -22,6 +22,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from celery_dislock.servers.memory import memory_server
 from example_project import scenes, shop, timeline
 from example_project.drawing import draw, legend, text_width
 from example_project.stage import Outcome, Stage
@@ -30,7 +31,7 @@ from example_project.workers import PROJECT, WorkerFailed, Workers
 from tests.redis_server import RedisServer, ServerFailed, ServerMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import FrameType
     from typing import NoReturn
 
@@ -92,9 +93,9 @@ def play(output: Path, *, locks: bool) -> int:
     _clear(output)
     timeline.record_to(events_file)
     outcomes: dict[scenes.Scene, Outcome] = {}
-    with RedisServer(output / "redis", unix_socket=True) as server:
+    with _serving(output / "redis") as (url, broker_url):
         settings = {
-            "SHOP_BROKER_URL": server.broker_url,
+            "SHOP_BROKER_URL": broker_url,
             "SHOP_FOLDER": str(output / "shop"),
             "SHOP_ROW_PAUSE": str(ROW_PAUSE),
             "SHOP_TIMELINE": str(events_file),
@@ -102,7 +103,6 @@ def play(output: Path, *, locks: bool) -> int:
         shop.app.conf.update(shop.settings(settings))
         celery_options = ["--dislock" if locks else "--no-dislock", "-c", str(PROCESSES)]
         celery_options += ["--without-gossip", "--without-mingle"]
-        print(f"redis-server runs (pid {server.pid}), on a unix socket of its own.")
         print(_wrapped(f"How to read the timelines: {legend()}", ""))
 
         numbered = enumerate(scenes.SCENES, start=1)
@@ -112,7 +112,7 @@ def play(output: Path, *, locks: bool) -> int:
                 pids = ", ".join(f"{name} (pid {pid})" for name, pid in workers.pids.items())
                 how = f"{PROCESSES} processes each, {celery_options[0]}, watchdog timeout"
                 print(_wrapped(f"Workers {pids} run, {how} {timeout:g} s.", ""))
-                stage = Stage(server, events_file, timeout, len(WORKERS) * PROCESSES)
+                stage = Stage(url, events_file, timeout, len(WORKERS) * PROCESSES)
                 for number, (scene, _) in group:
                     outcomes[scene] = _show(number, scene, stage)
 
@@ -125,6 +125,21 @@ def play(output: Path, *, locks: bool) -> int:
     logs = ", ".join(str(output / f"{name}.log") for name in WORKERS)
     print(f"The workers' logs: {logs}\nThe timeline: {events_file}")
     return FAILED
+
+
+@contextlib.contextmanager
+def _serving(folder: Path) -> Iterator[tuple[str, str]]:
+    """Serve locks and messages; yields the URL as redis-py spells it, and as Celery does."""
+    with contextlib.ExitStack() as running:
+        try:
+            server = running.enter_context(RedisServer(folder, unix_socket=True))
+        except ServerMissing as exc:
+            print(_wrapped(f"Served by this process, in Python, which is slower: {exc}.", ""))
+            url = memory_server().url
+            yield url, url
+        else:
+            print(_wrapped(f"{server.program} runs (pid {server.pid}), on its own socket.", ""))
+            yield server.url, server.broker_url
 
 
 def write_pictures(output: Path, outcomes: Mapping[scenes.Scene, Outcome]) -> None:

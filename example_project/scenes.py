@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from celery import Task
     from celery.result import AsyncResult
 
+    from celery_dislock.tasks.handle import LockHandle
     from example_project.timeline import Span
 
 CORPORATIONS = (1, 2, 3, 4)
@@ -166,7 +167,9 @@ def payments(stage: Stage) -> Outcome:
     clicks: list[AsyncResult[Any]] = []
     for number, amount in enumerate(PAYMENTS, start=1):
         clicks += [shop.apply_payment.delay(each, number, amount) for each in CUSTOMER_IDS]
-        _wait_until_come(stage, since, clicks[-len(CUSTOMER_IDS) :])
+        for customer_id in CUSTOMER_IDS:
+            lock = shop.apply_payment.lock_for(customer_id, number, amount)
+            _wait_until_in_line(stage, since, lock, number)
     lamp = shop.buy.delay(ITEM, "customer 4")
     _wait_for([*clicks, lamp])
 
@@ -349,6 +352,17 @@ def _wait_until_come(stage: Stage, since: float, clicks: Iterable[AsyncResult[An
         return waiting <= come
 
     wait_until(all_have_come, f"{len(waiting)} clicks have come to a worker", SCENE_TIMEOUT)
+
+
+def _wait_until_in_line(stage: Stage, since: float, lock: LockHandle, tasks: int) -> None:
+    """Return when so many tasks have run under a lock, run, or stand in its line."""
+
+    def all_have_come() -> bool:
+        begun = sum(span.key == lock.key for span in bodies(stage.events(since)))
+        (state,) = lock.state()
+        return begun + len(state.turns) + state.waiting >= tasks
+
+    wait_until(all_have_come, f"{tasks} tasks have come to lock {lock.key}", SCENE_TIMEOUT)
 
 
 def _is_complete(corp_id: int) -> bool:

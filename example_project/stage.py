@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from example_project import timeline
 from example_project.timeline import bodies, holds
+from tests.redis_server import Client
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from example_project.timeline import Span
-    from tests.redis_server import RedisServer
 
 
 @dataclass
 class Stage:
     """What the scenes play on."""
 
-    server: RedisServer
+    url: str  # of the lock server
     events_file: Path
     watchdog_timeout: float  # seconds
     slots: int  # of all workers together
@@ -30,7 +30,7 @@ class Stage:
 
     def is_locked(self, key: str) -> bool:
         """Ask Redis whether it has anything under the lock's name."""
-        with self.server.client() as client:
+        with Client.from_url(self.url) as client:
             return bool(client.exists(f"dislock:{{{key}}}"))
 
 

