@@ -22,7 +22,7 @@ ARGS   ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit check docs site tables words screenshots bench road proof faults release test-all clean
+.PHONY: help demo test unit check docs site tables words screenshots bench road proof faults release test-all test-next clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,13 @@ release: $(PAGES)  ## build what is tagged, install it in a fresh environment, a
 
 test-all:  ## run the tests on every Python here, 3.10 to 3.14, with the oldest and newest Celery
 	@.ci/test-all $(ARGS)
+
+NEXT := .venvs/next
+test-next:  ## run the unit tests with what is to come: the pre-releases of Celery, kombu and redis-py
+	@$(PYTHON) -m venv $(NEXT)
+	@$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo,test]'
+	@$(NEXT)/bin/python -m pip install --disable-pip-version-check --upgrade --pre celery kombu redis
+	@$(NEXT)/bin/python -m pytest tests/unit --numprocesses $(JOBS) $(ARGS)
 
 clean:  ## remove what these targets made
 	rm -rf $(VENV) .venvs build dist demo-output docs/_build .coverage .coverage.* \

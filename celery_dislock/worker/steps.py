@@ -19,6 +19,7 @@ from celery_dislock.servers.trial import check_scripts
 from celery_dislock.tasks.task import SingletonTask, guards_of
 from celery_dislock.worker import startup
 from celery_dislock.worker.awaiting import check_bodies
+from celery_dislock.worker.contract import about_versions
 from celery_dislock.worker.timed import TimedStep
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def check_lock_server(app: Celery) -> tuple[str, list[str]]:
     Raises:
         SettingsError: An option of a task cannot be used, or no lock server is configured.
         StoreError: The lock server does not answer, or denies commands that locks need.
+        DislockError: Locks would not work with a version of Celery, kombu or redis-py.
     """
     runtime = runtime_of(app)
     if runtime.enabled is not False:
@@ -156,7 +158,7 @@ def check_lock_server(app: Celery) -> tuple[str, list[str]]:
         check_servers(name, guard.options, app.conf)
     if runtime.enabled is not False and app.conf.get("dislock_url") == MEMORY:
         raise SettingsError("app.conf", "dislock_url", MEMORY, NOT_SHARED)
-    warnings: list[str] = []
+    warnings = [] if runtime.enabled is False else about_versions()
     if runtime.enabled:
         guard_tasks(app)
         warnings += startup.about_server(runtime.process.store.ping())

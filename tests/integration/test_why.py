@@ -62,7 +62,7 @@ def run(client, key, task_id):
     client.hset(f"dislock:{{{key}}}", f"{task_id}@w:1/a.1", lease)
 
 
-def test_all_nodes_of_a_cluster_are_looked_at(asking, tmp_path):
+def test_all_nodes_of_a_cluster_are_looked_at(asking, redis_program, tmp_path):
     """A task is found wherever its lock is."""
     with RedisCluster(tmp_path, node_timeout=60_000) as cluster:
         locks = asking(cluster.url)
@@ -80,7 +80,7 @@ def test_all_nodes_of_a_cluster_are_looked_at(asking, tmp_path):
         assert locks.why("id-3").state == "not known"
 
 
-def test_several_independent_servers_tell_who_runs(asking, tmp_path):
+def test_several_independent_servers_tell_who_runs(asking, redis_program, tmp_path):
     """A majority has its lease; one that is away hides nothing."""
     with several(3, tmp_path) as servers:
         locks = asking([one.url for one in servers])
