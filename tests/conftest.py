@@ -19,7 +19,7 @@ from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.leaks import Watch, remember
 from tests.orphans import pytest_configure, pytest_unconfigure  # noqa: F401 -- hooks
 from tests.programs import find_redis, not_tried
-from tests.redis_server import Client, RedisServer
+from tests.redis_server import Client, RedisServer, ServerMissing, find_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,6 +65,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     yield
     sizes = Counter(map(group, items))
     items.sort(key=lambda item: (TURN[places[item.path].parts[0]], -sizes[group(item)]))
+
+
+def pytest_report_header() -> str:
+    """Say which Redis the tests run."""
+    try:
+        return f"lock server: {find_server()}"
+    except ServerMissing as exc:
+        return str(exc)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -36,6 +37,7 @@ START_TIMEOUT = 30.0  # seconds until a new server must answer
 STOP_TIMEOUT = 10.0  # seconds after SIGTERM until SIGKILL
 POLL_INTERVAL = 0.02  # seconds between two looks at a starting server
 PORT_ATTEMPTS = 10  # free ports tried, should others keep taking them
+SERVER_PORTS = (10_000, 21_999)  # and those of the cluster's bus, which are 10,000 above
 PROGRAMS = ("redis-server", "valkey-server")
 
 
@@ -240,7 +242,7 @@ class RedisServer:
     def _start_somewhere(self, program: Path, *, choose_port: bool) -> None:
         for _ in range(PORT_ATTEMPTS if choose_port else 1):
             if choose_port:
-                self.port = _free_port()
+                self.port = free_port()
             self._launch(program)
             if self._answers():
                 return
@@ -312,8 +314,21 @@ class RedisServer:
         return "\n".join(self._log().read_text(errors="replace").splitlines()[-10:])
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port(*beside: int) -> int:
+    """
+    Return a loopback port of which nobody has made use.
+
+    Systems give the connections of clients higher ports.  So nothing but another server that was
+    chosen a port for takes it until it is used.
+
+    Args:
+        beside: Distances from that port at which ports must be free as well.
+    """
+    choice = SystemRandom()
+    while True:
+        port = choice.randint(*SERVER_PORTS)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for distance in (0, *beside):
+                probe = stack.enter_context(socket.socket())
+                probe.bind(("127.0.0.1", port + distance))
+            return port

@@ -25,6 +25,7 @@ import amqp
 from amqp.exceptions import AMQPError
 
 from tests.programs import missing, run
+from tests.redis_server import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,7 +117,7 @@ class RabbitServer:
         return (str(self.programs / "rabbitmq-server"),)
 
     def _launch(self) -> None:
-        self.port, distribution, mapper = _free_ports(3)
+        self.port, distribution, mapper = (free_port() for _ in range(3))
         self._prepare(distribution, mapper)
         # Started here, for the node would leave a daemon behind.
         self._popen("epmd", "-port", str(mapper), "-address", LOOPBACK)
@@ -217,11 +218,3 @@ def own_rabbitmq(folder: Path) -> Iterator[RabbitServer]:
 def _listens(port: int) -> bool:
     with socket.socket() as knock:
         return knock.connect_ex((LOOPBACK, port)) == 0
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind((LOOPBACK, 0))
-        return [probe.getsockname()[1] for probe in probes]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import socket
 import subprocess
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +13,7 @@ from redis.crc import key_slot
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from tests.holding import wait_for
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 LOCK = "dislock:{export:7}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
+BUS = 10_000  # distance of a cluster node's second port from its first
 WITHIN = 10.0  # seconds
 MASTER_NAME = "locks"
 FAST_SYNC = ["--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0"]
@@ -122,13 +122,6 @@ def several(number: int, folder: Path) -> Iterator[list[RedisServer]]:
     """Start so many servers that know nothing of each other."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(RedisServer(folder / str(nth))) for nth in range(number)]
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that nobody has at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tls_args(certificates: Certificates, port: int) -> list[str]:
@@ -336,9 +329,9 @@ class RedisCluster:
 
     def _node(self, number: int) -> RedisServer:
         args = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(self._node_timeout)]
-        port = _port_with_bus()
+        port = free_port(BUS)
         if self._certificates:
-            self._tls_ports[port] = _port_with_bus()
+            self._tls_ports[port] = free_port(BUS)
             args += ["--tls-cluster", "yes", "--tls-replication", "yes"]
             args += tls_args(self._certificates, self._tls_ports[port])
         return RedisServer(self._folder / f"node-{number}", port=port, args=[*FAST_SYNC, *args])
@@ -358,16 +351,6 @@ class RedisCluster:
             for client, master in zip(clients[3:], ids[:3], strict=True):
                 client.execute_command("CLUSTER", "REPLICATE", master)
             wait_for(lambda: all(_settled(client) for client in clients), "a cluster that is up")
-
-
-def _port_with_bus() -> int:
-    """Return a free port whose bus port, 10000 above, is free as well."""
-    while True:
-        port = free_port() % 40_000 + 12_000  # the bus port must be a port, too
-        with socket.socket() as ours, socket.socket() as bus, contextlib.suppress(OSError):
-            ours.bind(("127.0.0.1", port))
-            bus.bind(("127.0.0.1", port + 10_000))
-            return port
 
 
 def _node_id(client: redis.Redis) -> str:

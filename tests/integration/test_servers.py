@@ -45,7 +45,6 @@ from tests.integration.servers import (
     SentinelServer,
     TlsServer,
     Watched,
-    free_port,
     is_master,
     make_certificates,
     round_trip,
@@ -56,7 +55,7 @@ from tests.integration.servers import (
 from tests.integration.test_async_servers import used
 from tests.leaks import SECRET
 from tests.programs import missing
-from tests.redis_server import RedisServer, ServerFailed
+from tests.redis_server import RedisServer, ServerFailed, free_port
 
 ASYNC_TLS = inspect.signature(redis.asyncio.SSLConnection).parameters
 ONE_LINE = 500  # characters, more or less
