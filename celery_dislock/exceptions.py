@@ -329,7 +329,7 @@ class DamagedLockError(StoreError):
     """A lock's data in Redis was not written by this package, or is damaged.
 
     A Redis key has another type, or a record cannot be read.  The server and all other locks work.
-    This lock cannot be used until somebody has repaired or deleted the key.
+    This lock cannot be used until somebody has repaired or renamed the key.
 
     Attributes:
         server: The server's URL, without its password.
@@ -341,8 +341,8 @@ class DamagedLockError(StoreError):
 
     def __str__(self) -> str:
         return (
-            f"lock server {self.server}: {self.lock!r} cannot be used: {self.reason}. Rename or "
-            "delete the key that is wrong"
+            f"lock server {self.server}: {self.lock!r} cannot be used: {self.reason}. When its "
+            "tasks have ended, rename the key that is wrong"
         )
 
 

@@ -342,7 +342,7 @@ class Process:
             self._damaged.clear()
         self._damaged.add(error.lock)
         #: ERROR: Another program has written under one of the lock's names; once per process and
-        #: lock. -> Rename or delete the key that the line names.
+        #: lock. -> When its tasks have ended, rename the key that the line names.
         logger.error("Tasks of one lock cannot run, other locks are not affected: %s.", error)
 
     def lock_server_answered(self, *, took: bool = True) -> None:

@@ -118,8 +118,8 @@ class Holder(NamedTuple):
 
     @property
     def may_live(self) -> bool:
-        """Whether its process may still run; a lease with a fixed expiry does not tell."""
-        return not (self.is_overdue or self.expiring or self.turn)
+        """Whether its body may still run: one that is overdue may be stopped or cut off."""
+        return not (self.expiring or self.turn)
 
 
 class ReservationState(NamedTuple):

@@ -436,7 +436,7 @@ def test_a_purged_unique_task(scene, monkeypatch):
     assert trouble_of(scene.key) == ["unmet"]
     sentence = f"{known}, no worker *, and nothing waits in its queue celery: it was purged or *."
     answer = told(sent, "sent", sentence)
-    assert f"celery dislock free {scene.key}" in answer["remedy"]
+    assert f"celery dislock free --reservation {scene.key}" in answer["remedy"]
     dislock("free", scene.key, "--yes")
 
 

@@ -171,7 +171,8 @@ def reserved(case: Case) -> Answer | None:
             f"{who} has begun, and holds no lock that is known here: it has just ended, or its "
             "process has died."
         )
-        remedy = f"If it has died, its key is free in {left}: celery dislock free {lock.argument}"
+        end = f"celery dislock free --reservation {lock.argument}"
+        remedy = f"If it has died, its key is free in {left}, or by: {end}"
         return case.answer("began", sentence, facts, remedy, **more)
     return _sent(case, f"{who} was sent {since} ago", facts, more, lock)
 
@@ -192,7 +193,7 @@ def _sent(
             f"{was_sent}, and is due in {for_people(due)}: until then its message waits with the "
             "broker, or with a worker that has not answered, as far as is known."
         )
-        remedy = f"{THEN} If it was purged: celery dislock free {lock.argument}"
+        remedy = f"{THEN} If it was purged: celery dislock free --reservation {lock.argument}"
         return case.answer("not due", sentence, facts, remedy, **more)
     if messages == 0:
         sentence = (

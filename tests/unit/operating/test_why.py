@@ -120,7 +120,7 @@ def test_its_lease_is_overdue(why, server):
     server.put(lock("k", holders=[holder(renewed=25.0, remaining=5.0)]))
     answer = why("id-1")
     says(answer, "overdue", "not renewed it for 25 s", "dead, stopped or cut off")
-    assert answer["remedy"].endswith("celery dislock free k")
+    assert answer["remedy"].endswith("to end it first, celery dislock free --terminate k")
 
 
 def test_a_lease_that_is_left_to_expire_is_no_run(why, server, store):
@@ -426,7 +426,11 @@ def test_its_message_waits_in_its_queue_or_is_lost(
     lost = "and nothing waits in its queue mail: it was purged"
     waits = "and no worker that answers has it: it waits with the broker"
     says(answer, "sent", lost if messages == 0 else waits)
-    remedy = "celery dislock free k" if messages == 0 else "celery worker --dislock -Q mail"
+    remedy = (
+        "celery dislock free --reservation k"
+        if messages == 0
+        else "celery worker --dislock -Q mail"
+    )
     assert remedy in answer["remedy"]
 
 
@@ -460,7 +464,7 @@ def test_what_is_reserved_for_several_keys_is_freed_by_its_task(why, server, mon
     name = "dislock:{a}:and:0123456789abcdef0123456789abcdef"
     server.put(lock("a and others", name=name, reservation=RESERVED))
     remedy = why()["remedy"]
-    assert "celery dislock free --task NAME --args ARGUMENTS. It may be" in remedy
+    assert "celery dislock free --reservation --task NAME --args ARGUMENTS. It may be" in remedy
 
 
 def test_it_was_a_duplicate(why, app, server):

@@ -431,7 +431,7 @@ def test_it_is_told_once_and_no_outage_is(app, lock_server, broker, caplog):
         deliver(refused(app, "skip"), task_id)
     other = declare(app, lambda: "ran", name="other", lock_key="other")
     assert deliver(other).retval == "ran"
-    [told] = [message for message in caplog.messages if "delete the key" in message]
+    [told] = [message for message in caplog.messages if "rename the key" in message]
     assert "dislock:{k}" in told
     assert "no task can take a lock" not in caplog.text
     assert "answers again" not in caplog.text

@@ -501,7 +501,7 @@ async function unreserve() {
 
 async function terminate(holder, button) {
   const lock = lastLock;
-  const text = `${plain(holder.who)} is revoked, and its process gets SIGTERM. Its lock is released when it has ended; if it does not end, you can still free the lock.`;
+  const text = `${plain(holder.who)} is revoked, and its process gets SIGTERM. Its lock is released when it has ended.`;
   if (await confirmed("End this task?", text, "End it")) {
     await act("api/terminate", { name: lock.name, owner: holder.owner, token: holder.token });
   }
