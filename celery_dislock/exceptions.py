@@ -109,8 +109,7 @@ class LockHeldError(DislockError):
         if self.holder.startswith(PAUSED):  # its seconds are those until one may ask again
             return f"lock {self.key!r} is kept free by {self.holder}"
         if self.holder.startswith(TOO_EARLY):
-            start = f"the next may start in {self.remaining:.1f} s"
-            return f"lock {self.key!r} cannot be taken yet, {self.holder}, {start}"
+            return f"lock {self.key!r} cannot be taken yet, {self.holder}"
         return (
             f"lock {self.key!r} is held by {self.holder}{so_far(self.held_for, self.renewed)}, "
             f"for {self.remaining:.1f} s more unless renewed{self.hint and '; '}{self.hint}"

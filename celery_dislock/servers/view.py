@@ -196,6 +196,10 @@ class LockState(NamedTuple):
         """What follows a command in a shell, in place of KEY; keys reserved together have none."""
         return "--task NAME --args ARGUMENTS" if self.are_several else as_argument(self.key)
 
+    def beyond(self, kept: Holder) -> str:
+        """Return the name of the lock that a task waits for, while it keeps a unit of this one."""
+        return f"{self.name.partition('{')[0]}{{{kept.waits}}}"
+
     @property
     def is_paused(self) -> bool:
         """Whether an operator admits nobody."""

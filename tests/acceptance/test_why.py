@@ -218,7 +218,7 @@ def test_it_is_too_early_for_its_rate(fleet, scene, set_by_people):
     parked = scene.park(fleet, task=scenarios.rated)
     sentence = (
         f"{scenarios.rated.name}[{parked.id}] is alone in line for lock '{scene.key}', whose rate "
-        "of 1 an hour admits the next start at *, in ~."
+        "of 1 an hour, set by an operator (by *), admits the next start at *, in ~."
     )
     told(parked, "too early", sentence)
     set_by_people("resume")

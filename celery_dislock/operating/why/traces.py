@@ -129,7 +129,7 @@ def _why_put_off(case: Case, keys: Sequence[str]) -> str:
         for name in case.runtime.lock_names(keys):
             lock = case.overview.lock(name)
             if lock.exists:
-                return f"why is not stored; it needs lock {lock.key!r}, {in_the_way(lock)[1]}"
+                return f"why is not stored; it needs lock {lock.key!r}, {in_the_way(case, lock)[1]}"
     return "why is not stored; the log of the worker that put it off says so"
 
 
