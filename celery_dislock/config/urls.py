@@ -267,7 +267,7 @@ def _keyprefix(name: str, transport: Mapping[str, Any] | None) -> str:
 def _one_url(given: Any) -> str:
     """Return the first of several URLs, or all of them joined with ";" if they are Sentinels."""
     urls = given if isinstance(given, (list, tuple)) else [given or ""]
-    joined = ";".join(urls)
+    joined = ";".join(map(str, urls))
     return joined if joined.startswith(SENTINEL) else joined.split(";")[0]
 
 

@@ -19,6 +19,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
+from celery_dislock.config.censoring import alone
 from celery_dislock.config.plain import plain_options
 from celery_dislock.config.settings import app_settings
 from celery_dislock.config.urls import lock_server
@@ -124,10 +125,11 @@ class Runtime(Generic[P]):
         try:
             return kept[asked]
         except (KeyError, TypeError):  # TypeError: an option that cannot be used, such as a list
-            plain = plain_options(f"lock {key!r}", given, conf, on_lost)
-            if len(kept) < PLAIN_MOST:
-                kept[asked] = plain
-            return plain
+            del conf, changes, of, after  # tracebacks show them
+        plain = plain_options(f"lock {key!r}", given, self._conf(), on_lost)
+        if len(kept) < PLAIN_MOST:
+            kept[asked] = plain
+        return plain
 
     @property
     def process(self) -> P:
@@ -140,6 +142,7 @@ class Runtime(Generic[P]):
             # no connection and started no thread yet.
             return self._by_pid.setdefault(pid, self.new_process())
 
+    @alone
     def new_process(self) -> P:
         """Make a new store and watchdog, which share nothing with existing ones."""
         return self._make_process(self._conf(), self.settings)

@@ -165,10 +165,10 @@ def connection_maker(
     }
     if settings.pop("ssl", False) and url.startswith("redis://"):
         url = f"rediss{url.removeprefix('redis')}"
-    url = redis_url(url)
-    if not url.startswith("unix://"):
-        settings.setdefault("socket_keepalive", True)
     try:
+        url = redis_url(url)
+        if not url.startswith("unix://"):
+            settings.setdefault("socket_keepalive", True)
         pool = redis.ConnectionPool.from_url(url, **settings)
         _check_database(name, url, pool.connection_kwargs)
         if "credential_provider" in pool.connection_kwargs:
