@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from celery_dislock.config.settings import AppSettings
     from celery_dislock.exceptions import StoreError
     from celery_dislock.servers.replies import Turn
+    from celery_dislock.servers.server import Server
 
 TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
 QUICK = 0.25  # seconds to wait for each reply; a command is sent three times at most
@@ -232,6 +233,7 @@ class Process:
         self._loop_stores: dict[AbstractEventLoop, tuple[Store, AsyncGenerator[None, None]]] = {}
         self._nonce = token_hex(4)  # process ids and thread ids are reused
         self.settings = settings
+        self._servers: WeakSet[Server] = WeakSet()  # of the stores that were made beside it
         self.loop_store = self.new_store() if self._patched else self.store
         self._warned = False
         self._outage = Outage()
@@ -254,15 +256,15 @@ class Process:
 
     def new_store(self, most: float | None = None) -> Store:
         """
-        Make another store, with connections of its own.
+        Make another store, with connections of its own, which :meth:`close` closes, too.
 
         Args:
             most: Seconds to wait for each reply, unless the settings say less; None: as they say.
         """
-        if most is None:
-            return Store(self._url, self._options)
-        short = {name: min(most, self._options.get(name) or most) for name in TIMEOUTS}
-        return Store(self._url, {**self._options, **short})
+        short = {name: min(most, self._options.get(name) or most) for name in TIMEOUTS if most}
+        store = Store(self._url, {**self._options, **short})
+        self._servers.add(store.lock_server)
+        return store
 
     @property
     def store_here(self) -> Store:
@@ -303,10 +305,9 @@ class Process:
         self.watchdog.stop()
         self.channel.wake = nothing  # a lock that is released later must not start it again
         self.channel.finish()
-        quick = self.__dict__.pop("quick_store", None)
-        if quick is not None:
-            quick.close()
         self.store.close()
+        for server in list(self._servers):
+            server.close()
         if watched:
             #: WARNING: `dislock.close()` was called before the release. -> Release first.
             logger.warning(

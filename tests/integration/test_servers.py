@@ -573,6 +573,18 @@ class TestCluster:
                 take(store, "a/1", lock=lock)
             assert proxy.count(runs(ACQUIRE)) - asked == times
 
+    def test_what_is_closed_leaves_no_connection_after_a_later_use(self, cluster):
+        """A lock may be released after that, at a node that was not asked before."""
+        clients = [server.client() for server in cluster.masters]
+        before = sum(len(client.client_list()) for client in clients)
+        store = Store(cluster.url)
+        store.close()
+        for key in ("a", "b", "c", "d", "e", "f"):
+            round_trip(store, f"dislock:{{{key}}}")
+        assert sum(len(client.client_list()) for client in clients) == before
+        for client in clients:
+            client.close()
+
     def test_one_seed_is_enough_and_dead_ones_are_passed_over(self, connect, cluster):
         """The nodes are found from any that answers."""
         store = connect(
