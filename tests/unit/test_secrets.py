@@ -116,6 +116,7 @@ ODD = [
     "redis://u:s3cret@a/O",
     "redis://u:s3cret@a?sokcet_timeout=3",
     "redis://u:s3cret@a?db=x",
+    "rediss://u:s3cret@a?ssl_ca_certs=gone.pem",
     "u:s3cret@a:6379",
     "redis:u:s3cret@a",
     "http://u:s3cret@a",
