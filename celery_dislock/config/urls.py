@@ -27,7 +27,7 @@ NO_REPLICAS = "not with several lock servers: a majority of them takes the place
 
 URL_WANTED = (
     "give the lock server's URL: redis://host:6379/0, rediss://..., unix:///path, sentinel://... "
-    "or redis+cluster://..."
+    "or redis+cluster://host:6379"
 )
 
 _BACKEND = "result_backend"

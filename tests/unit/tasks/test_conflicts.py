@@ -384,7 +384,7 @@ def test_a_task_that_is_parked_behind_the_one_that_sent_it_is_warned_of_once(app
     with held(app):
         for task_id in ("2", "3"):
             deliver(refused(app, "queue"), task_id, parent_id="1", root_id="1")
-    [told] = [one for one in caplog.messages if "that task has sent" in one]
+    [told] = [one for one in caplog.messages if "has sent the task that asks for it" in one]
     assert told.startswith("Tasks shop.t are parked for lock 'k': ")
 
 
