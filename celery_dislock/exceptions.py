@@ -109,8 +109,7 @@ class LockHeldError(DislockError):
         if self.holder.startswith(PAUSED):  # its seconds are those until one may ask again
             return f"lock {self.key!r} is kept free by {self.holder}"
         if self.holder.startswith(TOO_EARLY):
-            start = f"the next may start in {self.remaining:.1f} s"
-            return f"lock {self.key!r} cannot be taken yet, {self.holder}, {start}"
+            return f"lock {self.key!r} cannot be taken yet, {self.holder}"
         return (
             f"lock {self.key!r} is held by {self.holder}{so_far(self.held_for, self.renewed)}, "
             f"for {self.remaining:.1f} s more unless renewed{self.hint and '; '}{self.hint}"
@@ -329,7 +328,7 @@ class DamagedLockError(StoreError):
     """A lock's data in Redis was not written by this package, or is damaged.
 
     A Redis key has another type, or a record cannot be read.  The server and all other locks work.
-    This lock cannot be used until somebody has repaired or deleted the key.
+    This lock cannot be used until somebody has repaired or renamed the key.
 
     Attributes:
         server: The server's URL, without its password.
@@ -341,8 +340,8 @@ class DamagedLockError(StoreError):
 
     def __str__(self) -> str:
         return (
-            f"lock server {self.server}: {self.lock!r} cannot be used: {self.reason}. Rename or "
-            "delete the key that is wrong"
+            f"lock server {self.server}: {self.lock!r} cannot be used: {self.reason}. When its "
+            "tasks have ended, rename the key that is wrong"
         )
 
 

@@ -20,7 +20,7 @@ from celery._state import connect_on_app_finalize
 from celery.signals import worker_process_init, worker_process_shutdown, worker_shutdown
 
 from celery_dislock import hooks
-from celery_dislock.config.censoring import in_place_of_app
+from celery_dislock.config.censoring import alone, in_place_of_app
 from celery_dislock.config.settings import app_settings, apply_options, check_settings
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.keys.templates import keys_of
@@ -182,6 +182,7 @@ class Dislock:
         runtime: What the app's locks share: settings, store and watchdog.
     """
 
+    @alone
     def __init__(self, app: Celery) -> None:
         if not isinstance(app, Celery):
             remedy = "give a Celery app; for locks without one, use Dislock.from_url(url)"
@@ -193,6 +194,7 @@ class Dislock:
             hooks.guard_if_enabled(app)
 
     @classmethod
+    @alone
     def from_url(cls, url: str | Sequence[str], **settings: Any) -> Dislock:
         """
         Make locks for plain Python, without a Celery app or a worker.

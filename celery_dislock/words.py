@@ -6,12 +6,15 @@ import json
 import math
 import re
 import shlex
+import time
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SECONDS_MOST = 10.0**12  # seconds; a longer time comes from a damaged record
+TODAY = 12 * 3600.0  # seconds within which a time needs no date
 NAMED = 5  # names that a text gives if there are many
 TEXT_MOST = 1000  # characters of a name, an id or a note that others have written
 RENEWED = 0.5  # seconds: a lease renewed no later than this after its acquisition counts as new
@@ -32,6 +35,15 @@ def for_people(seconds: float | None) -> str:
     if hours < 48:  # noqa: PLR2004 -- two days
         return f"{hours} h {minutes:02} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def time_of_day(unix_time: float) -> str:
+    """Write a time as a clock here shows it: ``14:03:20 CET``, with the date if that is far."""
+    shown = "%H:%M:%S %Z" if abs(unix_time - time.time()) < TODAY else "%Y-%m-%d %H:%M:%S %Z"
+    try:
+        return datetime.fromtimestamp(unix_time).astimezone().strftime(shown)
+    except (ValueError, OverflowError, OSError):
+        return "?"
 
 
 def so_far(held_for: float | None, renewed: float | None = None) -> str:

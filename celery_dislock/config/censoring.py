@@ -1,11 +1,23 @@
-"""Show people an option's value without any password, or anything that may contain one."""
+"""Show people an option's value without any password, or anything that may contain one.
+
+Whoever reports errors, such as Sentry, reports the local variables of all frames, too.  So an error
+about a setting leaves the functions that have read URLs without their frames: see :func:`alone`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from celery_dislock.config.urls import HIDDEN, harmless, shown
 from celery_dislock.exceptions import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+A = ParamSpec("A")
+T = TypeVar("T")
 
 # If a name contains one of these, its value is never shown.
 SECRETS = ("pass", "secret", "token", "credential", "transport_option", "kwargs")
@@ -14,6 +26,27 @@ SECRETS = ("pass", "secret", "token", "credential", "transport_option", "kwargs"
 def refused(owner: str, name: str, value: object, remedy: str) -> SettingsError:
     """Make the error about an option, without any password in its value."""
     return SettingsError(owner, name, censored(name, value), remedy)
+
+
+def alone(function: Callable[A, T]) -> Callable[A, T]:
+    """
+    Let a SettingsError of *function* come without what was below.
+
+    The frames of the function and of all that it calls, and the errors that led to this one, have
+    URLs or the app's configuration among their variables.  The error's text has no password.
+    """
+
+    @wraps(function)
+    def without_frames(*args: A.args, **kwargs: A.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except SettingsError as exc:
+            error = exc
+        del args, kwargs
+        error.__cause__ = error.__context__ = None
+        raise error.with_traceback(None)
+
+    return without_frames
 
 
 def in_place_of_app(given: object) -> object:

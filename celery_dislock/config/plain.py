@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
+from celery_dislock.config.censoring import alone
 from celery_dislock.config.settings import OPTIONS, refuse_unknown, task_options
 from celery_dislock.config.values import seconds, yes_or_no
 from celery_dislock.exceptions import SettingsError
@@ -73,6 +74,7 @@ def of_task(name: str) -> str:
     return name if name in OPTIONS else f"lock_{name}"
 
 
+@alone
 def plain_options(
     owner: str, given: Mapping[str, Any], conf: Mapping[str, Any], on_lost: str = "warn"
 ) -> Plain:

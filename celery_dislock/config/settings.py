@@ -18,7 +18,7 @@ from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.config.censoring import censored, refused
+from celery_dislock.config.censoring import alone, censored, refused
 from celery_dislock.config.options import (
     BELONG_TO,
     IN_LINE,
@@ -119,6 +119,7 @@ OPTIONS = [f.name for f in fields(TaskOptions)]  # names of all options of a tas
 _SETTINGS = {f.name for f in fields(AppSettings)} | set(filter(None, map(setting_name, OPTIONS)))
 
 
+@alone
 def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any]) -> TaskOptions:
     """Resolve a task's options from its own, the app's settings and the defaults, in this order.
 
@@ -273,6 +274,7 @@ def refuse_unknown(
             raise refused(owner, name, value, f"no such option{hint}")
 
 
+@alone
 def app_settings(conf: Mapping[str, Any]) -> AppSettings:
     """Read and check an app's settings; Celery's key prefix is put before ``dislock_prefix``.
 
@@ -312,6 +314,7 @@ def set_settings(app: Any, settings: Mapping[str, Any]) -> None:
         app.conf.update(prefixed)
 
 
+@alone
 def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> None:
     """Refuse options that several independent lock servers do not support.
 
@@ -343,6 +346,7 @@ def is_cluster(conf: Mapping[str, Any]) -> bool:
     return isinstance(url, str) and url.startswith(CLUSTER)
 
 
+@alone
 def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:
     """
     Refuse settings that are meant for this package, and that it does not read.

@@ -27,7 +27,7 @@ NO_REPLICAS = "not with several lock servers: a majority of them takes the place
 
 URL_WANTED = (
     "give the lock server's URL: redis://host:6379/0, rediss://..., unix:///path, sentinel://... "
-    "or redis+cluster://..."
+    "or redis+cluster://host:6379"
 )
 
 _BACKEND = "result_backend"
@@ -267,7 +267,7 @@ def _keyprefix(name: str, transport: Mapping[str, Any] | None) -> str:
 def _one_url(given: Any) -> str:
     """Return the first of several URLs, or all of them joined with ";" if they are Sentinels."""
     urls = given if isinstance(given, (list, tuple)) else [given or ""]
-    joined = ";".join(urls)
+    joined = ";".join(map(str, urls))
     return joined if joined.startswith(SENTINEL) else joined.split(";")[0]
 
 

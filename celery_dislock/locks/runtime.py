@@ -19,6 +19,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
+from celery_dislock.config.censoring import alone
 from celery_dislock.config.plain import plain_options
 from celery_dislock.config.settings import app_settings
 from celery_dislock.config.urls import lock_server
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from celery_dislock.config.settings import AppSettings
     from celery_dislock.exceptions import StoreError
     from celery_dislock.servers.replies import Turn
+    from celery_dislock.servers.server import Server
 
 TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
 QUICK = 0.25  # seconds to wait for each reply; a command is sent three times at most
@@ -124,10 +126,11 @@ class Runtime(Generic[P]):
         try:
             return kept[asked]
         except (KeyError, TypeError):  # TypeError: an option that cannot be used, such as a list
-            plain = plain_options(f"lock {key!r}", given, conf, on_lost)
-            if len(kept) < PLAIN_MOST:
-                kept[asked] = plain
-            return plain
+            del conf, changes, of, after  # tracebacks show them
+        plain = plain_options(f"lock {key!r}", given, self._conf(), on_lost)
+        if len(kept) < PLAIN_MOST:
+            kept[asked] = plain
+        return plain
 
     @property
     def process(self) -> P:
@@ -140,6 +143,7 @@ class Runtime(Generic[P]):
             # no connection and started no thread yet.
             return self._by_pid.setdefault(pid, self.new_process())
 
+    @alone
     def new_process(self) -> P:
         """Make a new store and watchdog, which share nothing with existing ones."""
         return self._make_process(self._conf(), self.settings)
@@ -229,6 +233,7 @@ class Process:
         self._loop_stores: dict[AbstractEventLoop, tuple[Store, AsyncGenerator[None, None]]] = {}
         self._nonce = token_hex(4)  # process ids and thread ids are reused
         self.settings = settings
+        self._servers: WeakSet[Server] = WeakSet()  # of the stores that were made beside it
         self.loop_store = self.new_store() if self._patched else self.store
         self._warned = False
         self._outage = Outage()
@@ -251,15 +256,15 @@ class Process:
 
     def new_store(self, most: float | None = None) -> Store:
         """
-        Make another store, with connections of its own.
+        Make another store, with connections of its own, which :meth:`close` closes, too.
 
         Args:
             most: Seconds to wait for each reply, unless the settings say less; None: as they say.
         """
-        if most is None:
-            return Store(self._url, self._options)
-        short = {name: min(most, self._options.get(name) or most) for name in TIMEOUTS}
-        return Store(self._url, {**self._options, **short})
+        short = {name: min(most, self._options.get(name) or most) for name in TIMEOUTS if most}
+        store = Store(self._url, {**self._options, **short})
+        self._servers.add(store.lock_server)
+        return store
 
     @property
     def store_here(self) -> Store:
@@ -300,10 +305,9 @@ class Process:
         self.watchdog.stop()
         self.channel.wake = nothing  # a lock that is released later must not start it again
         self.channel.finish()
-        quick = self.__dict__.pop("quick_store", None)
-        if quick is not None:
-            quick.close()
         self.store.close()
+        for server in list(self._servers):
+            server.close()
         if watched:
             #: WARNING: `dislock.close()` was called before the release. -> Release first.
             logger.warning(
@@ -342,7 +346,7 @@ class Process:
             self._damaged.clear()
         self._damaged.add(error.lock)
         #: ERROR: Another program has written under one of the lock's names; once per process and
-        #: lock. -> Rename or delete the key that the line names.
+        #: lock. -> When its tasks have ended, rename the key that the line names.
         logger.error("Tasks of one lock cannot run, other locks are not affected: %s.", error)
 
     def lock_server_answered(self, *, took: bool = True) -> None:

@@ -20,6 +20,7 @@ from kombu.exceptions import OperationalError
 from kombu.utils.url import url_to_parts
 
 from celery_dislock.clock import monotonic
+from celery_dislock.config.censoring import refused
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
@@ -243,6 +244,9 @@ def home_of(app: Celery) -> str:
 
 
 def _without_login(url: str) -> str:
-    parts = url_to_parts(url)
+    try:
+        parts = url_to_parts(url)
+    except ValueError:  # its message quotes the bad port, which may be a password
+        raise refused("app.conf", "broker_url", url, "a port is not a number") from None
     path = parts.query.get("virtual_host", parts.path) or ""
     return f"{parts.scheme}://{parts.hostname or ''}:{parts.port or ''}/{parts.path or ''}#{path}"

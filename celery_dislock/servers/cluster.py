@@ -99,6 +99,7 @@ class Cluster(Server):
         self._known: list[Address] = list(seeds)  # asked for the slot map, in this order
         self._nodes: dict[Address, Node] = {}
         self._slots: list[Address | None] = []  # master of each slot; empty until asked
+        self._closed = False
         self._failing: set[Address] = set()  # nodes that did not answer the last batch
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
@@ -258,7 +259,8 @@ class Cluster(Server):
                 self._find_slots(within=max(until - monotonic(), LEAST))
 
     def close(self) -> None:
-        """Close the connections that are not in use."""
+        """Close the connections, those in use after their use, and each one that is made later."""
+        self._closed = True
         for node in list(self._nodes.values()):
             node.close()
 
@@ -274,6 +276,8 @@ class Cluster(Server):
                 resends=0,  # exchange() sends again, perhaps to another node
                 min_replicas=self.min_replicas,
             )
+            if self._closed:
+                node.close()
             return self._nodes.setdefault(address, node)
 
     def _owner(self, slot: int) -> Address:

@@ -29,6 +29,7 @@ from celery_dislock.servers.connections import (
     SOCKET_TIMEOUT,
     read_response,
 )
+from celery_dislock.servers.tls import check_tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -165,14 +166,16 @@ def connection_maker(
     }
     if settings.pop("ssl", False) and url.startswith("redis://"):
         url = f"rediss{url.removeprefix('redis')}"
-    url = redis_url(url)
-    if not url.startswith("unix://"):
-        settings.setdefault("socket_keepalive", True)
     try:
+        url = redis_url(url)
+        if not url.startswith("unix://"):
+            settings.setdefault("socket_keepalive", True)
         pool = redis.ConnectionPool.from_url(url, **settings)
         _check_database(name, url, pool.connection_kwargs)
         if "credential_provider" in pool.connection_kwargs:
             _use_provider(pool.connection_kwargs)
+        if issubclass(pool.connection_class, redis.SSLConnection):
+            check_tls(name, pool.connection_kwargs)
         driver.connection(pool.connection_class, pool.connection_kwargs)
     except SettingsError:
         raise

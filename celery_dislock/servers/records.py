@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import json
 import reprlib
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import PAUSED, TOO_EARLY, LockHeldError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.words import TEXT_MOST, plain
+from celery_dislock.words import TEXT_MOST, plain, time_of_day
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +97,9 @@ class Conflict:
     def error(self, hint: str = "") -> LockHeldError:
         """Make the LockHeldError for this conflict; *hint*: why the caller may wait for itself."""
         holder = in_words(self.holder)
+        if self.early:  # the text is read later, and elsewhere
+            start = time.time() + self.remaining
+            holder = f"{holder}, the next may start at {time_of_day(start)}"
         return LockHeldError(self.key, holder, self.remaining, self.held_for, self.renewed, hint)
 
 

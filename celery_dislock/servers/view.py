@@ -118,8 +118,8 @@ class Holder(NamedTuple):
 
     @property
     def may_live(self) -> bool:
-        """Whether its process may still run; a lease with a fixed expiry does not tell."""
-        return not (self.is_overdue or self.expiring or self.turn)
+        """Whether its body may still run: one that is overdue may be stopped or cut off."""
+        return not (self.expiring or self.turn)
 
 
 class ReservationState(NamedTuple):
@@ -195,6 +195,10 @@ class LockState(NamedTuple):
     def argument(self) -> str:
         """What follows a command in a shell, in place of KEY; keys reserved together have none."""
         return "--task NAME --args ARGUMENTS" if self.are_several else as_argument(self.key)
+
+    def beyond(self, kept: Holder) -> str:
+        """Return the name of the lock that a task waits for, while it keeps a unit of this one."""
+        return f"{self.name.partition('{')[0]}{{{kept.waits}}}"
 
     @property
     def is_paused(self) -> bool:

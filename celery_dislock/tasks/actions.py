@@ -159,7 +159,7 @@ class Actions:
         """
         End the task that holds a lock; blocks until its lease has ended, *wait* seconds at most.
 
-        If the lease is still there then and nobody renews it any more, it is freed.
+        A body that has ended may leave the lease to expire: then it is freed.
 
         Args:
             name: The lock's name in Redis.
@@ -170,7 +170,7 @@ class Actions:
 
         Returns:
             TERMINATED: the lease has ended.  STILL_RUNS: the task may still run, and keeps the
-            lock.  FREED: the task's process is gone, and the lease was freed here.
+            lock.  FREED: the body has ended, and the lease was freed here.
             ENDED_MEANWHILE: the same, but the lease has ended just before it was to be freed.
 
         Raises:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 WARNED_MOST = 1000  # tasks and keys that are remembered as warned of
 SENT_BY_HOLDER = (
-    "that task has sent this one: if it waits for this one's result in its body, it waits for "
-    "itself, as its lock is released after its body only"
+    "the task that holds the lock has sent the task that asks for it: if the body of the first "
+    "waits for the result of the second, it waits for itself: the lock is released after the body"
 )
 # Newer versions of Celery store FAILURE for a rejected task; in older ones get() waits forever.
 CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)

@@ -117,9 +117,8 @@ class LockHandle:
             shown: A lease of :meth:`holders`, or the reservation of a :meth:`state`, which is ended
                 if it is still the same.  None: all that are there now.
             terminate: Tell the workers to end the tasks that hold the lock, and wait until each has
-                released it.  Works with a prefork pool.  A lease that is still there after *wait*
-                seconds is not ended, unless it is not renewed any more, and neither is a
-                reservation then.
+                released it.  Works with a prefork pool.  The lease of a body that may still run
+                after *wait* seconds is not ended, and neither is a reservation then.
             wait: Maximum seconds to wait for each lease.
 
         Returns:

@@ -88,7 +88,7 @@ WARNED_MOST = 1000  # locks that are remembered as warned of
 BELONGS_TO_MORE = ("link", "link_error", "chain", "chord", "group_id")
 
 #: WARNING: The lock server did not answer when a message was revoked, dropped, or ran where locks
-#: are off. -> If messages of the key are missed: `celery dislock free KEY`.
+#: are off. -> If messages of the key are missed: `celery dislock free --reservation KEY`.
 STAYS = "A key may stay reserved until its reservation expires: %s"
 
 logger = logging.getLogger("celery_dislock")
@@ -371,8 +371,8 @@ class Sender:
         if guard.runtime.settings.dislock_on_unavailable == "raise":
             raise error
         if isinstance(error, DamagedLockError):  # the server answers, and other keys are well
-            #: WARNING: Another program has written under the lock's name. -> Rename or delete the
-            #: key that the line names.
+            #: WARNING: Another program has written under the lock's name. -> When its tasks
+            #: have ended, rename the key that the line names.
             logger.warning("A message is sent without a reservation: %s", error)
             return
         self._away_until = self._clock() + LEAVE_ALONE

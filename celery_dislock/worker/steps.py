@@ -55,6 +55,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
     ) -> None:
         super().__init__(worker, **kwargs)
         apply_options(worker.app, dislock=dislock, dislock_url=dislock_url)
+        del dislock_url  # tracebacks show it
         self._runtime = runtime_of(worker.app)
         self._check: Any = None
         try:

@@ -103,6 +103,10 @@ class Server:
         return self.process.returncode, printed
 
 
+IDLE = 300  # connections
+BEFORE_THEY_ARE_CLOSED = 20  # seconds; those that say nothing are closed after thirty
+
+
 @pytest.fixture
 def serve(tmp_path, redis_url):
     """Start the command with these options."""
@@ -227,3 +231,18 @@ def test_the_block_for_nginx_does_what_the_page_says(serve, nginx):
         assert server.ask("/api/locks", Host="evil.example", **header)[0] == 400
         header = {forged: "host=localhost" if forged == "Forwarded" else "localhost"}
         assert server.ask("/api/locks", **host, **header)[0] == 403
+
+
+def test_who_opens_many_connections_closes_the_page_to_nobody(serve):
+    """They send nothing; the one that is idle for longest makes room, and the newest stay."""
+    server = serve()
+    with contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", server.port)
+        idle = [stack.enter_context(socket.create_connection(address)) for _ in range(IDLE)]
+        page = urllib.request.urlopen(server.address, timeout=BEFORE_THEY_ARE_CLOSED)  # noqa: S310
+        assert stack.enter_context(page).status == 200
+        idle[0].settimeout(LIMIT)
+        assert idle[0].recv(1) == b""
+        idle[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            idle[-1].recv(1)

@@ -218,7 +218,7 @@ def test_it_is_too_early_for_its_rate(fleet, scene, set_by_people):
     parked = scene.park(fleet, task=scenarios.rated)
     sentence = (
         f"{scenarios.rated.name}[{parked.id}] is alone in line for lock '{scene.key}', whose rate "
-        "of 1 an hour admits the next start at *, in ~."
+        "of 1 an hour, set by an operator (by *), admits the next start at *, in ~."
     )
     told(parked, "too early", sentence)
     set_by_people("resume")
@@ -436,7 +436,7 @@ def test_a_purged_unique_task(scene, monkeypatch):
     assert trouble_of(scene.key) == ["unmet"]
     sentence = f"{known}, no worker *, and nothing waits in its queue celery: it was purged or *."
     answer = told(sent, "sent", sentence)
-    assert f"celery dislock free {scene.key}" in answer["remedy"]
+    assert f"celery dislock free --reservation {scene.key}" in answer["remedy"]
     dislock("free", scene.key, "--yes")
 
 

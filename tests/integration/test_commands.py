@@ -27,6 +27,7 @@ from tests.programs import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30  # seconds for a command
+FULL = Path("/dev/full")
 
 
 @pytest.fixture
@@ -94,6 +95,24 @@ def test_bytes_that_are_no_text_are_wrong_usage(dislock, words):
     assert answer.exit_code == USAGE
     assert re.search(r"f\\udcfcr.* is no UTF-8", answer.stderr)
     assert dislock("ls").stderr == "No lock matches.\n"
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
+@pytest.mark.parametrize("command", ["ls", "show k", "ls --json", "why id", "ls --help"])
+def test_an_output_that_cannot_be_written_is_a_message(redis_url, command):
+    """The disk is full, say: no traceback, and not the exit code of a command that is done."""
+    program = [sys.executable, "-m", "celery", "dislock", "--dislock-url", redis_url]
+    with FULL.open("w") as full, Locks.from_url(redis_url) as locks, locks.lock("k"):
+        done = subprocess.run(
+            [*program, *command.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "Error: the output could not be written: No space left on device\n"
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "line", "doctor"])

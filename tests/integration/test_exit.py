@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from celery_dislock import Dislock
+from celery_dislock.operating.locks import AppLocks, rows
+from celery_dislock.operating.web.metrics import Collector
 from tests.holding import PATIENCE, name_of, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,8 @@ WAITERS = 3
 START = """
 import asyncio, signal, sys, threading, time
 from celery_dislock import Dislock
+from celery_dislock.operating.locks import AppLocks, rows
+from celery_dislock.operating.web.metrics import Collector
 from celery_dislock.exceptions import StoreError
 from celery_dislock.servers.store import Store
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have set to ignore
@@ -117,6 +121,20 @@ def test_closing_ends_thread_and_connections(redis_url, redis_client):
     gc.collect()
     wait_for(lambda: threading.active_count() <= threads, "the end of their threads")
     wait_for(lambda: len(redis_client.client_list()) <= connections, "their disconnection")
+
+
+@pytest.mark.parametrize("looks", [AppLocks, Collector])
+def test_closing_ends_what_commands_page_and_metrics_have_opened(redis_url, redis_client, looks):
+    """They read over connections of their own, and live longer than what they were given."""
+    before = len(redis_client.client_list())
+    with Dislock.from_url(redis_url) as dislock, dislock.lock(KEY):
+        looked = looks(dislock)
+        if looks is AppLocks:
+            assert [one.key for one in rows(looked.overview)] == [KEY]
+        else:
+            assert list(looked.collect())
+        assert len(redis_client.client_list()) > before
+    wait_for(lambda: len(redis_client.client_list()) <= before, "their disconnection")
 
 
 def test_what_is_closed_can_be_used_again(redis_url):

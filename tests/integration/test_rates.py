@@ -149,9 +149,8 @@ def test_a_limit_beside_a_rate_holds(shop):
     refused = take(shop, rate="2/m", limit=1)
     assert refused.early
     assert refused.remaining == pytest.approx(60, abs=1)
-    assert str(refused.error()) == (
-        f"lock '{KEY}' cannot be taken yet, too early: 2 a minute, the next may start in "
-        f"{refused.remaining:.1f} s"
+    assert str(refused.error()).startswith(
+        f"lock '{KEY}' cannot be taken yet, too early: 2 a minute, the next may start at "
     )
 
 
@@ -320,7 +319,7 @@ def test_tasks_that_come_too_early_end_as_their_strategy_says(shop):
     assert shop.run(task, "1").state == states.SUCCESS
     skipped = shop.run(task, "2")
     assert skipped.state == states.REVOKED
-    assert "too early: 1 a minute, the next may start in" in str(skipped.result)
+    assert "too early: 1 a minute, the next may start at" in str(skipped.result)
     task = shop.declare(lock_rate="1/m", lock_on_conflict="raise")
     with pytest.raises(LockHeldError, match="too early"):
         shop.run(task, "3").get()

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import threading
 import traceback
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -140,6 +141,45 @@ class TestTls:
         with pytest.raises(StoreError):
             used(tls_server.tls_url, transport_options=options)
         gc.collect()
+
+    @pytest.mark.parametrize(
+        ("given", "told"),
+        [
+            ({"ssl_cert_reqs": "sometimes"}, "ssl_cert_reqs='sometimes': give required, optional"),
+            ({"ssl_ca_certs": "gone.pem"}, "ssl_ca_certs='gone.pem': No such file or directory: "),
+            ({"ssl_ca_certs": __file__}, "ssl_ca_certs='.*': give a file in PEM"),
+            ({"ssl_ca_path": "gone"}, "ssl_ca_path='gone': No such file or directory: give a fold"),
+            ({"ssl_ca_data": "s3cret"}, r"ssl_ca_data='\*\*\*': give certificates"),
+            ({"ssl_certfile": "gone.pem"}, "ssl_certfile='gone.pem': No such file"),
+            ({"ssl_certfile": None}, "ssl_keyfile='.*': give its certificate, too"),
+            ({"ssl_keyfile": None}, "ssl_certfile='.*': it has no private key: give ssl_keyfile"),
+            ({"ssl_keyfile": "gone.pem"}, "ssl_keyfile='gone.pem': No such file"),
+            ({"ssl_keyfile": __file__}, "ssl_keyfile='.*': it is not the private key of ssl_cert"),
+            ({"ssl_ciphers": "NONE-OF-THESE"}, "ssl_ciphers='NONE-OF-THESE': OpenSSL knows none"),
+            ({"ssl_min_version": "9"}, "ssl_min_version='9': give a member of ssl.TLSVersion"),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("in_url", [True, False])
+    def test_an_option_of_tls_that_cannot_be_used_is_named(self, options, given, told, in_url):
+        """With its value and what to give instead, before anything is connected to."""
+        in_url = in_url and "ssl_min_version" not in given  # redis-py's versions read it apart
+        options = {name: value for name, value in {**options, **given}.items() if value}
+        told = f"lock server rediss?://127.0.0.1:1(?:/0)?: {told}"
+        with pytest.raises(SettingsError, match=told):
+            if in_url:
+                Store(f"rediss://127.0.0.1:1/0?{urlencode(options)}")
+            else:
+                Store("redis://127.0.0.1:1", {"ssl": True, **options})
+
+    def test_a_file_that_is_away_for_a_moment_is_no_wrong_option(self, options, tmp_path):
+        """A task is put off then, as the lock server is away; it does not fail."""
+        copied = tmp_path / "authority.pem"
+        copied.write_bytes(Path(options["ssl_ca_certs"]).read_bytes())
+        options["ssl_ca_certs"] = str(copied)
+        Store("rediss://127.0.0.1:1", options)
+        copied.unlink()
+        Store("rediss://127.0.0.1:1", options)
 
     @pytest.mark.skipif("ssl_validate_ocsp" in ASYNC_TLS, reason="it is an option there, too")
     def test_an_option_that_asyncio_does_not_have_is_named(self, tls_server, options):
@@ -578,6 +618,18 @@ class TestCluster:
             with pytest.raises(StoreError):
                 take(store, "a/1", lock=lock)
             assert proxy.count(runs(ACQUIRE)) - asked == times
+
+    def test_what_is_closed_leaves_no_connection_after_a_later_use(self, cluster):
+        """A lock may be released after that, at a node that was not asked before."""
+        clients = [server.client() for server in cluster.masters]
+        before = sum(len(client.client_list()) for client in clients)
+        store = Store(cluster.url)
+        store.close()
+        for key in ("a", "b", "c", "d", "e", "f"):
+            round_trip(store, f"dislock:{{{key}}}")
+        assert sum(len(client.client_list()) for client in clients) == before
+        for client in clients:
+            client.close()
 
     def test_one_seed_is_enough_and_dead_ones_are_passed_over(self, connect, cluster):
         """The nodes are found from any that answers."""

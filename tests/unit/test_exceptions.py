@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 
 import click
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from celery_dislock import exceptions
 from celery_dislock.servers.records import Conflict
+from celery_dislock.words import time_of_day
 
 ERRORS = [
     exceptions.SettingsError("shop.export", "lock_key", "<x>", "no such argument"),
@@ -64,6 +66,18 @@ def test_a_pause_is_no_holder():
     error = Conflict("k", holder, 5.0).error()
     assert str(pickle.loads(pickle.dumps(error))) == (
         "lock 'k' is kept free by an operator, who has paused it (by ana: reindex)"
+    )
+
+
+def test_when_the_next_may_start_is_a_time_of_day(monkeypatch):
+    """The text is stored, and read later and elsewhere: so many seconds from when, nobody knows."""
+    now = 1.8e9
+    monkeypatch.setattr(time, "time", lambda: now)
+    error = Conflict("k", {"early": True, "most": 1, "window_ms": 86_400_000}, 86394.9).error()
+    starts = time_of_day(now + 86394.9)
+    now += 3600.0
+    assert str(pickle.loads(pickle.dumps(error))) == (
+        f"lock 'k' cannot be taken yet, too early: 1 a day, the next may start at {starts}"
     )
 
 

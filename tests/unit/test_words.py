@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import time
 
 import pytest
 
-from celery_dislock.words import as_argument, filled, for_people, plain, so_far, to_json
+from celery_dislock.words import (
+    as_argument,
+    filled,
+    for_people,
+    plain,
+    so_far,
+    time_of_day,
+    to_json,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +40,19 @@ from celery_dislock.words import as_argument, filled, for_people, plain, so_far,
 def test_a_time_is_written_as_people_say_it(seconds, words):
     """Two units at most, and tenths only where they count."""
     assert for_people(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (90.0, r"\d\d:\d\d:\d\d \S+"),
+        (86394.9, r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \S+"),
+        (1e300, r"\?"),
+    ],
+)
+def test_a_time_of_day_has_the_date_if_that_is_far(seconds, shown):
+    """It can be read later, and elsewhere: it has the zone of the clock here."""
+    assert re.fullmatch(shown, time_of_day(time.time() + seconds))
 
 
 @pytest.mark.parametrize(

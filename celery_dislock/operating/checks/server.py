@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from celery_dislock.servers.trial import Complaint
 
 SLOW = 0.05  # seconds: two of them are added to each task
+IF_EMPTY = (
+    "If it may come back without its data, do so only after the longest timeout is over: the "
+    "bodies that run rely on their leases until then."
+)
 TOKENS_OFF = 0.1  # seconds between the clocks of independent servers
 KINDS_IN_WORDS = {
     "single": "a single server",
@@ -119,7 +123,7 @@ def answers(facts: Facts) -> Iterator[Finding]:
     if facts.away:
         yield serious(
             f"The lock server is away, and no task can take a lock: {why}",
-            "Start it, or correct its URL (dislock_url, --dislock-url).",
+            f"Start it, or correct its URL (dislock_url, --dislock-url). {IF_EMPTY}",
             names,
         )
     elif away and facts.server.kind == "quorum":
@@ -127,12 +131,12 @@ def answers(facts: Facts) -> Iterator[Finding]:
         yield warning(
             f"{len(away)} of {len(facts.members)} lock servers do not answer ({why}). "
             f"{f'{more} more' if more else 'No other'} may fail.",
-            "Start it again.",
+            f"Start it again. {IF_EMPTY}",
             names,
         )
     elif away:
         what = f"Locks in the slots of these nodes cannot be taken or renewed: {why}"
-        yield serious(what, "Start it again.", names)
+        yield serious(what, f"Start it again. {IF_EMPTY}", names)
     for one in facts.answering:
         version = one.info.get("redis_version", "of an unknown version")
         name = "Valkey" if "valkey" in one.info.get("server_name", "") else "Redis"
@@ -149,7 +153,8 @@ def names(facts: Facts) -> Iterator[Finding]:
         yield note(
             f"Celery keeps its own names apart by global_keyprefix ({facts.keyprefix!r}). Names of "
             f"locks begin with {facts.prefix!r} alone, since their server is another one.",
-            "If other environments have locks there, give each a dislock_prefix of its own.",
+            "If other environments have locks there, give each a dislock_prefix of its own, while "
+            "none of its tasks runs.",
         )
 
 

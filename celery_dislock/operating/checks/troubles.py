@@ -226,7 +226,8 @@ OVERDUE = Row(
     warning,
     _overdue,
     "Leases that missed two renewals, because the process is dead, stopped or cut off",
-    "They end by themselves, after their timeout. To end one now: celery dislock free KEY",
+    "They end by themselves, after their timeout. A body that is stopped or cut off may go on: to "
+    "end it first, celery dislock free --terminate KEY",
     "overdue",
 )
 TROUBLES = (
@@ -284,10 +285,10 @@ TROUBLES = (
         warning,
         _unmet,
         "Reserved for a message that no worker has had, so no other message of the key is sent",
-        "If it was purged or lost, end the reservation: celery dislock free KEY. It may be in a "
-        "queue that its sender has named, come back after the broker's visibility_timeout, or be "
-        "with a worker of the pool solo that runs a task. Otherwise the reservation ends by itself "
-        "after lock_unique_for.",
+        "If it was purged or lost, end the reservation: celery dislock free --reservation KEY. It "
+        "may be in a queue that its sender has named, come back after the broker's "
+        "visibility_timeout, or be with a worker of the pool solo that runs a task. Otherwise the "
+        "reservation ends by itself after lock_unique_for.",
         "unmet",
     ),
     Row(

@@ -85,6 +85,7 @@ def a_signal(text: str) -> str:
 @click.option(
     "--token", type=int, help="Only the lease with this fencing token, and no reservation."
 )
+@click.option("--reservation", is_flag=True, help="Only the reservation of KEY, and no lease.")
 @yes
 @as_json
 @click.pass_context
@@ -94,6 +95,7 @@ def free(
     which: WhichLock,
     *,
     token: int | None,
+    reservation: bool,
     yes: bool,
     json_: bool,
     **how: Any,
@@ -112,7 +114,7 @@ def free(
     done: list[dict[str, Any]] = []
     with session(context) as opened:
         locks = look_at_all(opened.overview.server, which.names(opened))
-        for lock in locks:
+        for lock in [] if reservation else locks:
             for holder in lock.holders:
                 if token in {None, holder.token}:
                     _show(lock, holder_lines(holder), quiet=json_)
@@ -129,7 +131,9 @@ def free(
             write_json(done)
         if not done:
             with_token = "" if token is None else f" with token {token}"
-            tell(f"Nobody holds lock {' + '.join(which.keys(opened))}{with_token}.")
+            key = " + ".join(which.keys(opened))
+            nobody = f"Nobody holds lock {key}{with_token}."
+            tell(f"Key {key} is not reserved." if reservation else nobody)
         if not any(one["outcome"] in {FREED, TERMINATED} for one in done):
             context.exit(FOUND)
 
@@ -170,7 +174,7 @@ def _free(
         end = opened.actions.terminate_and_free
         outcome = end(lock.name, holder, wait=wait, signal=signal, on_sent=on_sent)
         if outcome in {FREED, ENDED_MEANWHILE}:
-            tell("Its lease is not renewed any more: its process is gone.")
+            tell("Its body has ended.")
     else:
         is_freed = opened.actions.free(lock.name, holder.owner, holder.token)
         outcome = FREED if is_freed else ENDED_MEANWHILE

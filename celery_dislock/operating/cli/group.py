@@ -9,8 +9,12 @@ broker that was needed, did not answer.  ``run`` has more.
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
+from contextlib import suppress
+from typing import Any
 
 import click
 
@@ -24,7 +28,22 @@ from celery_dislock.operating.cli.web import web
 from celery_dislock.operating.cli.why import why
 
 
-@click.group(name="dislock", no_args_is_help=True)
+class _Commands(click.Group):
+    """The commands; one whose output cannot be written ends with a message."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except OSError as exc:
+            if exc.errno == errno.EPIPE:  # `| head`, which click knows
+                raise
+            with suppress(OSError, ValueError):  # what is not written yet fails again at the exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            what = exc.strerror or type(exc).__name__
+            raise click.ClickException(f"the output could not be written: {what}") from exc
+
+
+@click.group(name="dislock", cls=_Commands, no_args_is_help=True)
 @click.option(
     "--dislock-url",
     multiple=True,

@@ -21,6 +21,7 @@ from celery_dislock.operating.cli.session import (
     write_json,
 )
 from celery_dislock.operating.locks import as_data
+from celery_dislock.servers.view import is_beat
 from celery_dislock.words import as_argument, for_people, plain
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def a_rate(text: str) -> Rate:
 def pause(context: click.Context, /, which: WhichLock, **given: Any) -> None:
     """Let nobody take the lock of KEY.
 
-    Who has the lock keeps it. Tasks that wait or are parked stay in line.
+    Who has the lock keeps it. Tasks that wait or are parked stay in line. Beats send nothing.
     """
     _set(context, which, 0, **given)
 
@@ -123,9 +124,12 @@ def _set(
 ) -> None:
     by = audit.signed(user(), note)
     done: list[dict[str, Any]] = []
+    led: set[str] = set()
     with session(context) as opened:
         for name in _names(opened, which):
             about: dict[str, Any] = {"key": key_of(name)}
+            if _is_of_beats(opened, name):
+                led.add(about["key"])
             if rate is not None:
                 before = opened.actions.rate(name, rate, seconds=seconds, note=by)
                 about |= {"rate": rate, "rate_before": before}
@@ -144,9 +148,17 @@ def _set(
             lasts = f"for {for_people(seconds)}"
         admits = [f"{number} at a time"] if number else []
         admits += [str(rate)] if rate else []
-        now = [f"is paused {lasts}. Who has the lock keeps it."] if number == 0 else []
+        stops = "The beat that leads by it sends nothing more, and the others nothing, either."
+        then = stops if one["key"] in led else "Who has the lock keeps it."
+        now = [f"is paused {lasts}. {then}"] if number == 0 else []
         now += [f"admits {' and '.join(admits)}, {lasts}."] if admits else []
         click.echo(plain(" ".join([f"Lock {one['key']} {' It '.join(now)}", *_before(one)])))
+
+
+def _is_of_beats(opened: AppLocks, name: str) -> bool:
+    """Tell whether beats lead by a lock, or did within thirty days."""
+    lock = opened.overview.lock(name, most=0)
+    return lock.ticked is not None or any(map(is_beat, lock.holders))
 
 
 def _before(done: dict[str, Any]) -> list[str]:

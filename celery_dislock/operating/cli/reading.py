@@ -19,6 +19,7 @@ from celery_dislock.operating.cli.session import (
     write_json,
     write_table,
 )
+from celery_dislock.operating.cli.table import wrapped
 from celery_dislock.operating.locks import as_data, rows
 from celery_dislock.servers.overview import PLACES_SHOWN, look_at_all
 from celery_dislock.servers.view import is_beat
@@ -227,9 +228,10 @@ def _station(waiter: Waiter, of: str) -> str | None:
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Write lines, each made plain."""
+    """Write lines that fit; what goes on stands below, further in."""
     for one in lines:
-        click.echo(plain(one))
+        indent = one[: len(one) - len(one.lstrip())]
+        click.echo(wrapped(one.lstrip(), indent, f"{indent}    "))
 
 
 def holder_lines(holder: Holder) -> Iterator[str]:

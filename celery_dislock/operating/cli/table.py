@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import textwrap
 import unicodedata
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 COLUMNS = 80  # of a text that goes to no terminal
+TEXT_MOST = 100  # columns of a text, if a terminal has them
 NARROWEST = 4  # columns of a cell that was cut
 NOTHING = "-"  # an empty cell
 CUT = ".."  # stands for what was cut: ASCII, which all terminals and files can have
@@ -29,6 +31,25 @@ _ID = re.compile(r"\b([0-9a-f]{8})-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}\b")  # or a
 def columns() -> int:
     """Return how many columns a line may have."""
     return shutil.get_terminal_size((COLUMNS, 0)).columns
+
+
+def wrapped(text: str, first: str = "", then: str = "") -> str:
+    """
+    Return a text in lines that fit; a word that is longer than a line, such as a key, stays whole.
+
+    Args:
+        text: The text, in one line.
+        first: Stands before it.
+        then: Stands before each of its other lines.
+    """
+    return textwrap.fill(
+        plain(text),
+        min(TEXT_MOST, columns()),
+        initial_indent=first,
+        subsequent_indent=then,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def table(

@@ -16,14 +16,37 @@ from celery_dislock.words import plain
 
 PORT = 8765
 
+CONNECTIONS_MOST = 250
 LIMITS = {
     "threads": 8,  # that answer requests; one reads the list of all locks, for all browsers
-    "connection_limit": 300,  # at a time
+    "connection_limit": 300,  # from which on no more are taken, see Connections
     "channel_timeout": 30,  # seconds after which a connection that says nothing is closed
     "max_request_header_size": 32 * 1024,  # bytes
     "ident": None,  # no Server header
 }
 BELIEVED = {"trusted_proxy_headers": {"x-forwarded-for", "x-forwarded-host", "x-forwarded-proto"}}
+
+
+class Connections(dict[int, Any]):
+    """
+    The sockets of a server by their numbers.
+
+    If there are many, the one that has said nothing for longest makes room for the next: somebody
+    who opens hundreds, and sends nothing, closes the page to nobody else.
+    """
+
+    def __setitem__(self, number: int, one: Any) -> None:
+        super().__setitem__(number, one)
+        if len(self) > CONNECTIONS_MOST:
+            others = (other for other in self.values() if other is not one)
+            idle = [other for other in others if _is_idle(other)]
+            if idle:
+                min(idle, key=lambda other: other.last_activity).will_close = True
+
+
+def _is_idle(channel: Any) -> bool:
+    """Tell whether one of waitress's sockets is a connection that asks for nothing now."""
+    return not getattr(channel, "requests", True) and not channel.will_close
 
 
 @click.command()
@@ -101,6 +124,7 @@ def web(
     try:
         server = create_server(
             asker.taken_from_address(served),
+            map=Connections(),
             host=host.strip("[]"),
             port=port,
             url_prefix=prefix,

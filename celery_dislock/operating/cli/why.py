@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import asdict
 
 import click
 
 from celery_dislock.keys.templates import check_written
 from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, within, write_json
-from celery_dislock.operating.cli.table import columns
+from celery_dislock.operating.cli.table import wrapped
 from celery_dislock.operating.why import why as ask
-
-WIDTH = 100  # columns of the text, if a terminal has them
 
 
 @click.command()
@@ -41,25 +38,12 @@ def why(
         if json_:
             write_json(asdict(answer))
         else:
-            width = min(WIDTH, columns())
-            _write(answer.sentence, width)
+            click.echo(wrapped(answer.sentence))
             for fact in answer.rests_on:
-                _write(fact, width, "  - ")
+                click.echo(wrapped(fact, "  - ", "    "))
             if answer.remedy:
-                _write(answer.remedy, width, "-> ")
+                click.echo(wrapped(answer.remedy, "-> ", "   "))
         if answer.away:
             context.exit(AWAY)
         if answer.state == "not known":
             context.exit(FOUND)
-
-
-def _write(text: str, width: int, bullet: str = "") -> None:
-    click.echo(
-        textwrap.fill(
-            text,
-            width,
-            initial_indent=bullet,
-            subsequent_indent=" " * len(bullet),
-            break_on_hyphens=False,
-        )
-    )

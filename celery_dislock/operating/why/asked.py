@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery import states
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import NotRegistered, TaskRevokedError
 
 from celery_dislock.exceptions import DislockError
 from celery_dislock.messages.headers import UNTIL_MOST
@@ -81,10 +81,18 @@ def _stored(meta: Mapping[str, Any], *, errors: bool) -> Stored:
         return Stored()
     reason = ""
     if isinstance(result, BaseException):
-        is_told = errors or isinstance(result, (DislockError, TaskRevokedError))
-        reason = bounded(str(result)) if is_told else type(result).__name__
+        is_told = errors or isinstance(result, (DislockError, NotRegistered, TaskRevokedError))
+        reason = bounded(_text_of(result)) if is_told else type(result).__name__
     key = bounded_text(result.get("key")) if isinstance(result, dict) else None
     return Stored(state, reason, _unix(meta.get("date_done")), key)
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an error's text, with its kind where the text alone says nothing."""
+    if isinstance(error, NotRegistered):
+        return f"task {error} is not registered in the worker that had its message"
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) or not text else text
 
 
 def _unix(given: Any) -> float | None:

@@ -7,9 +7,9 @@ evidence is out of date, or tells nothing.  What is not known is not guessed.
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.operating.checks.table import number
 from celery_dislock.operating.checks.troubles import OVERDUE, troubles_of, unclaimed
@@ -18,7 +18,7 @@ from celery_dislock.scripts.names import ASIDE, PLACES, REPLACED, TICKETS
 from celery_dislock.servers.find import LEASES
 from celery_dislock.servers.view import shown_key
 from celery_dislock.servers.waiters import ticket_of
-from celery_dislock.words import as_argument, filled, for_people, plain, some
+from celery_dislock.words import as_argument, filled, for_people, plain, some, time_of_day
 
 if TYPE_CHECKING:
     from celery_dislock.operating.why.case import Case
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.view import Holder, LockState
     from celery_dislock.tasks.answer import Answer
 
-TODAY = 12 * 3600.0  # seconds within which a time needs no date
+FOLLOWED = 10  # locks that are looked at, from one that is kept to the next
 ORDINALS = {1: "st", 2: "nd", 3: "rd"}  # codespell:ignore nd
 # Troubles of a lock because of which a task may not get the lock.
 IN_THE_WAY = {"overdue", "no worker", "unclaimed", "stuck", "hung", "differs", "paused", "limited"}
@@ -48,11 +48,9 @@ def nth(number: int) -> str:
 def at(unix_time: float) -> str:
     """Write a time as a clock here shows it, and how far from now it is."""
     left = unix_time - time.time()
-    shown = "%H:%M:%S" if abs(left) < TODAY else "%Y-%m-%d %H:%M:%S"
-    try:
-        clock = datetime.fromtimestamp(unix_time).astimezone().strftime(shown)
-    except (ValueError, OverflowError, OSError):
-        return "?"
+    clock = time_of_day(unix_time)
+    if clock == "?":
+        return clock
     return f"{clock}, in {for_people(left)}" if left >= 0 else f"{clock}, {for_people(-left)} ago"
 
 
@@ -155,7 +153,7 @@ def in_line(case: Case, place: Place, slot: str = "") -> Answer:
         )
         remedy = "If no worker runs, start one with --dislock."
         return case.answer("in line", sentence, (), remedy, task=waiter.task, key=lock.key)
-    state, way = in_the_way(lock)
+    state, way, cause = in_the_way(case, lock)
     count, several = max(lock.waiting, waiter.place), waiter.stations
     of_several = f" (the {nth(len(waiter.keeps) + 1)} of its {len(several)} locks)"
     keeps = f"; it keeps {some(map(repr, waiter.keeps))} meanwhile" if waiter.keeps else ""
@@ -171,13 +169,21 @@ def in_line(case: Case, place: Place, slot: str = "") -> Answer:
     facts = [f"lock server: it waits for {for_people(waiter.waiting)}"]
     if first is not None:
         facts.append(f"lock server: {first.who} is the first, for {for_people(first.waiting)}")
-    troubles = [one for one in troubles_of(lock, case.site) if one.name in IN_THE_WAY]
+    found = {
+        one: its
+        for its in (cause, lock)
+        for one in troubles_of(its, case.site)
+        if one.name in IN_THE_WAY
+    }
+    troubles = list(found)
     facts += [
         f"lock server: {one.row.what}{': ' if one.more else ''}{one.more}" for one in troubles
     ]
-    remedy = troubles[0].row.remedy if troubles else NEXT.get(state, BY_TURNS)
-    its = next(iter(unclaimed(lock)), waiter)  # another may be in the way, and is to be dropped
-    remedy = filled(remedy, KEY=lock.argument, TICKET=as_argument(its.ticket))
+    remedy, its = NEXT.get(state, BY_TURNS), cause
+    if troubles:
+        remedy, its = troubles[0].row.remedy, found[troubles[0]]
+    blocks = next(iter(unclaimed(its)), waiter)  # another may be in the way, and is to be dropped
+    remedy = filled(remedy, KEY=its.argument, TICKET=as_argument(blocks.ticket))
     about = {
         "place": waiter.place,
         "waiting": lock.waiting,
@@ -185,13 +191,39 @@ def in_line(case: Case, place: Place, slot: str = "") -> Answer:
         "stations": list(several),
         "keeps": list(waiter.keeps),
         "queue": waiter.routing_key,
+        "because_of": cause.key,
         "troubles": [one.name for one in troubles],
     }
     return case.answer(state, sentence, facts, remedy, task=waiter.task, key=lock.key, about=about)
 
 
-def in_the_way(lock: LockState) -> tuple[str, str]:
-    """Say in a word, and in a clause about the lock, why the next in line does not get the lock."""
+def in_the_way(case: Case, lock: LockState) -> tuple[str, str, LockState]:
+    """
+    Say why the next in line does not get a lock.
+
+    Returns:
+        The state in a word, a clause about the lock, and the lock that is the cause: if all units
+        are kept by tasks that wait for other locks, the one at the end of that way.
+    """
+    ways: list[str] = []
+    state, way = _state_of(lock)
+    while state == "in line" and _is_kept(lock) and len(ways) < FOLLOWED:
+        oldest = max(lock.holders, key=lambda one: one.held)
+        try:
+            beyond = case.overview.lock(lock.beyond(oldest))
+        except StoreError:  # it is damaged, or away
+            break
+        ways.append(way)
+        lock, (state, way) = beyond, _state_of(beyond)
+    return state, ", ".join([*ways, way]), lock
+
+
+def _is_kept(lock: LockState) -> bool:
+    return bool(lock.holders) and all(one.is_kept for one in lock.holders)
+
+
+def _state_of(lock: LockState) -> tuple[str, str]:
+    """Say in a word, and in a clause, what state a lock is in."""
     rate = lock.rate
     if lock.is_paused:
         note = f" ({lock.limit_note})" if lock.limit_note else ""
@@ -201,17 +233,24 @@ def in_the_way(lock: LockState) -> tuple[str, str]:
         return "held back", f"which is held back for {for_people(rate.held_back)} more{note}"
     if rate is not None and rate.early:
         soon = at(time.time() + rate.early)
-        return "too early", f"whose rate of {rate.rate} admits the next start at {soon}"
+        by = f", set by an operator{f' ({rate.note})' if rate.note else ''}," if rate.is_set else ""
+        return "too early", f"whose rate of {rate.rate}{by} admits the next start at {soon}"
     return "in line", _held_by(lock) if lock.holders else "which nobody holds now"
 
 
 def _held_by(lock: LockState) -> str:
-    longest = max(lock.holders, key=lambda one: one.held)
+    bodies = [one for one in lock.holders if not one.turn]
+    longest = max(bodies or lock.holders, key=lambda one: one.held)
     several = len(lock.holders) > 1
-    who = f"{len(lock.holders)} hold; the oldest, {longest.who}," if several else longest.who
     held = f"for {for_people(longest.held)}"
     if longest.turn:
-        return f"which is {'kept' if longest.is_kept else 'reserved'} for {who}, {held} so far"
+        is_for = f"is {'kept' if longest.is_kept else 'reserved'} {held} so far for {longest.who}"
+        return (
+            f"which {len(lock.holders)} hold; the oldest unit {is_for}"
+            if several
+            else f"which {is_for}"
+        )
+    who = f"{len(lock.holders)} hold; the oldest, {longest.who}," if several else longest.who
     if longest.is_overdue:
         return f"which {who} has held {held}, and not renewed for {for_people(longest.renewed)}"
     return f"which {who} has held {held}"

@@ -129,7 +129,7 @@ def _why_put_off(case: Case, keys: Sequence[str]) -> str:
         for name in case.runtime.lock_names(keys):
             lock = case.overview.lock(name)
             if lock.exists:
-                return f"why is not stored; it needs lock {lock.key!r}, {in_the_way(lock)[1]}"
+                return f"why is not stored; it needs lock {lock.key!r}, {in_the_way(case, lock)[1]}"
     return "why is not stored; the log of the worker that put it off says so"
 
 
@@ -171,7 +171,8 @@ def reserved(case: Case) -> Answer | None:
             f"{who} has begun, and holds no lock that is known here: it has just ended, or its "
             "process has died."
         )
-        remedy = f"If it has died, its key is free in {left}: celery dislock free {lock.argument}"
+        end = f"celery dislock free --reservation {lock.argument}"
+        remedy = f"If it has died, its key is free in {left}, or by: {end}"
         return case.answer("began", sentence, facts, remedy, **more)
     return _sent(case, f"{who} was sent {since} ago", facts, more, lock)
 
@@ -192,7 +193,7 @@ def _sent(
             f"{was_sent}, and is due in {for_people(due)}: until then its message waits with the "
             "broker, or with a worker that has not answered, as far as is known."
         )
-        remedy = f"{THEN} If it was purged: celery dislock free {lock.argument}"
+        remedy = f"{THEN} If it was purged: celery dislock free --reservation {lock.argument}"
         return case.answer("not due", sentence, facts, remedy, **more)
     if messages == 0:
         sentence = (

@@ -169,14 +169,17 @@ def test_a_signal_is_given_as_to_kill(dislock, server, workers, given, told):
     [
         ({}, ["still runs"]),
         ({"renewed": None}, ["still runs"]),
-        ({"renewed": 21.0, "remaining": 9.0}, ["freed", "freed"]),
+        ({"renewed": 21.0, "remaining": 9.0}, ["still runs"]),
+        ({"expiring": True}, ["freed", "freed"]),
     ],
 )
-def test_one_that_is_still_there_is_freed_if_nobody_renews_it(
+def test_one_that_is_still_there_is_freed_if_its_body_has_ended(
     dislock, server, workers, state, caplog, changed, outcome
 ):
-    """A lease that is renewed, or tells nothing, may have a process: the reservation stays, too."""
-    server.put(lock(holders=[holder(**changed)], reservation=RESERVED))
+    """A body that is stopped or cut off may go on, and keeps its lock and its reservation."""
+    server.put(lock(holders=[holder()], reservation=RESERVED))
+    then = lock(holders=[holder(**changed)], reservation=RESERVED)
+    workers.ends = lambda: server.put(then)
     answer = dislock.json("free", "k", "--terminate", "--wait", "0.001", "--yes")
     assert outcomes(answer) == outcome
     assert state() == ((HELD, "id-9") if "still runs" in outcome else (GONE, None))
@@ -207,6 +210,15 @@ def test_a_broker_that_is_away_frees_nothing(dislock, server, workers, state):
     answer = dislock("free", "k", "--terminate", "--yes")
     assert (answer.exit_code, state()[0]) == (AWAY, HELD)
     assert answer.stderr.endswith("the broker did not take the command for the workers: refused\n")
+
+
+def test_a_reservation_alone_is_ended(dislock, server, state):
+    """Whoever holds the lock keeps it; if nothing is reserved, that is said."""
+    server.put(lock(holders=[holder()], reservation=RESERVED))
+    assert dislock("free", "k", "--reservation", "--yes").exit_code == 0
+    assert state() == (HELD, None)
+    answer = dislock("free", "k", "--reservation", "--yes")
+    assert (answer.exit_code, answer.stderr) == (FOUND, "Key k is not reserved.\n")
 
 
 def test_a_token_chooses_a_lease(dislock, server, state):

@@ -39,6 +39,17 @@ LEASES = ("persistence", "warning", "forgotten its leases")
 
 
 @pytest.mark.parametrize(
+    ("kind", "infos"), [("single", [None]), ("quorum", [None, MASTER, MASTER]), ("cluster", [None])]
+)
+def test_who_starts_a_lock_server_again_is_told_when(doctor, server, kind, infos):
+    """One that comes back empty grants again what bodies that run rely on."""
+    server.kind, server.keeps_lines = kind, kind != "quorum"
+    server.members = lambda: [member(server, f"h{nth}", one) for nth, one in enumerate(infos)]
+    [remedy] = [one["remedy"] for one in doctor.told() if "Start it" in one["remedy"]]
+    assert "without its data, do so only after the longest timeout is over" in remedy
+
+
+@pytest.mark.parametrize(
     ("kind", "infos", "options", "expected"),
     [
         ("single", [MASTER], {}, []),

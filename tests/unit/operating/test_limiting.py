@@ -12,7 +12,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.rates import RateState
 from celery_dislock.tasks.handle import LockHandle
 from tests.commands import AWAY, USAGE
-from tests.staged import lock
+from tests.staged import holder, lock
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +34,21 @@ def told(state):
     rate = state.rate
     known = [state.limit, rate and rate.is_set and str(rate.rate)]
     return [*known, state.limit_remaining, state.limit_note, rate and rate.note]
+
+
+@pytest.mark.parametrize(
+    "known", [{"ticked": 9.0}, {"holders": [holder(task=None, id=None, thread="beat")]}]
+)
+def test_of_a_beat_it_is_told_that_a_pause_stops_it(dislock, server, known):
+    """Whoever leads sends nothing more, other than a task, which keeps its lock."""
+    server.put(lock("beat", **known))
+    assert dislock("pause", "beat").stdout == (
+        "Lock beat is paused until: celery dislock resume beat. The beat that leads by it sends "
+        "nothing more, and the others nothing, either.\n"
+    )
+    assert dislock("limit", "beat", "1").stdout == (
+        "Lock beat admits 1 at a time, until: celery dislock resume beat. It was paused.\n"
+    )
 
 
 @pytest.mark.parametrize(

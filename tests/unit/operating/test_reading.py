@@ -71,6 +71,15 @@ def test_all_that_is_known_is_told(dislock, all_of_it, words):
     assert answer.exit_code == 0
     assert answer.stdout == (TEXTS / f"{words.replace(' ', '-')}.txt").read_text("utf-8")
     assert answer.stderr == ""
+    assert max(map(len, answer.stdout.splitlines())) <= 80
+
+
+def test_a_word_that_is_longer_than_a_line_stays_whole(dislock, server):
+    """A key, an owner or a command may be copied from it."""
+    server.put(lock("k" * 90, holders=[holder(owner="o" * 90)]))
+    told = dislock("show", "k" * 90).stdout
+    assert f"lock\n    {'k' * 90}\n" in told
+    assert f" {'o' * 90}\n" in told
 
 
 def test_a_holder_is_told_for_whose_end_a_newer_task_waits(dislock, server):
@@ -216,7 +225,7 @@ AGO = "since 2023-11-14 20:13:20+00:00"
 def test_how_often_a_lock_is_taken_is_told(dislock, server, given, shown, limits, holder):
     """What people have set as what the code says; beside the line, too; `ls` says why it waits."""
     server.put(lock(**given, waiting=1, line=[place(parked=False, ticket="", waiting=3.0)]))
-    lines = dislock("show", "k").stdout.splitlines()
+    lines = dislock("show", "k").stdout.replace("\n      ", " ").splitlines()
     assert [one.strip() for one in lines if one.startswith(("  rate", "  held back"))] == shown
     assert dislock("line", "k").stderr.splitlines() == shown
     row = dislock("ls", env={"COLUMNS": "200"}).stdout.splitlines()[1]

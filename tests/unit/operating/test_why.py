@@ -6,7 +6,7 @@ import shlex
 import time
 
 import pytest
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import NotRegistered, TaskRevokedError
 
 from celery_dislock import SingletonTask
 from celery_dislock.config.terms import Rate
@@ -120,7 +120,7 @@ def test_its_lease_is_overdue(why, server):
     server.put(lock("k", holders=[holder(renewed=25.0, remaining=5.0)]))
     answer = why("id-1")
     says(answer, "overdue", "not renewed it for 25 s", "dead, stopped or cut off")
-    assert answer["remedy"].endswith("celery dislock free k")
+    assert answer["remedy"].endswith("to end it first, celery dislock free --terminate k")
 
 
 def test_a_lease_that_is_left_to_expire_is_no_run(why, server, store):
@@ -146,12 +146,25 @@ def test_a_lease_that_is_left_to_expire_is_no_run(why, server, store):
         (
             {"holders": [holder(turn=True)]},
             "in line",
-            "is reserved for task id-1, whose turn it is",
+            "which is reserved for 61 s so far for task id-1, whose turn it is.",
         ),
         (
             {"holders": [holder(turn=True, waits="a")]},
             "in line",
-            "is kept for task id-1, which waits",
+            "which is kept for 61 s so far for task id-1, which waits for lock 'a', which nobody",
+        ),
+        (
+            {"holders": [holder(turn=True, waits="a"), holder(2, turn=True, waits="b")]},
+            "in line",
+            (
+                "which 2 hold; the oldest unit is kept for 62 s so far for task id-2, which waits "
+                "for lock 'b', which nobody holds now."
+            ),
+        ),
+        (
+            {"holders": [holder(), holder(2, turn=True, waits="b")]},
+            "in line",
+            "which 2 hold; the oldest, shop.export[id-1] on celery@w1 (pid 7), has held for 61 s.",
         ),
         ({}, "in line", "which nobody holds now"),
         (
@@ -170,6 +183,11 @@ def test_a_lease_that_is_left_to_expire_is_no_run(why, server, store):
             "too early",
             "whose rate of 5 a minute admits the next start at ",
         ),
+        (
+            {"rate": RateState(Rate(5, 60.0), 30.0, is_set=True, note="by ann: 429", age=9.0)},
+            "too early",
+            "whose rate of 5 a minute, set by an operator (by ann: 429), admits the next start at ",
+        ),
     ],
 )
 def test_what_is_in_the_way_of_its_lock(why, server, changes, state, way):
@@ -180,7 +198,43 @@ def test_what_is_in_the_way_of_its_lock(why, server, changes, state, way):
     assert answer["about"]["place"] == 2
     assert "lock server: shop.pay[parked-1] is the first, for 5.0 s" in answer["rests_on"]
     helps = {"paused": "resume k", "held back": "resume k", "too early": "limit k --rate "}
-    assert f"celery dislock {helps.get(state, '')}" in answer["remedy"]
+    is_set = state == "too early" and changes["rate"].is_set
+    helps = "resume k" if is_set else helps.get(state, "")
+    assert f"celery dislock {helps}" in answer["remedy"]
+
+
+def test_what_keeps_its_lock_is_followed_to_its_cause(why, server):
+    """An operator's pause two locks on, with its note and what takes it back."""
+    paused = {"limit": 0, "limit_age": 7200.0, "limit_note": "by ann: deploy"}
+    server.put(
+        lock("a", holders=[holder(turn=True, waits="b")], waiting=1, line=[place(3)]),
+        lock("b", holders=[holder(2, turn=True, waits="c")], waiting=1, line=[place(1)]),
+        lock("c", waiting=1, line=[place(2)], **paused),
+    )
+    answer = why("parked-3")
+    assert answer["sentence"] == (
+        "shop.pay[parked-3] is alone in line for lock 'a', which is kept for 61 s so far for task "
+        "id-1, which waits for lock 'b', which is kept for 62 s so far for task id-2, which waits "
+        "for lock 'c', which is paused (by ann: deploy), for 2 h 00 min so far."
+    )
+    assert (answer["state"], answer["key"], answer["about"]["because_of"]) == ("paused", "a", "c")
+    assert answer["remedy"] == "To take it back: celery dislock resume c"
+    server.damage("c")
+    says(why("parked-3"), "in line", "for task id-2, which waits for lock 'c'.")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (NotRegistered("queue"), "task 'queue' is not registered in the worker that had its"),
+        (KeyError("queue"), "KeyError: 'queue'."),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_a_reason_is_never_a_bare_name(why, store, error, told):
+    """The text of a KeyError is a name in quotes, and that of other errors may be empty."""
+    store("FAILURE", error)
+    says(why(), "ended", "has failed", f": {told}")
 
 
 def test_nobody_sweeps_its_line(why, server, monkeypatch):
@@ -426,7 +480,11 @@ def test_its_message_waits_in_its_queue_or_is_lost(
     lost = "and nothing waits in its queue mail: it was purged"
     waits = "and no worker that answers has it: it waits with the broker"
     says(answer, "sent", lost if messages == 0 else waits)
-    remedy = "celery dislock free k" if messages == 0 else "celery worker --dislock -Q mail"
+    remedy = (
+        "celery dislock free --reservation k"
+        if messages == 0
+        else "celery worker --dislock -Q mail"
+    )
     assert remedy in answer["remedy"]
 
 
@@ -460,7 +518,7 @@ def test_what_is_reserved_for_several_keys_is_freed_by_its_task(why, server, mon
     name = "dislock:{a}:and:0123456789abcdef0123456789abcdef"
     server.put(lock("a and others", name=name, reservation=RESERVED))
     remedy = why()["remedy"]
-    assert "celery dislock free --task NAME --args ARGUMENTS. It may be" in remedy
+    assert "celery dislock free --reservation --task NAME --args ARGUMENTS. It may be" in remedy
 
 
 def test_it_was_a_duplicate(why, app, server):
@@ -586,7 +644,7 @@ def test_a_hostile_id_is_text(dislock, server, workers, task_id):
     server.put(lock("k", holders=[holder()], waiting=1, line=[place()]))
     answer = dislock("why", task_id)
     assert answer.exit_code == FOUND
-    assert answer.stdout.startswith("Nothing is known here of task ")
+    assert " ".join(answer.stdout.split()).startswith("Nothing is known here of task ")
     assert "\x1b" not in answer.stdout
     assert len(answer.stdout) < 2000
 

@@ -65,7 +65,7 @@ def test_a_lease():
     ("given", "renewed", "expiring", "may_live", "can"),
     [
         (lease(), 3.0, False, True, True),
-        (lease(remaining=9_000), 21.0, False, False, True),
+        (lease(remaining=9_000), 21.0, False, True, True),
         (lease(remaining=11_000), 19.0, False, True, True),
         (lease(timeout=None), None, False, True, True),
         (lease(owner=b"~me"), None, True, False, False),
@@ -74,7 +74,7 @@ def test_a_lease():
     ],
 )
 def test_whether_a_holder_lives(given, renewed, expiring, may_live, can):
-    """One that has missed two renewals has nobody; an unknown one may live."""
+    """One that has missed two renewals may be stopped or cut off; an unknown one may live."""
     state = state_of(SERVER, NAME, reply(leases=[*given, *lease(b"other")]))
     found, _ = state.holders
     assert (found.renewed, found.expiring) == (renewed, expiring)

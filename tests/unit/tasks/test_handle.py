@@ -93,7 +93,7 @@ def test_what_was_shown_is_ended_alone(app, lock_of, lock_server):
 
 
 @pytest.mark.parametrize(
-    ("ends", "stalls", "freed"), [(3.0, 0, True), (None, 0, False), (None, 29, True)]
+    ("ends", "stalls", "freed"), [(3.0, 0, True), (None, 0, False), (None, 29, False)]
 )
 def test_a_task_is_terminated_first(app, lock_of, lock_server, runs, ends, stalls, freed):
     """It may end with that; what may live keeps its lock and its reservation."""

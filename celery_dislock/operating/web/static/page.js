@@ -501,7 +501,7 @@ async function unreserve() {
 
 async function terminate(holder, button) {
   const lock = lastLock;
-  const text = `${plain(holder.who)} is revoked, and its process gets SIGTERM. Its lock is released when it has ended; if it does not end, you can still free the lock.`;
+  const text = `${plain(holder.who)} is revoked, and its process gets SIGTERM. Its lock is released when it has ended.`;
   if (await confirmed("End this task?", text, "End it")) {
     await act("api/terminate", { name: lock.name, owner: holder.owner, token: holder.token });
   }
@@ -532,7 +532,12 @@ function refocus(button) {
 byId("cancel").addEventListener("click", () => byId("confirm").close());
 byId("confirmed").addEventListener("click", () => byId("confirm").close("yes"));
 byId("unreserve").addEventListener("click", unreserve);
-byId("pause").addEventListener("click", () => limit({ limit: "0" }, `Pause lock ${plain(lastLock.key)}?`, "Nobody gets it from now on. Those who hold it keep it, and those in line stay there.", "Pause it"));
+byId("pause").addEventListener("click", () => {
+  const text = lastLock.ticked === null
+    ? "Nobody gets it from now on. Those who hold it keep it, and those in line stay there."
+    : "No beat sends anything from now on, the one that leads included.";
+  limit({ limit: "0" }, `Pause lock ${plain(lastLock.key)}?`, text, "Pause it");
+});
 byId("resume").addEventListener("click", () => limit({ limit: "" }, `Take back the limit of lock ${plain(lastLock.key)}?`, "The limit that the code gives holds again.", "Take it back"));
 byId("limit").addEventListener("submit", (event) => {
   event.preventDefault();
