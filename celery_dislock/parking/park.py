@@ -171,7 +171,7 @@ class Parking:
         The mark of a task that is acknowledged early was set by the release.
         """
         delivery, ending = self._delivery, self._delivery.ending
-        if not (ending.ticket and ending.settles > 0):
+        if not (ending.ticket and (ending.settles or 0) > 0):
             return
         done = LateRelease(
             delivery.lock.names, delivery.attempt.owner, Ending(ticket=ending.ticket)
