@@ -248,7 +248,7 @@ class Lines:
 
     def set_aside(
         self, turn: tuple[str, str], what: str, why: object, task: str = "", how: str = ASIDE
-    ) -> None:
+    ) -> bool:
         """
         Set aside a parked task that cannot claim its turn, and give the turn to the next.
 
@@ -261,13 +261,19 @@ class Lines:
             why: Why the task cannot claim its turn, for the log.
             task: The task's name.
             how: ASIDE; or UNREAD, if nobody can read its message.
+
+        Returns:
+            Whether it was set aside.
         """
         lock, ticket = turn
         try:
-            if self.leave(lock, ticket, how, task) == scripts.HAS_LEFT:
-                log_unrunnable(what, lock, why)
+            is_aside = self.leave(lock, ticket, how, task) == scripts.HAS_LEFT
         except StoreError as exc:
             log_unrunnable(what, lock, why, exc)
+            return False
+        if is_aside:
+            log_unrunnable(what, lock, why)
+        return is_aside
 
     def enlist(self, lock: str) -> None:
         """Add a lock to the index."""

@@ -200,6 +200,12 @@ local function publish(lock, ticket, message, delay_ms)
   for _, part in ipairs({lock.name, ticket, message, delay_ms or 0}) do turns[#turns + 1] = part end
 end
 
+-- Take a ticket out of line whose record cannot be read or is gone, and tell the caller.
+local function set_aside_unread(lock, ticket, record)
+  set_aside(lock, ticket, record or '')
+  publish(lock, ticket, record and record ~= '' and '' or false)
+end
+
 -- Whether a parked task may pass a lock: now, or soon if only a rate is in the way.  Turns are given ahead,
 -- as claims take time: to all tasks that can start within AHEAD_US, else to one that can start within SOON_US.
 local function may_pass(lock, terms)
@@ -316,10 +322,7 @@ function give_turn(lock, member)
     return not redis.call('ZSCORE', lock.line, member)
   end
   redis.call('ZREM', lock.line, member)
-  if not (beside or parked) then
-    set_aside(lock, ticket, record or '')
-    publish(lock, ticket, record and record ~= '' and '' or false)
-  end
+  if not (beside or parked) then set_aside_unread(lock, ticket, record) end
   return true
 end
 

@@ -270,5 +270,9 @@ def set_aside(case: Case, found: Found) -> Answer:
     sentence = f"{case.who()} was set aside in the line of lock {key!r}{because}."
     command = f"celery dislock put-back --ticket {as_argument(found.name)} {as_argument(key)}"
     remedy = f"When a worker can run it: {command}"
+    try:
+        case.kept(found)
+    except ValueError as exc:
+        remedy = f"It cannot be put back, as its message is lost: {plain(str(exc))}. Send it again."
     facts = [] if why else ["log: the worker that set it aside has logged why"]
     return case.answer("set aside", sentence, facts, remedy, key=key)
