@@ -218,6 +218,22 @@ class Publisher:
                 why = f"its result is {state}, and it does not claim its turns"
                 self.lines.set_aside((lock, ticket), ticket, why)
 
+    def waits_again(self, lock: str, ticket: str) -> None:
+        """Store PARKED for a task that is put back, if its result says that it has ended."""
+        if self._ask(ticket) not in states.READY_STATES:
+            return
+        began, meta = monotonic(), {"key": key_of(lock), "place": 0, "holder": ""}
+        try:
+            self._app.backend.store_result(task_id_of(ticket), meta, PARKED)
+        except Exception as exc:  # noqa: BLE001 -- any of the backend's client
+            self._rest_after(began)
+            #: WARNING: The result backend is away; a sweep may set it aside again. -> Repair the
+            #: backend.
+            logger.warning(
+                "Parked task %s is put back, and its result does not say so: %s",
+                *(ticket, reason_of(exc)),
+            )
+
     def _ask(self, ticket: str) -> str | None:
         """Return the state of a parked task's result; None: it cannot be asked for."""
         backend, began = self._app.backend, monotonic()

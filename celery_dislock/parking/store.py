@@ -224,6 +224,19 @@ class Lines:
         """Put a parked task whose message could not be published back in line."""
         self._server.run(scripts.GIVE_BACK, [lock], ticket)
 
+    def put_back(self, lock: str, ticket: str) -> str:
+        """
+        Put a ticket that was set aside at the end of its line.
+
+        Returns:
+            Why it was left; empty: it is in line, or was put back by another.  UNREAD: its record
+            cannot be read, but its message may be.
+        """
+        self.enlist(lock)
+        reply, _ = self._server.exchange(scripts.PUT_BACK, [lock], self._home, ticket)
+        (state,) = self._published(reply)
+        return {2: UNREAD, 3: "it is in line or runs, by another message"}.get(state, "")
+
     def aside(self, lock: str, ticket: str = "") -> Iterator[tuple[str, bytes]]:
         """
         Read the tickets that were set aside beside a lock, in pages.

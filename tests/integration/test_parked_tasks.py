@@ -627,6 +627,72 @@ class TestWhatCannotClaimItsTurn:
         base = type("Base", (SingletonTask,), {"before_start": before_start, "abstract": True})
         return shop.declare(base=base, **options)
 
+    def actions(self, shop):
+        return Actions(shop.app, runtime_of(shop.app).process)
+
+    def state(self, shop):
+        return shop.app.AsyncResult("2").state
+
+    def set_aside(self, shop):
+        """Let the task be set aside, as no worker can run it, and the one behind it run."""
+        result, _ = self.park(shop)
+        self.fail_early(shop, ValueError("no"))
+        shop.work()
+        assert (result.state, self.aside(shop), shop.ran) == ("FAILURE", ["2"], ["3"])
+
+    def test_what_is_put_back_is_kept_until_it_runs(self, shop):
+        """No worker can run it yet: it is set aside again, as often as it comes."""
+        self.set_aside(shop)
+        for _ in range(2):
+            with shop.held():
+                assert [*self.actions(shop).put_back(LOCK, "2:0:0")] == [("2:0:0", "")]
+                assert (shop.line, self.aside(shop), self.state(shop)) == (["2"], [], "PARKED")
+            shop.work()
+            assert (self.aside(shop), self.state(shop)) == (["2"], "FAILURE")
+        shop.declare()
+        assert [*self.actions(shop).put_back(LOCK)] == [("2:0:0", "")]
+        shop.work()
+        assert (shop.ran, self.aside(shop), shop.line) == (["3", "2"], [], [])
+        assert self.state(shop) == "SUCCESS"
+        assert [*self.actions(shop).put_back(LOCK)] == []
+
+    def test_what_is_put_back_goes_to_the_end_of_its_line(self, shop):
+        """Those who came meanwhile are before it."""
+        self.set_aside(shop)
+        task = shop.declare()
+        with shop.held():
+            shop.run(task, "4")
+            assert [*self.actions(shop).put_back(LOCK)] == [("2:0:0", "")]
+            assert shop.line == ["4", "2"]
+        shop.work()
+        assert shop.ran == ["3", "4", "2"]
+
+    def test_what_is_put_back_while_its_broker_is_away_waits_in_line(self, shop, monkeypatch):
+        """A sweep gives it its turn."""
+
+        def away(*_, **__):
+            raise OperationalError
+
+        self.set_aside(shop)
+        shop.declare()
+        with monkeypatch.context() as patch:
+            patch.setattr(Producer, "publish", away)
+            assert [*self.actions(shop).put_back(LOCK, "2:0:0")] == [("2:0:0", "")]
+        assert (shop.work(), shop.line) == (0, ["2"])
+        shop.sweep()
+        shop.work()
+        assert shop.ran == ["3", "2"]
+
+    def test_what_runs_is_not_put_back_beside_it(self, shop):
+        """Somebody has sent it again, under the same id."""
+        self.set_aside(shop)
+        with shop.held():
+            shop.run(shop.declare(), "2", 1)
+            [(_, problem)] = self.actions(shop).put_back(LOCK, "2:0:0")
+            assert problem == "it is in line or runs, by another message"
+        shop.work()
+        assert shop.ran == ["3", "2"]
+
     def test_a_key_that_cannot_be_built_now_keeps_nobody_from_its_turn(self, shop):
         """An argument was renamed while they were in line."""
         self.park(shop)

@@ -11,7 +11,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import shown_id
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.site import Site
-from celery_dislock.operating.why.asked import Stored, Told, ask_backend, ask_workers
+from celery_dislock.operating.why.asked import Stored, Told, ask_backend, ask_workers, lacking
 from celery_dislock.scripts.names import TICKETS
 from celery_dislock.servers.find import LEASES, Search
 from celery_dislock.servers.overview import Overview
@@ -129,6 +129,14 @@ class Case:
         pages = self._lines.aside(found.lock, found.name) if self._lines is not None else ()
         kept = next((record for _, record in pages), b"")
         return Message.from_bytes(parked_message(kept)[0])
+
+    def lacking(self, message: Message) -> list[str]:
+        """Return the workers of a message's queue that have no task of its name."""
+        workers = self.told.workers if message.exchange else self.told.serving(message.routing_key)
+        task = message.headers.get("task")
+        if self.app is None or not workers or not isinstance(task, str):
+            return []
+        return lacking(self.app, task, list(workers), self.timeout)
 
     @property
     def has_gaps(self) -> bool:

@@ -281,6 +281,33 @@ def test_it_was_set_aside(why, server, store):
     says(why(), "set aside", ": 'shop.gone'.")
 
 
+def test_it_was_set_aside_and_some_workers_lack_its_task(why, server, workers, app, monkeypatch):
+    """They are named: put back, it would come to one of them, and be set aside again."""
+    asked_of = []
+
+    def registered(_command, arguments=None, destination=None, **_how):
+        asked_of.append(destination)
+        return [{"w1": ["shop.mail [rate_limit=1/s]"]}, {"w2": ["shop.other"]}, {"w4": []}]
+
+    message = Message("", "mail", {"task": "shop.mail"}, None, None, {}, alone=True, body=b"")
+    server.send("HSET", "dislock:{k}:aside", f"{ID}:0:0", b"1 damaged " + message.to_bytes())
+    workers |= {"w1": known(queues=["mail"]), "w2": known(queues=["mail"])}
+    workers |= {"w3": known(queues=["mail"]), "w4": known(queues=["other"])}
+    broadcast = app.control.broadcast
+
+    def either(command, **how):
+        return (registered if command == "registered" else broadcast)(command, **how)
+
+    monkeypatch.setattr(app.control, "broadcast", either)
+    answer = why()
+    assert asked_of[0] == ["w1", "w2", "w3"]
+    put_back = f"celery dislock put-back --ticket {ID}:0:0 k"
+    told = f"When these workers of its queue have its task, too: w2: {put_back}"
+    assert answer["remedy"] == told
+    monkeypatch.setattr(app.control, "inspect", lambda *_, **__: 1 / 0)
+    assert why()["remedy"] == f"When a worker can run it: {put_back}"
+
+
 @pytest.mark.parametrize("kept", ["?", '1 {"headers": 7}\n'])
 def test_it_was_set_aside_and_cannot_be_put_back(why, server, kept):
     """Nobody can read its message, so only its sender can help."""
