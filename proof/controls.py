@@ -25,6 +25,7 @@ from celery_dislock.scripts import (
     LIMIT,
     PARK,
     PARK_UNIQUE,
+    PUT_BACK,
     RELEASE,
     RELEASE_DEAD,
     RELEASE_UNIQUE,
@@ -54,7 +55,7 @@ def _rewrite(scripts: Sequence[Script], old: str, new: str) -> None:
 # All scripts that can hand a lock on.
 HAND_ON = (
     *(ACQUIRE, ACQUIRE_UNIQUE, PARK, PARK_UNIQUE, RELEASE, RELEASE_UNIQUE, RELEASE_DEAD),
-    *(DROP, FREE, GIVE_BACK, LEAVE, LIMIT, SWEEP),
+    *(DROP, FREE, GIVE_BACK, LEAVE, LIMIT, PUT_BACK, SWEEP),
 )
 
 

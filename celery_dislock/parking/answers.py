@@ -10,6 +10,8 @@ from celery_dislock.servers.records import Conflict
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+PARKED = "PARKED"  # state of the result while a task is in line
+
 
 @dataclass(frozen=True)
 class Parked(Conflict):

@@ -21,7 +21,7 @@ from celery_dislock.locks.lease import WAS_PARKED
 from celery_dislock.messages.headers import SENT, SINCE
 from celery_dislock.messages.message import TaskParked, result_is_ignored
 from celery_dislock.messages.unrun import acknowledge, put_off
-from celery_dislock.parking.answers import Done, Later, Parked
+from celery_dislock.parking.answers import PARKED, Done, Later, Parked
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import Conflict, in_words, is_turn
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from celery_dislock.parking.store import Lines
 
 LATER_MOST = 86400.0  # seconds for which a task waits for a worker of a later release
-PARKED = "PARKED"  # state of the result while a task is in line
 
 logger = logging.getLogger("celery_dislock")
 
@@ -171,7 +170,7 @@ class Parking:
         The mark of a task that is acknowledged early was set by the release.
         """
         delivery, ending = self._delivery, self._delivery.ending
-        if not (ending.ticket and ending.settles > 0):
+        if not (ending.ticket and (ending.settles or 0) > 0):
             return
         done = LateRelease(
             delivery.lock.names, delivery.attempt.owner, Ending(ticket=ending.ticket)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from celery import states
 from celery.app.task import Context
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import InvalidTaskError, TaskRevokedError
 from kombu.exceptions import OperationalError
 from kombu.utils.url import url_to_parts
 
@@ -28,6 +28,7 @@ from celery_dislock.messages.headers import REPLACED, TICKET, notes_in, readable
 from celery_dislock.messages.message import Message, store_end
 from celery_dislock.messages.resending import publish
 from celery_dislock.messages.unrun import EARLY_LEAST
+from celery_dislock.parking.answers import PARKED
 from celery_dislock.parking.store import UNREAD, log_unrunnable
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import HAS_LEFT
@@ -80,6 +81,7 @@ class Publisher:
     def hand_over(self, turns: Sequence[Turn]) -> None:
         """Publish the messages of parked tasks that have their turn."""
         readable: list[tuple[Turn, Message]] = []
+        unreadable: list[tuple[str, str, object]] = []
         pending = deque(turns)
         while pending:
             turn = pending.popleft()
@@ -92,15 +94,22 @@ class Publisher:
                     "next task in line for %s has its turn.",
                     *(ticket, lock),
                 )
+                unreadable.append((lock, ticket, "its message is gone from the lock server"))
                 continue
             try:
                 readable.append((turn, Message.from_bytes(written)))
             except ValueError as exc:
-                if written:
-                    lines = self.lines.handing_to(pending.extend)
-                    lines.set_aside((lock, ticket), ticket, exc)
-                else:  # the script has set it aside
+                lines = self.lines.handing_to(pending.extend)
+                if not written:  # the script has set it aside
                     log_unrunnable(ticket, lock, exc)
+                elif not lines.set_aside((lock, ticket), ticket, exc):
+                    continue
+                unreadable.append((lock, ticket, exc))
+        self._publish(readable)
+        for one in unreadable:
+            self._fail(*one)
+
+    def _publish(self, readable: Sequence[tuple[Turn, Message]]) -> None:
         for nth, (turn, message) in enumerate(readable):
             try:
                 delay = turn.delay and max(turn.delay, EARLY_LEAST)
@@ -112,6 +121,27 @@ class Publisher:
             except Exception as exc:  # noqa: BLE001 -- any of the broker's client
                 # The error may concern this message alone: go on with the others.
                 _not_sent([(turn, message)], exc, "when their turn has run out")
+
+    def _fail(self, lock: str, ticket: str, why: object) -> None:
+        """
+        Let the result of a task whose message nobody can read say so, unless it says otherwise.
+
+        Its chord, its chain and its reservation stand in that message.
+        """
+        if self._ask(ticket) != PARKED:
+            return
+        began, key = monotonic(), key_of(lock)
+        error = InvalidTaskError(f"it was parked for lock {key!r}, and cannot be run: {why}")
+        try:
+            self._app.backend.mark_as_failure(task_id_of(ticket), error)
+        except Exception as exc:  # noqa: BLE001 -- any of the backend's client
+            self._rest_after(began)
+            #: WARNING: Its message is damaged, and the result backend is away; its result stays
+            #: PARKED. -> Repair the backend.
+            logger.warning(
+                "Parked task %s cannot be run, and its result does not say so: %s",
+                *(ticket, reason_of(exc)),
+            )
 
     def tell_replaced(
         self, lock: str, replaced: Mapping[str, bytes], by: str = ""
@@ -142,7 +172,8 @@ class Publisher:
             try:
                 message = Message.from_bytes(written)
             except ValueError as exc:
-                self.lines.set_aside((lock, ticket), ticket, exc, how=UNREAD)
+                if self.lines.set_aside((lock, ticket), ticket, exc, how=UNREAD):
+                    self._fail(lock, ticket, exc)
                 continue
             try:
                 reason = readable_reason(notes_in(message.headers).get(REPLACED)) or newer
@@ -179,30 +210,50 @@ class Publisher:
         task at each turn.  Tasks without a final state are left in line: their queue may be slow
         or have no worker.
         """
-        backend = self._app.backend
         # At random, so that a task whose result cannot be asked for keeps no other in line.
         for ticket in random.sample(tickets, len(tickets)):
-            began = monotonic()
-            if began < self._rests_until:
-                return
-            try:
-                # Reading a result that is sent as a message would consume it.
-                state = (
-                    backend.get_state(task_id_of(ticket)) if backend.persistent else states.PENDING
-                )
-            except NotImplementedError:  # the app stores no results
-                return
-            except Exception as exc:  # noqa: BLE001 -- any of the backend's client
-                self._rest_after(began)
-                #: WARNING: No worker claims its turns, and the result backend is away; a later
-                #: sweep asks again. -> Repair the backend.
-                logger.warning(
-                    "Could not ask for the result of parked task %s: %s", ticket, reason_of(exc)
-                )
+            state = self._ask(ticket)
+            if state is None:
                 return
             if state in states.READY_STATES:
                 why = f"its result is {state}, and it does not claim its turns"
                 self.lines.set_aside((lock, ticket), ticket, why)
+
+    def waits_again(self, lock: str, ticket: str) -> None:
+        """Store PARKED for a task that is put back, if its result says that it has ended."""
+        if self._ask(ticket) not in states.READY_STATES:
+            return
+        began, meta = monotonic(), {"key": key_of(lock), "place": 0, "holder": ""}
+        try:
+            self._app.backend.store_result(task_id_of(ticket), meta, PARKED)
+        except Exception as exc:  # noqa: BLE001 -- any of the backend's client
+            self._rest_after(began)
+            #: WARNING: The result backend is away; a sweep may set it aside again. -> Repair the
+            #: backend.
+            logger.warning(
+                "Parked task %s is put back, and its result does not say so: %s",
+                *(ticket, reason_of(exc)),
+            )
+
+    def _ask(self, ticket: str) -> str | None:
+        """Return the state of a parked task's result; None: it cannot be asked for."""
+        backend, began = self._app.backend, monotonic()
+        if began < self._rests_until:
+            return None
+        try:
+            # Reading a result that is sent as a message would consume it.
+            state = backend.get_state(task_id_of(ticket)) if backend.persistent else states.PENDING
+            return str(state)
+        except NotImplementedError:  # the app stores no results
+            return None
+        except Exception as exc:  # noqa: BLE001 -- any of the backend's client
+            self._rest_after(began)
+            #: WARNING: No worker claims its turns, or its message is damaged, and the result
+            #: backend is away. A later sweep asks again for those in line. -> Repair the backend.
+            logger.warning(
+                "Could not ask for the result of parked task %s: %s", ticket, reason_of(exc)
+            )
+            return None
 
     def _rest_after(self, began: float) -> None:
         """Leave the result backend alone for a while, if an error was slow in coming."""

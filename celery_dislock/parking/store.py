@@ -224,6 +224,19 @@ class Lines:
         """Put a parked task whose message could not be published back in line."""
         self._server.run(scripts.GIVE_BACK, [lock], ticket)
 
+    def put_back(self, lock: str, ticket: str) -> str:
+        """
+        Put a ticket that was set aside at the end of its line.
+
+        Returns:
+            Why it was left; empty: it is in line, or was put back by another.  UNREAD: its record
+            cannot be read, but its message may be.
+        """
+        self.enlist(lock)
+        reply, _ = self._server.exchange(scripts.PUT_BACK, [lock], self._home, ticket)
+        (state,) = self._published(reply)
+        return {2: UNREAD, 3: "it is in line or runs, by another message"}.get(state, "")
+
     def aside(self, lock: str, ticket: str = "") -> Iterator[tuple[str, bytes]]:
         """
         Read the tickets that were set aside beside a lock, in pages.
@@ -248,7 +261,7 @@ class Lines:
 
     def set_aside(
         self, turn: tuple[str, str], what: str, why: object, task: str = "", how: str = ASIDE
-    ) -> None:
+    ) -> bool:
         """
         Set aside a parked task that cannot claim its turn, and give the turn to the next.
 
@@ -261,13 +274,19 @@ class Lines:
             why: Why the task cannot claim its turn, for the log.
             task: The task's name.
             how: ASIDE; or UNREAD, if nobody can read its message.
+
+        Returns:
+            Whether it was set aside.
         """
         lock, ticket = turn
         try:
-            if self.leave(lock, ticket, how, task) == scripts.HAS_LEFT:
-                log_unrunnable(what, lock, why)
+            is_aside = self.leave(lock, ticket, how, task) == scripts.HAS_LEFT
         except StoreError as exc:
             log_unrunnable(what, lock, why, exc)
+            return False
+        if is_aside:
+            log_unrunnable(what, lock, why)
+        return is_aside
 
     def enlist(self, lock: str) -> None:
         """Add a lock to the index."""

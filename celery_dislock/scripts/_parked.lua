@@ -166,11 +166,19 @@ local function replace(lock, ticket, message)
   mark_done(lock, ticket)
 end
 
--- Take a ticket out of line, and keep *what* for people to see; empty: there was no record to keep.
-local function set_aside(lock, ticket, what)
+-- Return a turn to the caller.  A delayed message is published now, and delivered after delay_ms.
+local function publish(lock, ticket, message, delay_ms)
+  for _, part in ipairs({lock.name, ticket, message, delay_ms or 0}) do turns[#turns + 1] = part end
+end
+
+-- Take a ticket out of line, and keep its record, or its message, for people to see; false or empty: it is gone.
+-- With *is_unread* the caller is told, as nobody else is: the record cannot be read.
+local function set_aside(lock, ticket, record, is_unread)
+  local has_record = record and record ~= ''
   forget(lock, ticket)
-  if what == '' then return end
-  redis.call('HSET', lock.name .. ASIDE, ticket, what)
+  if is_unread then publish(lock, ticket, has_record and '' or false) end
+  if not has_record then return end
+  redis.call('HSET', lock.name .. ASIDE, ticket, record)
   keep_key(lock.name .. ASIDE)
 end
 
@@ -193,11 +201,6 @@ local function as_holder(ticket, more)
   local holder = more or {}
   holder.id, holder.parked = string.match(ticket, '^(.*):%d+:%d+$'), true
   return cjson.encode(holder)
-end
-
--- Return a turn to the caller.  A delayed message is published now, and delivered after delay_ms.
-local function publish(lock, ticket, message, delay_ms)
-  for _, part in ipairs({lock.name, ticket, message, delay_ms or 0}) do turns[#turns + 1] = part end
 end
 
 -- Whether a parked task may pass a lock: now, or soon if only a rate is in the way.  Turns are given ahead,
@@ -316,10 +319,7 @@ function give_turn(lock, member)
     return not redis.call('ZSCORE', lock.line, member)
   end
   redis.call('ZREM', lock.line, member)
-  if not (beside or parked) then
-    set_aside(lock, ticket, record or '')
-    publish(lock, ticket, record and record ~= '' and '' or false)
-  end
+  if not (beside or parked) then set_aside(lock, ticket, record, true) end
   return true
 end
 

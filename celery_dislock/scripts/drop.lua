@@ -28,7 +28,7 @@ local record = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)
 if not record then return {0, turns} end
 local parked = parse_ticket(record)
 if not parked then
-  set_aside(lock, ticket, record)
+  set_aside(lock, ticket, record, true)
   recall_and_hand_off(lock)
   return {2, turns}
 end

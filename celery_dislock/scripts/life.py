@@ -99,6 +99,7 @@ class Life:
         yield scripts.KNOWS, lock, ("t:0:0",)
         yield scripts.WHERE, lock, ("t:0:0#",)
         yield scripts.GIVE_BACK, lock, ("t:0:0",)
+        yield scripts.PUT_BACK, lock, ("", "t:0:0")
         yield scripts.SWEEP, lock, (home,)
         yield scripts.DROP, lock, (home, "t:0:0", '"note":1')
         yield scripts.LEAVE, lock, (home, "u:0:0", "aside", "")

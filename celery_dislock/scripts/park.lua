@@ -214,7 +214,7 @@ local function make_room(size)
   for _, other in ipairs(goes) do
     local record = redis.call('HGET', lock.tickets, other)
     local parked = parse_ticket(record)
-    if parked then replace(lock, other, parked.message) else set_aside(lock, other, record or '') end
+    if parked then replace(lock, other, parked.message) else set_aside(lock, other, record, true) end
   end
   return true, is_oldest
 end

@@ -27,14 +27,15 @@ class Ending(NamedTuple):
         ticket: Ticket of a task that has ended, and may have been parked; empty: none.
         settles: Seconds in which the task's result may still be on its way.  A copy that comes
             later may run.  0: the task is done, and no copy may run.  DEAD_LETTERED: its message is
-            rejected, and runs if the broker brings it back.
+            rejected, and runs if the broker brings it back.  None: its process has died, and its
+            message may come again.
         reservation: A reservation beside the one lock, which ends with it; None: none.
     """
 
     expires: bool = False
     at_least: float = 0.0
     ticket: str = ""
-    settles: float = 0.0
+    settles: float | None = 0.0
     reservation: Reservation | None = None
 
 

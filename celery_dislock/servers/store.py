@@ -215,17 +215,15 @@ class Store:
         script, terms = _sent(ending, self.home)
         return self._end(script, locks, owner, *terms) == len(locks)
 
-    def release_dead(
-        self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0, ticket: str = ""
-    ) -> int:
+    def release_dead(self, locks: Sequence[str], start: str, ending: Ending = RELEASED) -> int:
         """
         End the leases and places in line of a dead process, and hand the locks on.
 
         Args:
             locks: Names of the locks in Redis.
-            owner_start: Start of the owners' names: all but the counter of the acquisition.
-            at_least: As in an :class:`Ending`.  None: end the places in line alone.
-            ticket: Ticket of the task, which may have been parked; it then has its ticket's locks.
+            start: Start of the owners' names: all but the counter of the acquisition.
+            ending: How they end; those of the locks that its *ticket* names, too.  With *expires*
+                only the places in line end.
 
         Returns:
             Number of leases that were ended.
@@ -233,8 +231,9 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        at_least_ms = -1 if at_least is None else milliseconds(at_least)
-        return self._end(scripts.RELEASE_DEAD, locks, owner_start, at_least_ms, self.home, ticket)
+        at_least_ms = -1 if ending.expires else milliseconds(ending.at_least)
+        its = ending.ticket, "" if ending.settles is None else milliseconds(ending.settles)
+        return self._end(scripts.RELEASE_DEAD, locks, start, at_least_ms, self.home, *its)
 
     def _end(self, script: Script, locks: Sequence[str], owner: str, *terms: str | int) -> int:
         ended, error = 0, None
@@ -444,7 +443,7 @@ class Store:
 
 def _sent(ending: Ending, home: str) -> tuple[Script, tuple[str | int, ...]]:
     """Return the script that ends leases in this way, and its arguments after the owner."""
-    times = milliseconds(ending.at_least), home, ending.ticket, milliseconds(ending.settles)
+    times = milliseconds(ending.at_least), home, ending.ticket, milliseconds(ending.settles or 0)
     if ending.reservation is None:
         return scripts.RELEASE, times
     return scripts.RELEASE_UNIQUE, (*times, *ending.reservation.ends)

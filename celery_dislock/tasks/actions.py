@@ -18,6 +18,7 @@ from celery_dislock.messages import resending
 from celery_dislock.messages.events import tell_revoked
 from celery_dislock.messages.headers import REPLACED
 from celery_dislock.messages.message import Message
+from celery_dislock.parking.store import UNREAD
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.rates import NO_RATE
 from celery_dislock.servers.reservations import Reservation
@@ -233,16 +234,17 @@ class Actions:
 
     def put_back(self, name: str, ticket: str = "") -> Iterator[tuple[str, str]]:
         """
-        Publish tasks again that were set aside, so that each goes to the end of its line.
+        Put tasks that were set aside back in line, each at the end.
 
-        A message is first published, and then taken out: if that is interrupted, it comes twice.
+        A worker that cannot run the task at its turn sets it aside again.  If its ticket cannot be
+        read, its message is published without one: it is first published, and then taken out.
 
         Args:
             name: The lock's name in Redis.
             ticket: The only ticket that is wanted; empty: all.
 
         Returns:
-            Each ticket, and why it was left; empty: its message was published.
+            Each ticket, and why it was left; empty: it was put back.
 
         Raises:
             BrokerError: The broker did not take a message.
@@ -266,9 +268,13 @@ class Actions:
             except ValueError as exc:
                 yield one, f"its message is lost: {exc}"
                 continue
-            publish(self._app, message, {})
-            lines.forget_aside(name, one)
-            yield one, ""
+            self._process.publisher.waits_again(name, one)
+            problem = lines.put_back(name, one)
+            if problem == UNREAD:
+                publish(self._app, message, {})
+                lines.forget_aside(name, one)
+                problem = ""
+            yield one, problem
 
     def limit(
         self, name: str, limit: int | None, *, seconds: float | None = None, note: str = ""

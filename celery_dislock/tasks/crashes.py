@@ -26,8 +26,6 @@ from celery_dislock.keys.names import shown_id, ticket_of
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import crashes_of
-from celery_dislock.servers.requests import Ending
-from celery_dislock.tasks.endings import FAILED
 from celery_dislock.words import TEXT_MOST, plain
 
 CRASHES_KEPT = 7 * 86400.0  # seconds for which a delivery's crashes are kept after the last one
@@ -81,22 +79,6 @@ def count_crash(request: Any, cause: BaseException) -> None:
         *(task.name, task_id, ", ".join(map(repr, keys)), limit, reason),
     )
     raise TaskCrashedError(task.name, task_id, times, limit, reason) from cause
-
-
-def forget_turn(request: Any) -> None:
-    """End the turn of a task that has failed at its limit, so that no copy of it runs."""
-    guard, ticket = request.task.dislock_guard, _ticket(request)
-    try:
-        names = guard.runtime.lock_names(guard.keys_of(request))
-        ending = FAILED.ending(Ending(ticket=ticket), request.task)
-        guard.runtime.process.store.release(names, ticket, ending)
-    except Exception as exc:  # noqa: BLE001 -- as above
-        #: WARNING `Task … has ended, but a copy of it may run again: …`: The mark of a task that
-        #: ran could not be set. -> Check the lock server, if the task must not run twice.
-        logger.warning(
-            "Task %s[%s] has ended, but a copy of it may run again: %s",
-            *(request.task.name, request.id, reason_of(exc)),
-        )
 
 
 def _ticket(request: Any) -> str:

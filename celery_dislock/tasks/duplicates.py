@@ -20,7 +20,7 @@ from celery_dislock.exceptions import NoResultError, StoreError
 from celery_dislock.keys.names import shown_id, task_id_of_reserved
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.lease import current
-from celery_dislock.parking.park import PARKED
+from celery_dislock.parking.answers import PARKED
 from celery_dislock.servers.view import look
 
 if TYPE_CHECKING:

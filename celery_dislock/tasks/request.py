@@ -1,9 +1,13 @@
-"""Release the lock of an execution whose process died.
+"""End a delivery whose body was ended from outside: its lock, and its turn.
 
 With prefork, the main process learns that a child is gone, and which task the child was executing.
 It knows that execution's owner except for the counter, and computes the key from the arguments in
 the message.  The release waits until the process has ended.  A hard time limit is reported before
 the child is killed, and a child's own exit may be reported too early as well.
+
+A parked task has claimed its turn, and only Celery knows whether the message comes again: it gives
+the message back, or acknowledges it and stores the result.  Therefore the turn ends, or stays for
+the copy, when Celery has done so; see :func:`end_turn`.
 
 The release runs in the worker's event loop, in steps that never wait for the child, and wait for
 the lock server no longer than the socket timeout.  A thread is not used, because it could be
@@ -36,8 +40,10 @@ from celery_dislock.messages.events import revoked, worker_tells_revoked
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
 from celery_dislock.messages.routes import known_here
+from celery_dislock.redaction import reason_of
+from celery_dislock.servers.requests import DEAD_LETTERED, Ending
 from celery_dislock.tasks.cancelling import end_cancelled, why_replaced
-from celery_dislock.tasks.crashes import count_crash, forget_turn, is_stopping
+from celery_dislock.tasks.crashes import count_crash, is_stopping
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
@@ -66,12 +72,13 @@ class Recovering:
     """
     A part of the class of a task's requests, before a class of Celery's requests.
 
-    The lock of an execution is released when its process dies.  A task that kills its process fails
-    at its ``lock_crash_limit``.  Those who watch the worker are told how a delivery has ended, if
-    Celery does not do so.
+    The lock of an execution is released when its process dies, and its turn ends unless its message
+    comes again.  A task that kills its process fails at its ``lock_crash_limit``.  Those who watch
+    the worker are told how a delivery has ended, if Celery does not do so.
     """
 
     _crash: BaseException | None = None
+    _given_back: bool | None = None  # whether it was rejected for its queue; None: not rejected
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,26 +112,30 @@ class Recovering:
         exc = exc_info.exception
         exc = getattr(exc, "exc", exc)
         if isinstance(exc, DEATHS):
-            newer = why_replaced(self) if isinstance(exc, WorkerLostError) else ""
-            release_after_death(self)
-            if newer:
-                try:
-                    end_cancelled(self, newer)
-                except TaskSkipped:
-                    return self.on_failure(ExceptionInfo(), *args, **kwargs)
-            self._crash = exc if isinstance(exc, CRASHES) and not is_stopping() else None
-        elif isinstance(exc, TaskSkipped):
+            ended = self._died(exc, exc_info, *args, **kwargs)
+            end_turn(self)
+            return ended
+        if isinstance(exc, TaskSkipped):
             self.send_event("task-revoked", **revoked(exc.why))
         elif isinstance(exc, TaskParked):
             self.send_event("task-parked", **exc.about)
             if exc.replaced and self.task.send_events:
                 worker_tells_revoked(self.eventer, exc.replaced)
+        return super().on_failure(exc_info, *args, **kwargs)  # type: ignore[misc]
+
+    def _died(self: Any, exc: BaseException, *args: Any, **kwargs: Any) -> Any:
+        """Release the lock of a process that has died, and let Celery end the delivery."""
+        newer = why_replaced(self) if isinstance(exc, WorkerLostError) else ""
+        release_after_death(self)
         try:
-            return super().on_failure(exc_info, *args, **kwargs)  # type: ignore[misc]
+            if newer:
+                end_cancelled(self, newer)
+            self._crash = exc if isinstance(exc, CRASHES) and not is_stopping() else None
+            return super().on_failure(*args, **kwargs)  # type: ignore[misc]
+        except TaskSkipped:  # from end_cancelled()
+            return self.on_failure(ExceptionInfo(), *args[1:], **kwargs)
         except TaskCrashedError:  # from reject()
-            failed = super().on_failure(ExceptionInfo(), *args, **kwargs)  # type: ignore[misc]
-            forget_turn(self)
-            return failed
+            return super().on_failure(ExceptionInfo(), *args[1:], **kwargs)  # type: ignore[misc]
 
     def reject(self: Any, requeue: bool = False) -> None:  # noqa: FBT001, FBT002 -- Celery's
         """
@@ -135,6 +146,8 @@ class Recovering:
         """
         if requeue and self._crash is not None:
             count_crash(self, self._crash)
+        if not self.acknowledged:
+            self._given_back = requeue
         super().reject(requeue)  # type: ignore[misc]
 
     def _retry_worker_lost(self: Any, *args: Any) -> Any:
@@ -150,10 +163,14 @@ class Recovering:
             self.task.request_stack.pop()
 
     def on_timeout(self: Any, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
-        """Release the lock after a hard time limit."""
-        if not soft:
-            release_after_death(self)
-        return super().on_timeout(soft, timeout)  # type: ignore[misc]
+        """
+        End the turn of a greenlet that was ended by its hard time limit.
+
+        A pool process is told of as dead before.
+        """
+        super().on_timeout(soft, timeout)  # type: ignore[misc]
+        if not soft and not is_child(self.worker_pid):
+            end_turn(self)
 
     def send_event(self: Any, type: str, **fields: Any) -> None:  # noqa: A002 -- Celery's
         """
@@ -219,9 +236,42 @@ def _release_dead(guard: Guard, request: Any, owner_start: str) -> int:
     if guard.runtime.off:
         return 0
     names, options = guard.runtime.lock_names(guard.keys_of(request)), guard.options
-    at_least = options.lock_at_least_for if options.release_on_failure else None
-    ticket = ticket_of(Context(request.request_dict))
-    return guard.runtime.process.store.release_dead(names, owner_start, at_least, ticket)
+    ending = Ending(
+        expires=not options.release_on_failure,
+        at_least=options.lock_at_least_for,
+        ticket=ticket_of(Context(request.request_dict)),
+        settles=None,
+    )
+    return guard.runtime.process.store.release_dead(names, owner_start, ending)
+
+
+def end_turn(request: Any) -> None:
+    """
+    End the turn that a delivery has claimed whose body was ended from outside.
+
+    Called when Celery has stored its end.  Without a turn no copy runs, and none is expected.  If
+    the message comes again, as Celery has given it back or left it at its broker, the turn stays
+    claimed for it.  Logs an error instead of raising it; blocks for a round trip.
+    """
+    task, guard, given_back = request.task, request.task.dislock_guard, request._given_back  # noqa: SLF001 -- ours
+    comes_again = given_back or not request.acknowledged or request._already_cancelled  # noqa: SLF001
+    may_park = guard.options.parks or TICKET in notes_in(request.message.headers)
+    if comes_again or not may_park or guard.runtime.off:
+        return
+    ticket, pid = ticket_of(Context(request.request_dict)), request.worker_pid
+    start = execution_start(request.id, request.hostname, pid) if is_child(pid) else ticket
+    settles = 0.0 if given_back is None else DEAD_LETTERED
+    try:
+        names = guard.runtime.lock_names(guard.keys_of(request))
+        ending = Ending(expires=True, ticket=ticket, settles=settles)
+        guard.runtime.process.store.release_dead(names, start, ending)
+    except Exception as exc:  # noqa: BLE001 -- also any error of a user's callable
+        #: WARNING `Task … has ended, but a copy of it may run again: …`: The mark of a task that
+        #: ran could not be set. -> Check the lock server, if the task must not run twice.
+        logger.warning(
+            "Task %s[%s] has ended, but a copy of it may run again: %s",
+            *(task.name, request.id, reason_of(exc)),
+        )
 
 
 def _keys_in_words(guard: Guard, request: Any) -> str:

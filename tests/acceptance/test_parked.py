@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import time
 import uuid
+from functools import partial
 
 import pytest
 from celery import chain, chord, group, states
 from celery.exceptions import ChordError, TaskRevokedError
 from celery.result import AsyncResult
 
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.tasks.actions import Actions
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, fleets, wait_for
 from tests.acceptance.rabbitmq import own_rabbitmq
@@ -115,6 +118,29 @@ def test_a_damaged_body_is_set_aside(scene, fleet):
         assert result.id not in scene.begun
     assert all(worker.running for worker in fleet.workers)
     scene.redis.delete(aside)
+
+
+@PREFORK
+def test_what_is_put_back_too_early_is_not_lost(scene, fleet):
+    """The workers of its queue lack its task: they set it aside again, until they have it."""
+    holder = scene.hold(fleet)
+    parked = scene.park(fleet)
+    ticket, aside = f"{parked.id}:0:0", f"{scene.lock}:aside"
+    record = scene.redis.hget(f"{scene.lock}:tickets", ticket)
+    known = f'"task":"{scenarios.hold_or_queue.name}"'
+    unknown = known.replace("hold_or_queue", "hold_or_later")  # as long as the other
+    scene.redis.hset(f"{scene.lock}:tickets", ticket, record.replace(known, unknown))
+    actions = Actions(scenarios.app, runtime_of(scenarios.app).process)
+    result = partial(scenarios.app.AsyncResult, parked.id)  # anew: one remembers an end
+    scene.open_gates(holder)
+    wait_for("it is set aside", lambda: fleet.times_it_says("is set aside", ticket) == 1)
+    assert [*actions.put_back(scene.lock)] == [(ticket, "")]
+    wait_for("it is set aside again", lambda: fleet.times_it_says("is set aside", ticket) > 1)
+    wait_for("its caller is told", lambda: result().state == states.FAILURE)
+    scene.redis.hset(aside, ticket, scene.redis.hget(aside, ticket).replace(unknown, known))
+    assert [*actions.put_back(scene.lock)] == [(ticket, "")]
+    wait_for("it ran", lambda: result().state == states.SUCCESS)
+    assert not scene.redis.exists(aside)
 
 
 # The body of a parked task ends in another way

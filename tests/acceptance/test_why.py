@@ -13,6 +13,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from celery import Celery
+from celery.exceptions import InvalidTaskError
 
 from celery_dislock.operating import inspection
 from celery_dislock.operating.checks import troubles
@@ -313,19 +314,17 @@ def test_it_has_ended(fleet, scene):
 
 @PREFORK
 def test_it_was_set_aside(fleet, scene):
-    """Why, and how to put it back."""
+    """Its record was damaged: its result and its caller are told why, and what can be done."""
     holder = scene.hold(fleet)
     parked = scene.park(fleet)
     ticket = f"{parked.id}:0:0"
     scene.redis.hset(f"{scene.lock}:tickets", ticket, "damaged")
     scene.open_gates(holder)
-    sentence = (
-        f"Task {parked.id} was set aside in the line of lock '{scene.key}'*because no worker could "
-        "read or run it."
-    )
+    with pytest.raises(InvalidTaskError, match="cannot be run: the record of its ticket cannot"):
+        parked.get(timeout=LIMIT)
+    sentence = f"Task {parked.id} was set aside in the line of lock '{scene.key}'*cannot be run: *"
     answer = told_at_last(parked, "set aside", sentence)
-    again = f"celery dislock put-back --ticket {ticket} {scene.key}"
-    assert answer["remedy"].endswith(again)
+    assert answer["remedy"].endswith("Send it again.")
     scene.redis.delete(f"{scene.lock}:aside")
 
 

@@ -227,7 +227,7 @@ class History:
 
     def die(self, name, copy):
         del self.running[name]
-        self.store.release_dead([LOCK], f"{name}@w:1/{copy}", 0.0, "")
+        self.store.release_dead([LOCK], f"{name}@w:1/{copy}")
         self.publish()
         self.at(self.clock + 1, self.ask, name, True)
 

@@ -14,6 +14,7 @@ from celery_dislock.beat import DONE, SENT_SINCE
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LaterReleaseError
 from celery_dislock.scripts import RENEW_STALLED, TICK
+from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.reservations import Reservation, Reserved
 from tests.integration.parked import LOCK, LONG, REPLACES, TURN, Line, sent
 
@@ -66,7 +67,7 @@ class TestLease:
         assert server.run(RENEW_STALLED, [LOCK], "new@w:1/", 30_000, 1, 0) > 0
         record = field_of(server, LOCK, "new@w:1/1").split(b" ", 5)
         assert (record[0], record[4:]) == (b"31", [b"w", f"new {HOLDER}".encode()])
-        assert broker.store.release_dead([LOCK], "new@w:1/", LONG) == 1
+        assert broker.store.release_dead([LOCK], "new@w:1/", Ending(at_least=LONG)) == 1
         (left,) = server.client().hgetall(LOCK).values()
         assert (left.split(b" ")[0], left.endswith(HOLDER.encode())) == (b"31", True)
 

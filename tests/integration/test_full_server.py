@@ -97,7 +97,7 @@ ENDS = {
     "release": (lambda store: store.release([LOCK], ME), []),
     "release after a minimum": (lambda store: store.release([LOCK], ME, LEFT), ["~" + ME]),
     "release of the dead": (lambda store: store.release_dead([LOCK], "t@w/"), []),
-    "and after a minimum": (lambda store: store.release_dead([LOCK], "t@w/", LONG), ["~" + ME]),
+    "and after a minimum": (lambda store: store.release_dead([LOCK], "t@w/", LEFT), ["~" + ME]),
     "late release": (
         lambda store: store.clear([LateRelease([LOCK], ME, LEFT)], within=WITHIN) == [None],
         ["~" + ME],

@@ -961,7 +961,7 @@ CALLS = {
     "free": lambda broker: broker.store.free(LOCK, "ran@w:1/1", broker.token),
     "give back": lambda broker: broker.give_back("a"),
     "sweep": lambda broker: broker.sweep(),
-    "release_dead": lambda broker: broker.store.release_dead([OTHER, LOCK], "ran@w:1/", 0),
+    "release_dead": lambda broker: broker.store.release_dead([OTHER, LOCK], "ran@w:1/"),
     "wait": lambda broker: broker.wait("w@w:1/1", 60),
     "wait for several": lambda broker: broker.store.acquire(
         [OTHER, LOCK], "w@w:1/1", TURN, "{}", place=60

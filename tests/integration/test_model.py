@@ -289,8 +289,8 @@ class LockMachine(RuleBasedStateMachine):
     @rule(process=st.integers(0, 1), at_least=st.none() | at_leasts, twice=st.booleans())
     def die_observed(self, process, at_least, twice):
         start = f"p{process}:"
-        seconds = None if at_least is None else at_least * UNIT
-        answer = self.send(twice, self.store.release_dead, [LOCK], start, seconds, second_answer=0)
+        ending = Ending(expires=at_least is None, at_least=(at_least or 0) * UNIT)
+        answer = self.send(twice, self.store.release_dead, [LOCK], start, ending, second_answer=0)
         assert answer == self.model.release_dead(start, at_least)
         self.ended |= {owner for owner in self.names if owner.startswith(start)}
         self.look()

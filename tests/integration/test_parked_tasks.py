@@ -16,6 +16,7 @@ from celery_dislock import SingletonTask, scripts
 from celery_dislock.messages.unrun import put_off
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.signals import lock_released
+from celery_dislock.tasks.actions import Actions
 from tests.driven import KEY, Shop
 from tests.integration.parked import LOCK
 from tests.unit.deliveries import deliver
@@ -626,6 +627,72 @@ class TestWhatCannotClaimItsTurn:
         base = type("Base", (SingletonTask,), {"before_start": before_start, "abstract": True})
         return shop.declare(base=base, **options)
 
+    def actions(self, shop):
+        return Actions(shop.app, runtime_of(shop.app).process)
+
+    def state(self, shop):
+        return shop.app.AsyncResult("2").state
+
+    def set_aside(self, shop):
+        """Let the task be set aside, as no worker can run it, and the one behind it run."""
+        result, _ = self.park(shop)
+        self.fail_early(shop, ValueError("no"))
+        shop.work()
+        assert (result.state, self.aside(shop), shop.ran) == ("FAILURE", ["2"], ["3"])
+
+    def test_what_is_put_back_is_kept_until_it_runs(self, shop):
+        """No worker can run it yet: it is set aside again, as often as it comes."""
+        self.set_aside(shop)
+        for _ in range(2):
+            with shop.held():
+                assert [*self.actions(shop).put_back(LOCK, "2:0:0")] == [("2:0:0", "")]
+                assert (shop.line, self.aside(shop), self.state(shop)) == (["2"], [], "PARKED")
+            shop.work()
+            assert (self.aside(shop), self.state(shop)) == (["2"], "FAILURE")
+        shop.declare()
+        assert [*self.actions(shop).put_back(LOCK)] == [("2:0:0", "")]
+        shop.work()
+        assert (shop.ran, self.aside(shop), shop.line) == (["3", "2"], [], [])
+        assert self.state(shop) == "SUCCESS"
+        assert [*self.actions(shop).put_back(LOCK)] == []
+
+    def test_what_is_put_back_goes_to_the_end_of_its_line(self, shop):
+        """Those who came meanwhile are before it."""
+        self.set_aside(shop)
+        task = shop.declare()
+        with shop.held():
+            shop.run(task, "4")
+            assert [*self.actions(shop).put_back(LOCK)] == [("2:0:0", "")]
+            assert shop.line == ["4", "2"]
+        shop.work()
+        assert shop.ran == ["3", "4", "2"]
+
+    def test_what_is_put_back_while_its_broker_is_away_waits_in_line(self, shop, monkeypatch):
+        """A sweep gives it its turn."""
+
+        def away(*_, **__):
+            raise OperationalError
+
+        self.set_aside(shop)
+        shop.declare()
+        with monkeypatch.context() as patch:
+            patch.setattr(Producer, "publish", away)
+            assert [*self.actions(shop).put_back(LOCK, "2:0:0")] == [("2:0:0", "")]
+        assert (shop.work(), shop.line) == (0, ["2"])
+        shop.sweep()
+        shop.work()
+        assert shop.ran == ["3", "2"]
+
+    def test_what_runs_is_not_put_back_beside_it(self, shop):
+        """Somebody has sent it again, under the same id."""
+        self.set_aside(shop)
+        with shop.held():
+            shop.run(shop.declare(), "2", 1)
+            [(_, problem)] = self.actions(shop).put_back(LOCK, "2:0:0")
+            assert problem == "it is in line or runs, by another message"
+        shop.work()
+        assert shop.ran == ["3", "2"]
+
     def test_a_key_that_cannot_be_built_now_keeps_nobody_from_its_turn(self, shop):
         """An argument was renamed while they were in line."""
         self.park(shop)
@@ -794,6 +861,73 @@ class TestGivingTurns:
         assert "Parked task 2:0:0" in record.message
         assert words in record.message
         assert shop.ran == ["3"]
+
+    @pytest.mark.parametrize("way", ["its turn", "gone", "message", "newer", "replaced", "dropped"])
+    def test_its_caller_is_told_that_it_cannot_be_read(self, shop, caplog, way):
+        """Whoever meets the damage: its ticket names it, and its result was PARKED."""
+        task = shop.declare()
+        with shop.held():
+            if way == "newer":  # the first in line is another
+                shop.run(task, "1")
+            result = shop.run(task)
+            assert result.state == "PARKED"
+            if way == "gone":
+                shop.other.lose("2", place=False)
+            elif way == "message":
+                record = shop.other.record_of("2")
+                shop.other.spoil("2", record[: record.index(b"{")] + b"rubbish")
+            elif way == "replaced":
+                shop.other.lose("2")
+                shop.other.client.hset(f"{LOCK}:replaced", "2:0:0", "rubbish")
+                shop.sweep()
+            else:
+                shop.other.spoil("2")
+            if way == "newer":
+                shop.run(shop.declare(**REPLACING), "3")
+            elif way == "dropped":
+                actions = Actions(shop.app, runtime_of(shop.app).process)
+                assert actions.drop(LOCK, "2:0:0") is True
+        shop.work()
+        assert result.state == "FAILURE"
+        assert str(result.result).startswith(f"it was parked {NAMED}, and cannot be run: ")
+        assert "2" not in shop.ran
+        if way != "gone":
+            assert list(shop.other.records().aside) == ["2"]
+            assert "2:0:0" in caplog.text
+
+    @pytest.mark.parametrize("stored", ["SUCCESS", "STARTED", None])
+    def test_a_result_that_says_otherwise_is_left(self, shop, stored):
+        """It may have run, or its result is ignored."""
+        task = shop.declare()
+        with shop.held():
+            shop.run(task)
+            shop.app.backend.forget("2")
+            if stored:
+                shop.app.backend.store_result("2", 7, stored)
+            shop.other.spoil("2")
+        shop.work()
+        assert shop.app.AsyncResult("2").state == (stored or "PENDING")
+
+    def test_a_backend_that_is_away_keeps_the_next_from_nothing(self, shop, monkeypatch, caplog):
+        """The result stays as it is, and the log says so."""
+        task, store = shop.declare(), shop.app.backend.mark_as_failure
+
+        def away(task_id, *given, **more):
+            if task_id == "2":
+                raise ConnectionError("backend is away")
+            return store(task_id, *given, **more)
+
+        with shop.held():
+            result = shop.run(task)
+            shop.run(task, "3")
+            shop.other.spoil("2")
+            monkeypatch.setattr(shop.app.backend, "mark_as_failure", away)
+        shop.work()
+        assert (shop.ran, result.state) == (["3"], "PARKED")
+        assert (
+            "Parked task 2:0:0 cannot be run, and its result does not say so: backend"
+            in caplog.text
+        )
 
 
 NEWER = f"a newer task took its place in line for lock {KEY!r}: task 3"

@@ -343,6 +343,9 @@ def test_a_task_that_was_parked_has_the_locks_of_its_ticket(fleet):
     assert fleet.owners(API) == []
 
 
+A1_DIED = Ending(ticket="a1:0:0", settles=None)
+
+
 def test_a_dead_process_gives_back_the_locks_of_its_ticket(fleet):
     """Also those that the code does not name any more."""
     fleet.send("h1", [tenant("a")])
@@ -351,7 +354,7 @@ def test_a_dead_process_gives_back_the_locks_of_its_ticket(fleet):
     assert fleet.given() == ["a1"]
     fleet.claim("a1")
     fleet.send("b1", of("b1"))
-    assert fleet.store.release_dead([tenant("a")], "a1@w:1/", ticket="a1:0:0") == 2
+    assert fleet.store.release_dead([tenant("a")], "a1@w:1/", A1_DIED) == 2
     assert (fleet.owners(tenant("a")), fleet.given()) == ([], ["b1"])
 
 
@@ -362,7 +365,7 @@ def test_a_copy_of_a_dead_task_waits_at_the_lock_that_is_taken(fleet):
     fleet.end("h1")
     assert fleet.given() == ["a1"]
     fleet.claim("a1")
-    fleet.store.release_dead(of("a1"), "a1@w:1/", ticket="a1:0:0")
+    fleet.store.release_dead(of("a1"), "a1@w:1/", A1_DIED)
     fleet.send("b1", of("b1"))
     answer = fleet.ask("a1", of("a1"), marked=True, message=b"m")
     assert (type(answer), answer.key) == (Parked, "api")

@@ -268,11 +268,11 @@ def drop(
 @as_json
 @click.pass_context
 def put_back(context: click.Context, /, *, which: WhichLock, ticket: str, json_: bool) -> None:
-    """Send what was set aside for KEY again.
+    """Put what was set aside for KEY back in line.
 
-    For tasks that no worker could read or run, when one can: each goes to the end of the line.
+    For tasks that no worker could run, when all of their queue can: each goes to the end.
 
-    Exit code 1 if nothing was sent: nothing is set aside, or it cannot be read.
+    Exit code 1 if nothing was put back: nothing is set aside, or it cannot be read.
     """
     with session(context) as opened:
         done = []

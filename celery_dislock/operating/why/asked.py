@@ -222,5 +222,21 @@ def ask_workers(app: Celery | None, task_id: str, timeout: float) -> Told:
     return Told(workers, sorted(answers.keys() - known.keys()))
 
 
+def lacking(app: Celery, task: str, workers: Sequence[str], timeout: float) -> list[str]:
+    """
+    Return which of these workers have no task of this name; blocks for *timeout* seconds.
+
+    Raises nothing.  A worker that does not answer is not named.
+    """
+    try:
+        ask = app.control.inspect(workers, timeout=timeout).registered
+        told = answer_within(timeout + ANSWERS_WITHIN, ask) or {}
+    except Exception:  # noqa: BLE001 -- of any broker
+        return []
+    # A worker may tell of a task's attributes, too, after its name.
+    have = {name: {str(one).split(" ", 1)[0] for one in told[name] or ()} for name in told}
+    return sorted(name for name in workers if name in have and task not in have[name])
+
+
 class _HasIt(Exception):  # noqa: N818 -- no error
     """A worker has the task."""

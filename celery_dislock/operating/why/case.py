@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import shown_id
+from celery_dislock.messages.message import Message
 from celery_dislock.operating.site import Site
-from celery_dislock.operating.why.asked import Stored, Told, ask_backend, ask_workers
+from celery_dislock.operating.why.asked import Stored, Told, ask_backend, ask_workers, lacking
 from celery_dislock.scripts.names import TICKETS
 from celery_dislock.servers.find import LEASES, Search
 from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.waiters import parked_message
 from celery_dislock.tasks.answer import Answer
 from celery_dislock.words import plain, some
 
@@ -115,6 +117,26 @@ class Case:
             lines = islice(self._lines.names(), LINES_FIRST)
             yield from self.search.among(lines, (TICKETS, LEASES))
         yield from self.search.anywhere()
+
+    def kept(self, found: Found) -> Message:
+        """
+        Return the message of a task that was set aside.
+
+        Raises:
+            ValueError: It cannot be read.
+            StoreError: The lock server did not answer.
+        """
+        pages = self._lines.aside(found.lock, found.name) if self._lines is not None else ()
+        kept = next((record for _, record in pages), b"")
+        return Message.from_bytes(parked_message(kept)[0])
+
+    def lacking(self, message: Message) -> list[str]:
+        """Return the workers of a message's queue that have no task of its name."""
+        workers = self.told.workers if message.exchange else self.told.serving(message.routing_key)
+        task = message.headers.get("task")
+        if self.app is None or not workers or not isinstance(task, str):
+            return []
+        return lacking(self.app, task, list(workers), self.timeout)
 
     @property
     def has_gaps(self) -> bool:

@@ -308,6 +308,12 @@ def set_aside(case: Case, found: Found) -> Answer:
     because = f": {why}" if why else ", because no worker could read or run it"
     sentence = f"{case.who()} was set aside in the line of lock {key!r}{because}."
     command = f"celery dislock put-back --ticket {as_argument(found.name)} {as_argument(key)}"
-    remedy = f"When a worker can run it: {command}"
+    try:
+        lack = [plain(worker) for worker in case.lacking(case.kept(found))]
+        remedy = f"When a worker can run it: {command}"
+        if lack:
+            remedy = f"When these workers of its queue have its task, too: {some(lack)}: {command}"
+    except ValueError as exc:
+        remedy = f"It cannot be put back, as its message is lost: {plain(str(exc))}. Send it again."
     facts = [] if why else ["log: the worker that set it aside has logged why"]
     return case.answer("set aside", sentence, facts, remedy, key=key)

@@ -13,7 +13,7 @@ from celery_dislock.operating.checks.table import number
 from celery_dislock.operating.checks.troubles import TROUBLES
 from celery_dislock.operating.inspection import ACTIVE, RESERVED
 from celery_dislock.operating.why.sentences import THEN, at, in_the_way, nth, of_record
-from celery_dislock.parking.park import PARKED
+from celery_dislock.parking.answers import PARKED
 from celery_dislock.scripts.names import DONE, RUNNING, UNIQUE, UNSENT
 from celery_dislock.servers.records import text
 from celery_dislock.servers.view import shown_key

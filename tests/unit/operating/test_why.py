@@ -11,6 +11,7 @@ from celery.exceptions import NotRegistered, TaskRevokedError
 from celery_dislock import SingletonTask
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LockHeldError, StoreError
+from celery_dislock.messages.message import Message
 from celery_dislock.operating.site import Site, UniqueTask
 from celery_dislock.operating.why import asked
 from celery_dislock.operating.why.sentences import at, nth
@@ -321,14 +322,54 @@ def test_it_has_its_turn(why, server, workers, monkeypatch):
 # It has lost its place.
 
 
+A_MESSAGE = Message("", "mail", {}, None, None, {}, alone=True, body=b"").to_bytes()
+
+
 def test_it_was_set_aside(why, server, store):
     """Why, if its result says so, and how to put it back."""
-    server.send("HSET", "dislock:{k}:aside", f"{ID}:0:0", "?")
+    server.send("HSET", "dislock:{k}:aside", f"{ID}:0:0", b"1 damaged " + A_MESSAGE)
     answer = why()
     says(answer, "set aside", "in the line of lock 'k', because no worker could read or run it.")
     assert answer["remedy"].endswith(f"celery dislock put-back --ticket {ID}:0:0 k")
     store("FAILURE", KeyError("shop.gone"))
     says(why(), "set aside", ": 'shop.gone'.")
+
+
+def test_it_was_set_aside_and_some_workers_lack_its_task(why, server, workers, app, monkeypatch):
+    """They are named: put back, it would come to one of them, and be set aside again."""
+    asked_of = []
+
+    def registered(_command, arguments=None, destination=None, **_how):
+        asked_of.append(destination)
+        return [{"w1": ["shop.mail [rate_limit=1/s]"]}, {"w2": ["shop.other"]}, {"w4": []}]
+
+    message = Message("", "mail", {"task": "shop.mail"}, None, None, {}, alone=True, body=b"")
+    server.send("HSET", "dislock:{k}:aside", f"{ID}:0:0", b"1 damaged " + message.to_bytes())
+    workers |= {"w1": known(queues=["mail"]), "w2": known(queues=["mail"])}
+    workers |= {"w3": known(queues=["mail"]), "w4": known(queues=["other"])}
+    broadcast = app.control.broadcast
+
+    def either(command, **how):
+        return (registered if command == "registered" else broadcast)(command, **how)
+
+    monkeypatch.setattr(app.control, "broadcast", either)
+    answer = why()
+    assert asked_of[0] == ["w1", "w2", "w3"]
+    put_back = f"celery dislock put-back --ticket {ID}:0:0 k"
+    told = f"When these workers of its queue have its task, too: w2: {put_back}"
+    assert answer["remedy"] == told
+    monkeypatch.setattr(app.control, "inspect", lambda *_, **__: 1 / 0)
+    assert why()["remedy"] == f"When a worker can run it: {put_back}"
+
+
+@pytest.mark.parametrize("kept", ["?", '1 {"headers": 7}\n'])
+def test_it_was_set_aside_and_cannot_be_put_back(why, server, kept):
+    """Nobody can read its message, so only its sender can help."""
+    server.send("HSET", "dislock:{k}:aside", f"{ID}:0:0", kept)
+    answer = why()
+    says(answer, "set aside", "in the line of lock 'k'")
+    assert answer["remedy"].startswith("It cannot be put back, as its message is lost: ")
+    assert answer["remedy"].endswith(". Send it again.")
 
 
 def test_it_was_replaced(why, server):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from billiard.exceptions import Terminated, WorkerLostError
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker import control, state
 from celery.worker.request import Request
 
@@ -72,6 +72,7 @@ def failure(exc):
 
 
 DIED = failure(WorkerLostError("x"))
+LIMIT = failure(TimeLimitExceeded(10))
 
 
 def test_a_process_that_ignores_a_signal_is_sent_another(running):
@@ -133,8 +134,9 @@ def test_a_hard_time_limit_waits_for_the_child_to_be_gone(running, lock_server, 
     """The limit is reported before the child is killed; its lock is its own until then."""
     request = running()
     alive.pids.add(CHILD)
+    request.on_failure(LIMIT)
     request.on_timeout(False, 10)
-    assert request.heard == [("on_timeout", ["k"])]
+    assert request.heard == [("on_failure", ["k"]), ("on_timeout", ["k"])]
     alive.later.pop()()
     assert lock_server.locks() == ["k"]
     alive.pids.clear()
@@ -153,7 +155,7 @@ def test_a_child_that_does_not_die_is_given_up_on(running, lock_server, alive):
     """After one timeout the lease has ended by itself, and nobody looks any more."""
     request = running()
     alive.pids.add(CHILD)
-    request.on_timeout(False, 10)
+    request.on_failure(LIMIT)
     lock_server.stall(31)
     alive.later.pop()()
     assert alive.later == []
