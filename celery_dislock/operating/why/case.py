@@ -11,7 +11,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import shown_id
 from celery_dislock.operating.site import Site
 from celery_dislock.operating.why.asked import Stored, Told, ask_backend, ask_workers
-from celery_dislock.scripts.names import TICKETS
+from celery_dislock.scripts.names import PLACES, TICKETS
 from celery_dislock.servers.find import LEASES, Search
 from celery_dislock.servers.overview import Overview
 from celery_dislock.tasks.answer import Answer
@@ -115,6 +115,16 @@ class Case:
             lines = islice(self._lines.names(), LINES_FIRST)
             yield from self.search.among(lines, (TICKETS, LEASES))
         yield from self.search.anywhere()
+
+    def place(self) -> Found | None:
+        """
+        Return the task's place in line of a lock for which its body waits; None: it waits for none.
+
+        All keys of the lock server are read, in pages, as the lock may be any.
+        """
+        at = self.runtime.lock_names(self.keys)
+        found = self.search.among(at, (PLACES,)) if at else self.search.anywhere(PLACES)
+        return next(found, None)
 
     @property
     def has_gaps(self) -> bool:
