@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary, ref
 
 from celery_dislock.exceptions import LockHeldError, LockTermsError
 from celery_dislock.keys.names import body_owner, shown_id
+from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.lease import Attempt, current
 from celery_dislock.servers.bridge import call_of, current_greenlet
 from celery_dislock.servers.records import describe, written
@@ -235,9 +236,9 @@ class Caller:
         """
         for held in self._of(lock):
             if self.is_inside(held) and held.lease.held:
-                keys = dict(zip(lock.names, lock.keys, strict=True))
-                key = next(keys[name] for name in lock.names if name in held.lock.names)
-                raise LockHeldError(key, self.described(held), held.lease.remaining)
+                key = next(key_of(name) for name in lock.names if name in held.lock.names)
+                about = {"holder": dict(held.lease.holder), "owner": held.lease.owner}
+                raise LockHeldError(key, self.described(held), held.lease.remaining, about=about)
         around = getattr(_threads, "caller", None) if self.kind == "task" else None
         if around is not None:  # this thread runs the event loop, and would wait for it
             around.refuse_to_wait(lock)

@@ -96,7 +96,12 @@ class Conflict:
     def error(self, hint: str = "") -> LockHeldError:
         """Make the LockHeldError for this conflict; *hint*: why the caller may wait for itself."""
         holder = in_words(self.holder)
-        return LockHeldError(self.key, holder, self.remaining, self.held_for, self.renewed, hint)
+        about = {"holder": dict(self.holder), "place": self.place, "owner": self.owner}
+        times = self.remaining, self.held_for, self.renewed
+        return LockHeldError(self.key, holder, *times, hint, about)
+
+
+LockHeldError.conflict_type = Conflict
 
 
 #: Write a holder's description as it is stored.

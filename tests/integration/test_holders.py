@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, SingletonTask
+from celery_dislock import Dislock, LockHeldError, SingletonTask
 
 KEY = "export:7"
 TIMEOUT = 60.0  # seconds
@@ -117,3 +117,26 @@ def test_a_body_may_hold_several_units_of_a_limit(app):
 
     how = {"base": SingletonTask, "lock_key": "own", "name": "shop.export", "shared": False}
     assert app.task(take, **how).apply().get()
+
+
+def test_a_view_that_is_refused_can_name_the_task(app):
+    """The error has the conflict, also if this code would wait for itself."""
+
+    def take():
+        told = []
+
+        def ask(locks=KEY):
+            try:
+                app.dislock.lock(locks, timeout=0).__enter__()
+            except LockHeldError as exc:
+                told.append(exc.conflict)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        ask([KEY, "other"])
+        return [[one.key, one.holder["id"], bool(one.owner)] for one in told]
+
+    how = {"base": SingletonTask, "lock_key": KEY, "name": "shop.export", "shared": False}
+    done = app.task(take, **how).apply()
+    assert done.get() == 2 * [[KEY, done.id, True]]
