@@ -91,6 +91,11 @@ def reserved_lock(locks: Sequence[str]) -> str:
     return f"{first}:and:{digest}"
 
 
+def is_of_one(reserved: str) -> bool:
+    """Tell whether such a name is of one lock alone."""
+    return reserved.endswith("}")
+
+
 def reserved_name(task_id: object) -> str:
     """Return a task's id, encoded for a reservation, whose fields are separated by spaces."""
     return _ENCODED_IN_RESERVED.sub(percent_encoded, str(task_id))
