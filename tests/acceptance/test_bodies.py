@@ -38,7 +38,7 @@ def test_it_is_free_soon_after_the_process_of_its_body_has_died(
 
 @PREFORK
 def test_who_waits_in_a_body_that_dies_leaves_the_line(fleet, scene):
-    """And whoever is behind it has the lock next."""
+    """And is handed no lock that nobody would release."""
     holder = scene.hold(fleet)
     waiting = fleet.send(scenarios.hold_inside, scene.key)
     (owner,) = scene.wait_for_line(1)
@@ -46,6 +46,8 @@ def test_who_waits_in_a_body_that_dies_leaves_the_line(fleet, scene):
     os.kill(int(owner.split(":")[-2]), signal.SIGKILL)
     scene.wait_for_line(0)
     scene.open_gates(holder)
+    assert holder.get(timeout=LIMIT)["held"] is True
+    scene.wait_until_free()
     assert fleet.send(scenarios.hold, scene.key).get(timeout=LIMIT)["held"] is True
 
 
