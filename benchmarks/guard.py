@@ -33,7 +33,7 @@ from celery.app.trace import build_tracer
 
 from benchmarks.report import Row, take_turns
 from celery_dislock import Dislock
-from celery_dislock.keys.templates import key_builder
+from celery_dislock.keys.builders import key_builder
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.servers.records import written
 from celery_dislock.servers.replies import Granted

@@ -8,18 +8,27 @@ that each datum is named once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import click
 
 from celery_dislock.words import plain, so_far
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+LEFT_OUT = {"hint", "about"}  # attributes that are no arguments if they are empty
 
 
 class DislockError(Exception):
     """Base of every error of this package."""
 
     def __post_init__(self) -> None:
-        self.args = tuple(value for name, value in vars(self).items() if value or name != "hint")
+        given = list(vars(self).items())
+        while given[-1][0] in LEFT_OUT and not given[-1][1]:
+            given.pop()
+        self.args = tuple(value for _, value in given)
 
 
 class SettingsError(DislockError, ValueError, click.ClickException):
@@ -96,6 +105,8 @@ class LockHeldError(DislockError):
         renewed: Seconds since the holder's lease was renewed, or taken if it was not renewed since;
             None if that is not known, or the lease has a fixed expiry.
         hint: Text that says why the caller may be waiting for itself; empty: it does not.
+        conflict: The same as data: ``exc.conflict.holder["id"]`` is the id of the task that holds
+            the lock.  None for a LockTermsError.
     """
 
     key: str
@@ -104,6 +115,21 @@ class LockHeldError(DislockError):
     held_for: float | None = None
     renewed: float | None = None
     hint: str = ""
+    # What the conflict has beside: as plain data, which any serializer of results takes.
+    about: Mapping[str, Any] | None = None
+    conflict_type: ClassVar[Callable[..., Any]]  # the class Conflict, of a floor above this one
+
+    @property
+    def conflict(self) -> Any:
+        """See the attributes."""
+        if self.about is None:
+            return None
+        times = {"held_for": self.held_for, "renewed": self.renewed}
+        return self.conflict_type(key=self.key, remaining=self.remaining, **times, **self.about)
+
+    def __repr__(self) -> str:
+        shown = self.args if self.about is None else self.args[:-1]
+        return f"{type(self).__name__}{shown!r}"
 
     def __str__(self) -> str:
         if self.holder.startswith(PAUSED):  # its seconds are those until one may ask again

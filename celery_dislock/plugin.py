@@ -66,6 +66,7 @@ STEPS = {
         "LockStep": "steps",
         "SweepStep": "steps",
         "StalledStep": "stalled",
+        "LeftStep": "left",
         "ReservationStep": "reservations",
     },
     "consumer": {"ArrivalStep": "arrivals", "ReconnectStep": "timed"},

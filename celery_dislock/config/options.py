@@ -19,7 +19,7 @@ from celery_dislock.config.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 RENEWALS_PER_TIMEOUT = 3  # of a lease; two may fail in a row before it is lost
 RENEWALS_MISSED = 2  # renewals missed in a row after which a lease counts as overdue
@@ -36,14 +36,15 @@ class Key:
         def sync(tenant): ...
 
     Attributes:
-        key: A template, or a callable that takes the task's arguments.
+        key: A template, or a callable that takes the task's arguments; of several keys that it
+            returns, each has these terms.
         limit: Maximum number of exclusive leases of this key at a time, > 0; in place of the task's
             ``lock_limit``.  A key with a rate and without a limit has none.
         rate: How often this key is taken at most, as ``"100/m"``; in place of the task's
             ``lock_rate``.
     """
 
-    key: str | Callable[..., str]
+    key: str | Callable[..., str | Sequence[str]]
     limit: int | None = None
     rate: str | int | None = None
 
@@ -135,8 +136,8 @@ class TaskOptions:
     #: on a SingletonTask: the task's name and a digest of all arguments. False: no lock.
     lock_key: (
         str
-        | Callable[..., str]
-        | tuple[str | Callable[..., str] | Key, ...]
+        | Callable[..., str | Sequence[str]]
+        | tuple[str | Callable[..., str | Sequence[str]] | Key, ...]
         | Literal[False]
         | None
     ) = declare(None, lock_key)
@@ -220,7 +221,7 @@ class TaskOptions:
     lock_replace_for: float | None = declare(None, optional(seconds(above=0)), unit="s")
 
     @cached_property
-    def keys(self) -> tuple[str | Callable[..., str] | None, ...]:
+    def keys(self) -> tuple[str | Callable[..., str | Sequence[str]] | None, ...]:
         """The template or callable of each key; None: the task's name and all its arguments."""
         if self.lock_key is None or self.lock_key is False:
             return (None,)

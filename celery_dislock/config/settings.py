@@ -64,6 +64,8 @@ NEAR_SETTING = 0.91  # minimum difflib ratio of two settings, which share most o
 URL_WORDS = {"url", "urls", "uri"}
 
 ONE_BY_ONE = "nodes of a cluster count for themselves: give one key, or no rate"
+APART = "a cluster keeps no line for them: give one key, or use 'wait' or 'retry'"
+CANCELS_ONE = "a task of several keys cancels nobody: give one key, or use 'queue'"
 STARTS_MANY = 10_000  # in the window of a rate
 
 
@@ -208,9 +210,6 @@ def _check_cancelling(owner: str, declared: Mapping[str, Any], options: TaskOpti
     if options.newest_counts and options.lock_on_duplicate == "replace":
         remedy = "each says in its own way which is the newer: leave one of the two out"
         raise refused(owner, "lock_on_duplicate", "replace", remedy)
-    if len(options.keys) > 1:
-        remedy = "a task of several keys cancels nobody: give one key, or use 'queue'"
-        raise refused(owner, "lock_on_conflict", "cancel", remedy)
 
 
 def _check_rate(owner: str, options: TaskOptions) -> None:
@@ -314,6 +313,17 @@ def set_settings(app: Any, settings: Mapping[str, Any]) -> None:
         app.conf.update(prefixed)
 
 
+def only_one_key(options: TaskOptions, conf: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the option because of which a task may have one key only, and why; empty: none."""
+    if options.cancels:
+        return "lock_on_conflict", CANCELS_ONE
+    if is_cluster(conf) and options.has_rate:
+        return "lock_key", ONE_BY_ONE
+    if is_cluster(conf) and options.lock_on_conflict in IN_LINE:
+        return "lock_on_conflict", APART
+    return "", ""
+
+
 @alone
 def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> None:
     """Refuse options that several independent lock servers do not support.
@@ -322,12 +332,9 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
         SettingsError: Names the option.
     """
     url = conf.get("dislock_url")
-    if len(options.keys) > 1 and is_cluster(conf):
-        if options.has_rate:
-            raise SettingsError(owner, "lock_key", options.lock_key, ONE_BY_ONE)
-        if options.lock_on_conflict in IN_LINE:
-            remedy = "a cluster keeps no line for them: give one key, or use 'wait' or 'retry'"
-            raise SettingsError(owner, "lock_on_conflict", options.lock_on_conflict, remedy)
+    option, remedy = only_one_key(options, conf)
+    if remedy and len(options.keys) > 1:
+        raise SettingsError(owner, option, getattr(options, option), remedy)
     if not isinstance(url, (list, tuple)):
         return
     for name, value in QUORUM_VALUES.items():

@@ -1,6 +1,7 @@
 """Names of a task's deliveries on the lock server: owners and tickets.
 
-An owner is ``<task>@<worker>:<pid>/<count>``, and a ticket is ``<task>:<retries>:<nesting>``.
+An owner is ``<task>@<worker>:<pid>/<count>``, that of a lock which the task's body takes is
+``<task>:~<count>@<host>:<pid>:<thread>/``, and a ticket is ``<task>:<retries>:<nesting>``.
 Scripts find the owners of one task or one process by their prefix.  The prefix of one task must
 therefore never match an owner of another task.  Task ids are untrusted: they come from users, and
 from anybody who can publish a message.  ``@``, ``~`` (which marks a lease that is left to expire)
@@ -42,9 +43,28 @@ def owners_start(task_id: object) -> str:
     return f"{task_name(task_id)}@"
 
 
+def body_owners_start(task_id: object) -> str:
+    """Return the prefix of the owners of locks that bodies of this task take, and of no other."""
+    return f"{task_name(task_id)}:~"  # no name has a "~", and no owner that is live begins with one
+
+
 def execution_start(task_id: object, hostname: str, pid: int) -> str:
     """Return the prefix of an owner's name that the worker's main process can also compute."""
     return f"{task_name(task_id)}@{hostname}:{pid}/"
+
+
+def body_owner(task_id: object, own: str, caller: str) -> str:
+    """
+    Return the owner of a lock that a task's body takes.
+
+    Its start is this owner's alone, so no other lease of the task counts as a copy of it.
+
+    Args:
+        task_id: The task's id.
+        own: A text that no other owner has.
+        caller: Who takes it: host, process and thread.
+    """
+    return f"{body_owners_start(task_id)}{own}@{caller}"
 
 
 def ticket_of(request: Any) -> str:
@@ -69,6 +89,11 @@ def reserved_lock(locks: Sequence[str]) -> str:
         return first
     digest = hashlib.sha256("\0".join(others).encode()).hexdigest()[:DIGEST_CHARS]
     return f"{first}:and:{digest}"
+
+
+def is_of_one(reserved: str) -> bool:
+    """Tell whether such a name is of one lock alone."""
+    return reserved.endswith("}")
 
 
 def reserved_name(task_id: object) -> str:

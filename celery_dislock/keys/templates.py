@@ -33,11 +33,11 @@ from decimal import Decimal
 from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from celery_dislock.exceptions import LockKeyError
-from celery_dislock.keys.signatures import binder, keywords_name, passing
+from celery_dislock.keys.signatures import keywords_name
 
 MAX_KEY_BYTES = 200  # bytes of UTF-8
 DIGEST_CHARS = 32  # hex digits of a SHA-256 digest: 128 bits
@@ -66,9 +66,9 @@ class InvalidTemplate(ValueError):  # noqa: N818  # always turned into a Setting
     """A ``lock_key`` cannot be used as declared; the message says what to write instead."""
 
 
-class KeyBuilder(Protocol):
+class KeyBuilder:
     """
-    Builds the key of each call from its arguments, as a ``lock_key`` declares it.
+    Builds the keys of each call from its arguments, as a ``lock_key`` declares them.
 
     Attributes:
         reads: Names of the arguments that it reads; None: all.
@@ -76,68 +76,19 @@ class KeyBuilder(Protocol):
 
     reads: frozenset[str] | None = None
 
-    def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    def keys(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Sequence[str]:
         """
-        Return the key of a call with these arguments, without ``self``.  Never blocks.
+        Return the keys of a call with these arguments, without ``self``.  Never blocks.
 
         Raises:
             LockKeyError: These arguments give no key.  No lock was taken.
             TypeError: The arguments do not fit the task's signature.  No lock was taken.
         """
-        ...
+        return [self.key(args, kwargs)]
 
-
-def key_builder(
-    declared: str | Callable[..., str] | None,
-    *,
-    signature: inspect.Signature,
-    task_name: str,
-    decorator: inspect.Signature | None = None,
-) -> KeyBuilder:
-    """
-    Check a declared ``lock_key``, and return its key builder.
-
-    Args:
-        declared: A template; a callable that takes the task's arguments and returns a whole key;
-            or None for the task's name and a digest of all its arguments.
-        signature: Signature of the task's function, without ``self``.
-        task_name: Name of the task, used if *declared* is None.
-        decorator: Signature of a decorator that stands before the function, and may give it
-            arguments of its own; None: there is none.
-
-    Raises:
-        InvalidTemplate: *declared* cannot be used.
-    """
-    if callable(declared):
-        return CallableKey(declared, signature, task_name)
-    bind = binder(signature, task_name)
-    if decorator is not None:
-        bind = _decorated(bind, declared, binder(decorator, task_name))
-    if declared is None:
-        return DigestKey(task_name, bind)
-    return KeyTemplate(declared, signature, bind)
-
-
-def _decorated(bind: Bind, template: str | None, of_call: Bind) -> Bind:
-    """
-    Bind the arguments of a function to which a decorator may give some of its own.
-
-    If a call lacks those, a *template* cannot be filled.  A digest is of what the call has.
-    """
-
-    def bound(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        try:
-            return bind(*args, **kwargs)
-        except TypeError as error:
-            if template is None:
-                return of_call(*args, **kwargs)
-            reason = (
-                f"{error}; if a decorator gives the task an argument, set the __signature__ of the "
-                "function that it returns, without that argument"
-            )
-            raise LockKeyError(template, None, reason) from error
-
-    return bound
+    def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+        """Return the only key; a callable's may be several."""
+        raise NotImplementedError
 
 
 def key_of(lock: str) -> str:
@@ -152,7 +103,7 @@ def in_order(keys: Sequence[str]) -> Sequence[str]:
     return keys if len(keys) == 1 else sorted(set(keys))
 
 
-class KeyTemplate:
+class KeyTemplate(KeyBuilder):
     """A key with placeholders, such as ``export:<corp_id>`` or ``<order.customer.id>``.
 
     ``<corp_id>`` is the argument of that name, given by position, by keyword or by default.  Each
@@ -179,7 +130,7 @@ class KeyTemplate:
         self.reads = None if self._extra in read else read  # None: all that **kwargs has, at least
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-        """Return the key of a call; see `KeyBuilder.key`."""
+        """Return the key of a call; see `KeyBuilder.keys`."""
         values = self._bind(*args, **kwargs)
         if self._extra:
             values = {**values[self._extra], **values}
@@ -217,30 +168,6 @@ class KeyTemplate:
         return LockKeyError(self._template, path, reason)
 
 
-class CallableKey(KeyBuilder):
-    """A key that a user's callable returns; its exceptions are passed on unchanged."""
-
-    def __init__(
-        self, function: Callable[..., str], signature: inspect.Signature, task_name: str
-    ) -> None:
-        self._function = function
-        self._name = getattr(function, "__qualname__", None) or repr(function)
-        try:
-            self._passed = passing(function, signature, task_name)
-        except ValueError as exc:
-            raise InvalidTemplate(str(exc)) from exc
-
-    def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-        """Return the key of a call; see `KeyBuilder.key`."""
-        if self._passed is not None:
-            args, kwargs = self._passed(*args, **kwargs)
-        key = self._function(*args, **kwargs)
-        if not isinstance(key, str):
-            reason = f"it returned {reprlib.repr(key)}; a key is a str, not {kind_of(key)}"
-            raise LockKeyError(self._name, None, reason)
-        return check_key(key, declared=self._name)
-
-
 class DigestKey(KeyBuilder):
     """A key of the task's name and a digest of all its arguments, defaults applied.
 
@@ -255,7 +182,7 @@ class DigestKey(KeyBuilder):
         self._bind = bind
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-        """Return the key of a call; see `KeyBuilder.key`."""
+        """Return the key of a call; see `KeyBuilder.keys`."""
         digest = hashlib.sha256()
         for name, value in self._bind(*args, **kwargs).items():
             try:

@@ -31,6 +31,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 from celery_dislock.exceptions import LockHeldError, LockTermsError
+from celery_dislock.keys.names import body_owner, shown_id
+from celery_dislock.keys.templates import key_of
+from celery_dislock.locks.lease import Attempt, current
 from celery_dislock.servers.bridge import call_of, current_greenlet
 from celery_dislock.servers.records import describe, written
 
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.interruption import Running
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
+    from celery_dislock.locks.runtime import Process
 
     Kind = Literal["thread", "greenlet", "task"]
 
@@ -232,9 +236,9 @@ class Caller:
         """
         for held in self._of(lock):
             if self.is_inside(held) and held.lease.held:
-                keys = dict(zip(lock.names, lock.keys, strict=True))
-                key = next(keys[name] for name in lock.names if name in held.lock.names)
-                raise LockHeldError(key, self.described(held), held.lease.remaining)
+                key = next(key_of(name) for name in lock.names if name in held.lock.names)
+                about = {"holder": dict(held.lease.holder), "owner": held.lease.owner}
+                raise LockHeldError(key, self.described(held), held.lease.remaining, about=about)
         around = getattr(_threads, "caller", None) if self.kind == "task" else None
         if around is not None:  # this thread runs the event loop, and would wait for it
             around.refuse_to_wait(lock)
@@ -284,8 +288,36 @@ def _record(kind: Kind, one: Any) -> Caller:
     return caller
 
 
+def attempt_of(caller: Caller, process: Process, lock: Lock, sender: object) -> Attempt:
+    """
+    Make a caller's attempt to take a lock.
+
+    In the body of a task the lock is the task's: its owner and holder have the task's id.
+    """
+    timeout = None if lock.interval is None else lock.timeout
+    thread = caller.thread.name + caller.label
+    start, holder, text = _described(
+        process.host, process.pid, caller.thread.ident, thread, timeout
+    )
+    running = process.running(on_loop=caller.kind == "task") or _inherited()
+    if running is None:
+        return Attempt(process.owner_name(start), holder, sender, text)
+    task, task_id, worker = running
+    who = {"task": task, "id": shown_id(task_id), "host": process.host}
+    owner = body_owner(task_id, process.owner_name(""), start)
+    return Attempt(owner, describe(who, worker, process.pid, timeout), sender)
+
+
+def _inherited() -> tuple[str, object, str | None] | None:
+    """Return name, id and worker of the task in whose context this runs, as in a thread of it."""
+    around = current.get()
+    if around is None or around.lease is None or around.lease.finished:
+        return None
+    return around.holder["task"], around.holder["id"], around.holder["worker"]
+
+
 @lru_cache(THREADS)
-def described(
+def _described(
     host: str, pid: int, ident: int | None, thread: str, timeout: float | None
 ) -> tuple[str, Mapping[str, Any], str]:
     """Return the start of the owners' names, and the holder, also as JSON."""

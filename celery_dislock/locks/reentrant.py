@@ -28,13 +28,13 @@ from celery_dislock.keys.templates import check_written, keys_of
 from celery_dislock.locks.callers import (
     CallerLease,
     an_event_loop_runs,
+    attempt_of,
     check_terms,
     current_caller,
-    described,
     warn_of_wait,
 )
 from celery_dislock.locks.interruption import Running, refusal
-from celery_dislock.locks.lease import Attempt, End
+from celery_dislock.locks.lease import End
 from celery_dislock.locks.lock import Lock
 from celery_dislock.servers.records import Conflict
 
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from celery_dislock.locks.callers import Caller
-    from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.lease import Attempt, Lease
+    from celery_dislock.locks.notes import Notes
     from celery_dislock.locks.runtime import Process, Runtime
     from celery_dislock.servers.view import Holder
 
@@ -385,18 +386,11 @@ class ReentrantLock:
                 held.lease.ensure_held()
                 return self._entered(held, entry, block, caller)
             held.leave(entry)  # the last release was interrupted
-        start, holder, written = described(
-            *(process.host, process.pid, caller.thread.ident, caller.thread.name + caller.label),
-            None if lock.interval is None else lock.timeout,
-        )
-        attempt = Attempt(process.owner_name(start), holder, self, written)
+        attempt = attempt_of(caller, process, lock, self)
         try:
             if blocking:
-                if caller.leases or caller.kind == "task":
-                    self._refuse_to_wait(caller, lock, timeout)
-                answer = lock.acquire(attempt, timeout=timeout)
-            else:
-                answer = lock.try_acquire(attempt)
+                self._refuse_to_wait(caller, lock, timeout)
+            answer = self._ask(lock, attempt, process.notes, timeout, blocking=blocking)
             if isinstance(answer, Conflict):
                 lock.channel.resolved(attempt, answer, "refused")
                 return answer
@@ -411,9 +405,22 @@ class ReentrantLock:
 
     def _refuse_to_wait(self, caller: Caller, lock: Lock, timeout: float | None) -> None:
         """Raise an error if the caller would wait for itself, or warn if it may do so for ever."""
-        caller.refuse_to_wait(lock)
-        if timeout is None and (hint := caller.hint(lock)):
-            warn_of_wait(self.key, caller.thread.name + caller.label, hint)
+        if caller.leases or caller.kind == "task":
+            caller.refuse_to_wait(lock)
+            if timeout is None and (hint := caller.hint(lock)):
+                warn_of_wait(self.key, caller.thread.name + caller.label, hint)
+
+    @staticmethod
+    def _ask(
+        lock: Lock, attempt: Attempt, notes: Notes | None, timeout: float | None, *, blocking: bool
+    ) -> Lease | Conflict:
+        if notes is not None:
+            notes.asks(attempt, lock.names)
+        try:
+            return lock.acquire(attempt, timeout=timeout) if blocking else lock.try_acquire(attempt)
+        finally:
+            if notes is not None:
+                notes.asked(attempt)
 
     def _entered(
         self, held: CallerLease, entry: object, block: object, caller: Caller

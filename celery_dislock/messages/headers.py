@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import UNIQUE_UNTIL
-from celery_dislock.keys.names import owners_start, reserved_name, task_name, ticket_of
+from celery_dislock.keys.names import is_of_one, owners_start, reserved_name, task_name, ticket_of
 from celery_dislock.servers.reservations import Reservation
 
 if TYPE_CHECKING:
@@ -257,7 +257,9 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     return turn if is_own else None
 
 
-def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservation | None:
+def reservation_of(
+    request: Context, prefix: str, ttl: float = 0.0, ttl_of_several: float = 0.0
+) -> Reservation | None:
     """
     Return the reservation of a delivery's message; None if it has none, or one that is not ours.
 
@@ -268,6 +270,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
         request: Celery's request of the delivery.
         prefix: Prefix of the locks' names in Redis: ``dislock_prefix``.
         ttl: See :class:`celery_dislock.servers.reservations.Reservation`.
+        ttl_of_several: The same of a task with several keys, which the watchdog does not renew.
     """
     given = notes_of(request).get(UNIQUE)
     if not isinstance(given, (list, tuple)) or len(given) not in {2, 4}:
@@ -282,7 +285,8 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
     encoded_id = reserved_name(request.id)
     if len(encoded_id) > ID_MOST:
         return None
-    return Reservation(lock, encoded_id, until, ttl, mark, number)
+    kept = ttl if is_of_one(lock) else ttl_of_several
+    return Reservation(lock, encoded_id, until, kept, mark, number)
 
 
 def forget_notes(request: Context) -> None:

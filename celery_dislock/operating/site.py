@@ -105,7 +105,7 @@ def _unique_tasks(app: Celery) -> Iterable[UniqueTask]:
             yield UniqueTask(heads, until, kept, queue, parks)
 
 
-def _head(declared: str | Callable[..., str] | None, task: str) -> str:
+def _head(declared: str | Callable[..., Any] | None, task: str) -> str:
     """Return what all keys begin with that are declared so."""
     if declared is None:
         return re.split(f"[{ENCODED}]", task, maxsplit=1)[0]

@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from celery._state import get_current_task
+
 from celery_dislock.locks.runtime import Process, Runtime
-from celery_dislock.messages.delivery import end_reservation
+from celery_dislock.messages.delivery import end_reservation, traced
 from celery_dislock.messages.headers import reservation_of
 from celery_dislock.parking.publisher import Publisher, home_of
 from celery_dislock.parking.store import Lines
 from celery_dislock.scripts.names import sweep_lock
+from celery_dislock.servers.bridge import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,6 +52,11 @@ class ParkingProcess(Process):
     def _hand_over(self, turns: Sequence[Turn]) -> None:
         self.publisher.hand_over(turns)
 
+    def running(self, *, on_loop: bool) -> tuple[str, object, str | None] | None:
+        """See :meth:`celery_dislock.locks.runtime.Process.running`."""
+        # Celery's stack of tasks is that of the loop's greenlet.
+        return wait_for(_running_on_loop()) if on_loop else _running()
+
     def end_reservation(self, request: Context) -> None:
         """
         End the reservation that a message brings, if it brings one; logs a StoreError.
@@ -62,6 +70,19 @@ class ParkingProcess(Process):
         if reservation is not None:
             what = f"{getattr(request, 'task', '?')}[{request.id}]"
             end_reservation(self.quick_store.reservations, reservation, what)
+
+
+def _running() -> tuple[str, object, str | None] | None:
+    here = traced.get()
+    task = get_current_task() if here is None else here.task
+    if task is None:
+        return None
+    request = task.request if here is None else here.request
+    return None if request.called_directly else (task.name, request.id, request.hostname)
+
+
+async def _running_on_loop() -> tuple[str, object, str | None] | None:
+    return _running()
 
 
 def runtime_of(app: Celery) -> Runtime[ParkingProcess]:

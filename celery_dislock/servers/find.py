@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.names import owners_start, reserved_name, task_name
+from celery_dislock.keys.names import body_owners_start, owners_start, reserved_name, task_name
 from celery_dislock.scripts import FIND, LOOK, WHERE
 from celery_dislock.scripts.names import (
     ASIDE,
@@ -110,7 +110,8 @@ class Search:
         self._server = server
         self._prefix = prefix
         self._id = task_id
-        self._name, self._owner = task_name(task_id), owners_start(task_id)
+        self._name = task_name(task_id)
+        self._owners = owners_start(task_id), body_owners_start(task_id)
         self._reserved = f" {reserved_name(task_id)} ".encode()
         self._ticket = re.compile(rf"{re.escape(self._name)}(:\d+){{2}}")
         self._pattern = f"*{escaped(self._name)}[:@]*"
@@ -134,26 +135,30 @@ class Search:
         names.append(UNSENT + reserved_name(self._id))
         return self._into((lock, name) for lock in locks for name in names)
 
-    def anywhere(self) -> Iterator[Found]:
+    def anywhere(self, end: str = "") -> Iterator[Found]:
         """
         Look into all locks.
+
+        Args:
+            end: Which of their keys; empty: those with owners, tickets or ids of tasks.
 
         Raises:
             StoreError: No server answered.
         """
-        senders = self._server.senders()
+        senders, failed = self._server.senders(), []
         for send in senders:
             try:
-                for page in scan(send, keys_pattern(self._prefix, "*")):
+                for page in scan(send, keys_pattern(self._prefix, "*") + end):
                     yield from self._in_page(page)
                     self._names_read += SCANNED
                     if self._names_read >= KEYS_MOST or self._looks >= LOOKS_MOST:
                         self.is_cut = True
                         return
             except StoreError as exc:
-                self.failed.append(exc)
-        if len(self.failed) == len(senders):
-            raise self.failed[0]
+                failed.append(exc)
+        if len(failed) == len(senders):
+            raise failed[0]
+        self.failed = failed
 
     def where(self, lock: str, member: str) -> Place | None:
         """
@@ -239,4 +244,4 @@ class Search:
         """Tell whether an owner or a ticket is of the task."""
         owner = name.removeprefix("~")  # its lease is left to expire
         is_ticket = self._ticket.fullmatch(ticket_of(name.encode())[0])
-        return owner.startswith(self._owner) or bool(is_ticket)
+        return owner.startswith(self._owners) or bool(is_ticket)

@@ -100,7 +100,12 @@ class Conflict:
         if self.early:  # the text is read later, and elsewhere
             start = time.time() + self.remaining
             holder = f"{holder}, the next may start at {time_of_day(start)}"
-        return LockHeldError(self.key, holder, self.remaining, self.held_for, self.renewed, hint)
+        about = {"holder": dict(self.holder), "place": self.place, "owner": self.owner}
+        times = self.remaining, self.held_for, self.renewed
+        return LockHeldError(self.key, holder, *times, hint, about)
+
+
+LockHeldError.conflict_type = Conflict
 
 
 #: Write a holder's description as it is stored.

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
     R = TypeVar("R")
 
+    # Makes a key, or several, of the task's arguments.
+    Makes = Callable[..., str | Sequence[str]]
+
 
 class LockOptions(TypedDict, total=False):
     """The options of :class:`celery_dislock.config.options.TaskOptions`, which describes them."""
 
-    lock_key: (
-        str | Key | Callable[..., str] | Sequence[str | Key | Callable[..., str]] | Literal[False]
-    ) | None
+    lock_key: (str | Key | Makes | Sequence[str | Key | Makes] | Literal[False]) | None
     lock_watchdog_timeout: float | timedelta
     max_renew_times: int
     lock_expire: float | timedelta | None

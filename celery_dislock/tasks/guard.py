@@ -112,7 +112,7 @@ class Guard:
         self.runtime = runtime
         self.timeout = options.timeout
         self.interval = None if options.lock_limit is None else options.renewal_interval
-        self._keys = TaskKeys(name, task, options)
+        self._keys = TaskKeys(name, task, options, runtime)
         self._only_key = self._keys.only
         self._locks = options.lock_limit is not None
         self._terms = options.terms
@@ -363,7 +363,8 @@ class Guard:
 
     def reservation_of(self, request: Context) -> Reservation | None:
         """Return the reservation that a request's message brings; None if it brings none."""
-        return reservation_of(request, self.runtime.settings.dislock_prefix, self.kept)
+        kept = self.kept, self.options.lock_unique_for
+        return reservation_of(request, self.runtime.settings.dislock_prefix, *kept)
 
     @property
     def has_lock(self) -> bool:
@@ -385,7 +386,7 @@ class Guard:
         """
         if self._only_key is not None and not serializer:
             return [self._only_key(args, kwargs)]
-        return in_order(self._keys.of(args, kwargs, serializer))
+        return self._keys.all_of(args, kwargs, serializer)
 
     def keys_of(self, request: Request) -> Sequence[str]:
         """

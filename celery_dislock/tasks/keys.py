@@ -10,11 +10,14 @@ from __future__ import annotations
 import inspect
 import logging
 from functools import wraps
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from celery_dislock.config.settings import only_one_key
 from celery_dislock.exceptions import LockKeyError, SettingsError
+from celery_dislock.keys.builders import CallableKey, key_builder
 from celery_dislock.keys.signatures import AS_TEXT, VARIADIC
-from celery_dislock.keys.templates import InvalidTemplate, key_builder
+from celery_dislock.keys.templates import InvalidTemplate, in_order
 from celery_dislock.tasks.received import Received
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.config.terms import Terms
+    from celery_dislock.locks.runtime import Runtime
 
 logger = logging.getLogger("celery_dislock")
 
@@ -36,21 +40,30 @@ class TaskKeys:
         name: The task's name.
         task: The task's class, bound to its app.
         options: The task's options.
+        runtime: What the locks of the app share.
 
     Raises:
         SettingsError: ``lock_key`` cannot be used.
 
     Attributes:
-        only: Returns the only key for the arguments as a message has them; None: there are several
-            keys, or the body gets other arguments.
+        only: Returns the only key for the arguments as a message has them; None: there may be
+            several keys, or the body gets other arguments.
     """
 
-    def __init__(self, name: str, task: type[Task], options: TaskOptions) -> None:
+    def __init__(
+        self, name: str, task: type[Task], options: TaskOptions, runtime: Runtime[Any]
+    ) -> None:
         signature, called = signature_of(task), _signature(task, follow_wrapped=False)
         decorator = None if called == signature else called
         try:
             self._builders = [
-                key_builder(one, signature=signature, task_name=name, decorator=decorator)
+                key_builder(
+                    one,
+                    signature=signature,
+                    task_name=name,
+                    decorator=decorator,
+                    why_one=lambda: only_one_key(options, runtime.conf)[1],
+                )
                 for one in options.keys
             ]
         except InvalidTemplate as exc:
@@ -61,12 +74,15 @@ class TaskKeys:
         self._is_digest = options.keys == (None,)
         self._validate = getattr(task.run, "dislock_validate", None)
         self._before = () if _is_static(task) else (None,)  # for `self`
-        is_plain = len(self._builders) == 1 and self._validate is None
-        self.only = self._builders[0].key if is_plain else None
+        first, *more = self._builders
+        is_plain = not (more or isinstance(first, CallableKey) or self._validate)
+        self.only = first.key if is_plain else None
 
-    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str = "") -> list[str]:
+    def of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str = ""
+    ) -> list[Sequence[str]]:
         """
-        Return the keys for these arguments, in the order of ``lock_key``.
+        Return the keys for these arguments: those of each template or callable of ``lock_key``.
 
         Args:
             args: The positional arguments.
@@ -81,17 +97,23 @@ class TaskKeys:
         if serializer:
             args, kwargs = self._received.of(args, kwargs, serializer)
         if self._validate is None:
-            return [builder.key(args, kwargs) for builder in self._builders]
+            return [builder.keys(args, kwargs) for builder in self._builders]
         given, named = self._validate(*self._before, *args, **kwargs)
         given = given[len(self._before) :]
         if not self._is_digest:
-            return [builder.key(given, named) for builder in self._builders]
+            return [builder.keys(given, named) for builder in self._builders]
         (digest,) = self._builders
         try:
             plain = {name: _dumped(one) for name, one in named.items()}
-            return [digest.key([*map(_dumped, given)], plain)]
+            return [digest.keys([*map(_dumped, given)], plain)]
         except LockKeyError:  # a model may have what cannot be digested
-            return [digest.key(args, kwargs)]
+            return [digest.keys(args, kwargs)]
+
+    def all_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str
+    ) -> Sequence[str]:
+        """Return all keys, in the order of their locks' names; see :meth:`of`."""
+        return in_order([*chain(*self.of(args, kwargs, serializer))])
 
     def declared_order(self, terms: Sequence[Terms]) -> Sequence[str]:
         """
@@ -100,10 +122,10 @@ class TaskKeys:
         Empty if there is one key, or if a callable makes one of them: its keys are not known yet.
         """
         is_known = len(self._declared) == len(self._builders) > 1
-        return self.in_order(self._declared, terms)[0] if is_known else ()
+        return self.in_order([[one] for one in self._declared], terms)[0] if is_known else ()
 
     def in_order(
-        self, keys: Sequence[str], terms: Sequence[Terms]
+        self, built: Sequence[Sequence[str]], terms: Sequence[Terms]
     ) -> tuple[Sequence[str], tuple[Terms, ...]]:
         """
         Return the keys of a call in the order in which its locks are taken, and their terms.
@@ -113,17 +135,18 @@ class TaskKeys:
         line.  Of two terms that a task declares for the same key, the stricter ones count.
 
         Args:
-            keys: The keys, in the order of ``lock_key``.
-            terms: The terms of each key, or one for all keys.
+            built: The keys of each template or callable, in the order of ``lock_key``.
+            terms: The terms of each template or callable, or one for all.
         """
-        if len(keys) == 1:
-            return keys, (*terms,)
+        if len(built) == len(built[0]) == 1:
+            return built[0], (*terms,)
         strictest: dict[str, Terms] = {}
         narrow: dict[str, bool] = {}
-        each = terms if len(terms) == len(keys) else [*terms] * len(keys)
-        for key, its, is_narrow in zip(keys, each, self._is_narrow, strict=True):
-            strictest[key] = its.stricter(strictest.get(key, its))
-            narrow[key] = narrow.get(key, False) or is_narrow
+        each = terms if len(terms) == len(built) else [*terms] * len(built)
+        for keys, its, is_narrow in zip(built, each, self._is_narrow, strict=True):
+            for key in keys:
+                strictest[key] = its.stricter(strictest.get(key, its))
+                narrow[key] = narrow.get(key, False) or is_narrow
         ordered = sorted(strictest, key=lambda key: (not narrow[key], strictest[key].breadth, key))
         theirs = tuple(strictest[key] for key in ordered)
         return ordered, theirs[:1] if len(set(theirs)) == 1 else theirs

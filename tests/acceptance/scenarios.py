@@ -16,6 +16,7 @@ SCENARIOS_BROKER_URL names no other.  SCENARIOS_CONF, in JSON, adds to the confi
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -155,6 +156,21 @@ def call_the_api(key: str, tenant: str, gate: str | None = None) -> dict[str, An
         while not reports.exists(gate_of(gate or tenant)):
             time.sleep(GATE_POLL)
         return {"held": lease is not None and lease.held}
+
+
+def lock_inside(key: str, form: str = "one", gate: str | None = None) -> dict[str, Any]:
+    """Take a lock in the body, and last until the gate is open."""
+    keys: Any = [key, f"{key}-2"] if form == "several" else key
+    terms: Any = {"shared": {"mode": "shared"}, "semaphore": {"limit": 2}}.get(form, {})
+
+    async def lock_and_stay() -> dict[str, Any]:
+        async with dislock.async_lock(keys):
+            return stay(key, gate)
+
+    if form == "async":
+        return asyncio.run(lock_and_stay())
+    with dislock.lock(keys, **terms):
+        return stay(key, gate)
 
 
 def compute_until(key: str, gate: str) -> dict[str, Any]:
@@ -395,6 +411,8 @@ BOUND = {"bind": True}
 RETRYING = {"max_retries": 5}
 
 hold = locked("hold")
+hold_inside = app.task(lock_inside, name=f"{__name__}.hold_inside")
+hold_both = locked("hold_both", lock_inside, lock_key="own:<key>")
 hold_renewed = locked("hold_renewed", **BRIEFLY)
 outlive_loss = locked("outlive_loss", **BRIEFLY)
 hold_steadily = locked("hold_steadily", lock_watchdog_timeout=STEADY)

@@ -180,6 +180,23 @@ def test_it_waits_in_its_slot(fleet, scene):
 
 
 @PREFORK
+@pytest.mark.parametrize("task", [scenarios.hold_inside, scenarios.hold_both])
+def test_its_body_waits_for_a_lock(fleet, scene, task):
+    """Which one, and behind whom, whether the task has a lock of its own or not."""
+    holder = scene.begin(fleet, scenarios.hold_inside)
+    waiting = fleet.send(task, scene.key)
+    scene.wait_for_line(1)
+    sentence = (
+        f"{task.name}[{waiting.id}] waits in its body on *@here (pid *), alone in line for lock "
+        f"'{scene.key}', which *[{holder.id}] on * has held for ~."
+    )
+    told(waiting, "waiting in its slot", sentence)
+    told(holder, "running", f"*[{holder.id}] runs on *: it has held lock '{scene.key}' for ~, *")
+    scene.open_gate()
+    waiting.get(timeout=LIMIT)
+
+
+@PREFORK
 def test_its_lock_is_paused(fleet, scene, set_by_people):
     """By whom, why and since when; and how to go on."""
     set_by_people("pause", "--note", "the bucket moves")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, SingletonTask
+from celery_dislock import Dislock, LockHeldError, SingletonTask
 
 KEY = "export:7"
 TIMEOUT = 60.0  # seconds
@@ -63,3 +66,77 @@ def test_a_task_says_its_id(app, is_renewed):
     assert told == {**who, **here, **({"timeout": TIMEOUT} if is_renewed else {})}
     assert {name: getattr(seen, name) for name in (*who, *here)} == {**who, **here}
     assert (seen.thread, seen.renewed is not None) == (None, is_renewed)
+
+
+def lock_of(app, **options):
+    """Return what others are told of a lock that is taken here."""
+    with app.dislock.lock(KEY, **options):
+        return refused(app)
+
+
+async def lock_of_coroutine(app):
+    """Return the same of a coroutine's."""
+    async with app.dislock.async_lock(KEY):
+        return refused(app)
+
+
+@pytest.mark.parametrize("locked", [True, False])
+@pytest.mark.parametrize("where", ["body", "thread", "coroutine"])
+def test_a_lock_that_a_body_takes_is_its_tasks(app, where, locked):
+    """Whether the task has a lock_key or not; also in a thread that has the body's context."""
+
+    def take(self):
+        if where == "coroutine":
+            return self.request.hostname, *asyncio.run(lock_of_coroutine(app))
+        if where == "body" or not locked:
+            return self.request.hostname, *lock_of(app)
+        context = contextvars.copy_context()
+        with ThreadPoolExecutor(1) as pool:
+            return self.request.hostname, *pool.submit(context.run, lock_of, app).result()
+
+    how = {"base": SingletonTask, "lock_key": "own"} if locked else {}
+    task = app.task(take, bind=True, name="shop.export", shared=False, **how)
+    done = task.apply()
+    worker, told, seen = done.get()
+    who = {"task": "shop.export", "id": done.id}
+    here = {"worker": worker, "pid": os.getpid(), "host": socket.gethostname()}
+    assert told == {**who, **here, "timeout": 30.0}
+    assert {name: getattr(seen, name) for name in (*who, *here)} == {**who, **here}
+    assert seen.owner.startswith(f"{done.id}:~")
+    assert "thread" in lock_of(app)[0]
+
+
+def test_a_body_may_hold_several_units_of_a_limit(app):
+    """Two locks of one task are no copies of it."""
+
+    def take():
+        first, second = (app.dislock.lock(KEY, limit=2) for _ in range(2))
+        context = contextvars.copy_context()
+        with first, ThreadPoolExecutor(1) as pool:
+            return bool(pool.submit(context.run, second.try_acquire).result())
+
+    how = {"base": SingletonTask, "lock_key": "own", "name": "shop.export", "shared": False}
+    assert app.task(take, **how).apply().get()
+
+
+def test_a_view_that_is_refused_can_name_the_task(app):
+    """The error has the conflict, also if this code would wait for itself."""
+
+    def take():
+        told = []
+
+        def ask(locks=KEY):
+            try:
+                app.dislock.lock(locks, timeout=0).__enter__()
+            except LockHeldError as exc:
+                told.append(exc.conflict)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        ask([KEY, "other"])
+        return [[one.key, one.holder["id"], bool(one.owner)] for one in told]
+
+    how = {"base": SingletonTask, "lock_key": KEY, "name": "shop.export", "shared": False}
+    done = app.task(take, **how).apply()
+    assert done.get() == 2 * [[KEY, done.id, True]]

@@ -11,6 +11,7 @@ import pytest
 from celery.backends.base import DisabledBackend
 from redis.sentinel import MasterNotFoundError
 
+from celery_dislock import Dislock
 from celery_dislock.parking import publisher
 from celery_dislock.parking import sweep as module
 from celery_dislock.parking.store import FIRST, Lines
@@ -429,6 +430,20 @@ class TestWhoClaimsNoTurns:
         for _ in range(50):
             shop.sweep()
         assert list(shop.other.records().aside) == ["3"]
+
+
+def test_what_a_callable_returns_is_passed_one_after_the_other(shop):
+    """Of several repositories, both are needed, and what is had is kept in line."""
+    task = shop.declare(lock_key=lambda *_: ["repo:b", "repo:a"], lock_on_conflict="queue")
+    shop.other.store.acquire([name_of("repo:b")], "dead", EVERY, "{}")
+    shop.run(task, "1")
+    [lock] = Dislock(shop.app).lock_of("repo:b").state()
+    [waiter] = lock.line
+    assert (list(waiter.stations), list(waiter.keeps)) == (["repo:a", "repo:b"], ["repo:a"])
+    shop.server.advance(EVERY)
+    shop.sweep()
+    shop.work()
+    assert shop.ran == ["1"]
 
 
 def test_a_circle_is_opened_and_logged_with_both_orders(shop, caplog):

@@ -93,7 +93,9 @@ def typed(corp_id: int, *, fast: bool = False) -> str:
     return f"{corp_id} {fast}"
 
 
-@dislock.task(bind=True, lock_key=["a", Key("b", limit=3)], max_retries=5, queue="slow")
+@dislock.task(
+    bind=True, lock_key=["a", Key("b", limit=3), lambda n: [f"c:{n}"]], max_retries=5, queue="slow"
+)
 def typed_and_bound(self: SingletonTask, feed: str) -> int:
     """A bound body, whose first argument is not the caller's."""
     self.lease.ensure_held()

@@ -20,6 +20,8 @@ ERRORS = [
     exceptions.LockKeyError("export:<x>", "x", "it is a float"),
     exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5),
     exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5, 720.0, 3.1),
+    Conflict("k", {"task": "t", "id": "1"}, 9.5, 2, 7.0, 1.5, "1@w").error("a hint"),
+    Conflict("k", {"thread": "T"}, 9.5).error(),
     exceptions.DuplicateTaskError("edit:7", "a1"),
     exceptions.NoResultError("edit:7", "a1", "its sender has asked for none"),
     exceptions.TaskCrashedError("shop.export", "a1", 3, 3, "signal 9 (SIGKILL)"),
@@ -58,6 +60,21 @@ def test_who_is_refused_reads_for_how_long_the_lock_has_been_held(known, words, 
     assert str(error) == f"lock 'k' is held by t[1] on w (pid 5){words}, {more}"
     assert error.args == ("k", "t[1] on w (pid 5)", 12.5, *args)
     assert repr(error).startswith("LockHeldError('k', 't[1] on w (pid 5)', 12.5")
+
+
+@pytest.mark.parametrize("hint", ["", "this very thread has entered it"])
+def test_who_is_refused_has_the_conflict_as_data(hint):
+    """As the strategy gets it, also after its way through a result backend; the log is as short."""
+    conflict = Conflict("k", {"task": "t", "id": "1", "pid": 7}, 9.5, 2, 7.0, 1.5, "1@w:7/a.1")
+    error = conflict.error(hint)
+    backend = Backend(app=Celery(set_as_current=False), serializer="json")
+    stored = backend.decode(backend.encode(backend.prepare_exception(error)))
+    for one in (error, pickle.loads(pickle.dumps(error)), backend.exception_to_python(stored)):
+        assert one.conflict == conflict
+        assert (one.conflict.held_for, one.conflict.renewed) == (7.0, 1.5)
+        assert one.conflict.holder["id"] == "1"
+        assert repr(one) == f"LockHeldError('k', 't[1] on ? (pid 7)', 9.5, 7.0, 1.5, {hint!r})"
+    assert exceptions.LockHeldError("k", "t", 1.0).conflict is None
 
 
 def test_a_pause_is_no_holder():

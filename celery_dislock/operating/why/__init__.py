@@ -17,7 +17,7 @@ The states, and what the sentence says of each:
 ``in line``
     As nth of how many, for which lock, who holds that for how long, and what the task keeps.
 ``waiting in its slot``
-    The same of ``lock_on_conflict="wait"``, and where the slot is.
+    The same of ``lock_on_conflict="wait"``, or of ``dislock.lock()`` in its body, and where it is.
 ``paused``
     The same, and why, and for how long so far.
 ``held back``

@@ -12,7 +12,7 @@ from celery_dislock.keys.names import shown_id
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.site import Site
 from celery_dislock.operating.why.asked import Stored, Told, ask_backend, ask_workers, lacking
-from celery_dislock.scripts.names import TICKETS
+from celery_dislock.scripts.names import PLACES, TICKETS
 from celery_dislock.servers.find import LEASES, Search
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.waiters import parked_message
@@ -137,6 +137,16 @@ class Case:
         if self.app is None or not workers or not isinstance(task, str):
             return []
         return lacking(self.app, task, list(workers), self.timeout)
+
+    def place(self) -> Found | None:
+        """
+        Return the task's place in line of a lock for which its body waits; None: it waits for none.
+
+        All keys of the lock server are read, in pages, as the lock may be any.
+        """
+        at = self.runtime.lock_names(self.keys)
+        found = self.search.among(at, (PLACES,)) if at else self.search.anywhere(PLACES)
+        return next(found, None)
 
     @property
     def has_gaps(self) -> bool:

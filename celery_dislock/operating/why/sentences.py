@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import body_owners_start
 from celery_dislock.keys.templates import key_of
 from celery_dislock.operating.checks.table import number
 from celery_dislock.operating.checks.troubles import OVERDUE, troubles_of, unclaimed
@@ -80,7 +81,9 @@ def of_lease(case: Case, found: Found) -> Answer | None:
     if holder.turn:
         ticket, beside = ticket_of(owner.encode())
         return of_parked(case, beside or found.lock, ticket)
-    return running(case, lock, holder)
+    its_place = None if holder.is_overdue else case.place()
+    waits = its_place and in_its_slot(case, its_place)
+    return waits or running(case, lock, holder)
 
 
 def running(case: Case, lock: LockState, holder: Holder) -> Answer:
@@ -136,11 +139,12 @@ def of_parked(case: Case, lock: str, ticket: str) -> Answer | None:
 
 
 def in_its_slot(case: Case, found: Found) -> Answer | None:
-    """Tell of a task that waits for its lock in a worker's slot."""
+    """Tell of a task that waits in a worker's slot: for its own lock, or for one of its body."""
     place = case.search.where(found.lock, found.name)
     if place is None:
         return None
-    return in_line(case, place, f"in its slot {place.waiter.who.rpartition('] ')[2]}")
+    where = "body" if found.name.startswith(body_owners_start(case.id)) else "slot"
+    return in_line(case, place, f"in its {where} {place.waiter.who.rpartition('] ')[2]}")
 
 
 def in_line(case: Case, place: Place, slot: str = "") -> Answer:

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from celery_dislock.keys.names import (
+    body_owner,
+    body_owners_start,
     execution_start,
     owners_start,
     reserved_name,
@@ -45,17 +47,19 @@ def test_no_tasks_owners_begin_as_anothers():
     for one in ids:
         for other in set(ids) - {one}:
             owner = f"{execution_start(other, 'w', 1)}nonce.1"
-            assert not owner.startswith(owners_start(one))
+            assert not owner.startswith((owners_start(one), body_owners_start(one)))
             assert not owner.startswith(execution_start(one, "w", 1))
+            of_body = body_owner(other, "nonce.1", "w:1:2/")
+            assert not of_body.startswith((owners_start(one), body_owners_start(one)))
             assert not ticket(other).startswith(owners_start(one))
 
 
 @pytest.mark.parametrize("task_id", [*PLAIN, *HOSTILE])
 def test_a_name_can_be_sent(task_id):
     """It is UTF-8, whatever the id holds, and no owner looks like a lease that runs out."""
-    name = execution_start(task_id, "w", 1)
-    name.encode()
-    assert not name.startswith("~")
+    for name in (execution_start(task_id, "w", 1), body_owner(task_id, "nonce.1", "w:1:2/")):
+        name.encode()
+        assert not name.startswith("~")
 
 
 @pytest.mark.parametrize("given", ["7:0", "1", None, -1, 10**10, 1.5, [1], {}])

@@ -18,10 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from celery_dislock.exceptions import LockKeyError
+from celery_dislock.keys.builders import CallableKey, key_builder
 from celery_dislock.keys.templates import (
-    CallableKey,
     InvalidTemplate,
-    key_builder,
+    check_key,
 )
 from tests.unit.keys.support import LoudText, assert_valid
 
@@ -477,7 +477,7 @@ class TestCallables:
     def test_takes_the_arguments_of_the_task(self):
         """A callable gets the arguments as the call gave them, and its key is used as it is."""
         builder = self.build(lambda a, b, *, c: f"{a}:<{b}>%{c}")
-        assert builder.key((1,), {"b": 2, "c": 3}) == "1:<2>%3"
+        assert builder.keys((1,), {"b": 2, "c": 3}) == ["1:<2>%3"]
 
     def test_what_does_not_take_them_is_refused(self):
         """When the task is declared, and not when it runs."""
@@ -486,8 +486,41 @@ class TestCallables:
 
     def build_from(self, a, b, c): ...
 
-    def test_what_is_no_str(self):
-        """A callable that returns no str is named, with what it returned."""
+    @pytest.mark.parametrize("several", [["b", "a", "b"], ("a",), ["x" * 300, "y"]])
+    def test_it_may_return_several(self, several):
+        """In a list or a tuple, each checked as one alone is."""
+        builder = self.build(lambda *_, **__: several)
+        assert builder.keys((1, 2), {"c": 3}) == [check_key(one) for one in several]
+
+    @pytest.mark.parametrize(
+        ("returned", "why"),
+        [
+            (None, "a key is a str, not None"),
+            ({"a"}, "a key is a str, not set"),
+            (iter("ab"), "a key is a str, not str_ascii_iterator"),
+            (["a", 7], "a key is a str, not int"),
+            (["a", None], "a key is a str, not None"),
+            ([["a"]], "a key is a str, not list"),
+            ([], "a task has one at least"),
+            ((), "a task has one at least"),
+        ],
+    )
+    def test_what_is_no_key(self, returned, why):
+        """A callable that returns anything else is named with its task, and what it returned."""
+        builder = self.build(lambda *_, **__: returned)
         with pytest.raises(LockKeyError) as caught:
-            self.build(three).key((1, 2, 3), {})
-        assert str(caught.value) == "lock_key 'three': it returned None; a key is a str, not None"
+            builder.keys((1, 2), {"c": 3})
+        said = str(caught.value)
+        assert "<lambda>': it returned " in said
+        assert said.endswith(f" for task {TASK}; {why}")
+
+    def test_where_there_may_be_one_only(self):
+        """Two that are different are refused, for the reason; the same one twice is one."""
+        several = []
+        how = {"signature": inspect.signature(three), "task_name": TASK}
+        builder = key_builder(lambda *_, **__: several, **how, why_one=lambda: "give one")
+        several[:] = ["a", "a"]
+        assert set(builder.keys((1, 2), {"c": 3})) == {"a"}
+        several[:] = ["a", "b"]
+        with pytest.raises(LockKeyError, match=f"it returned 2 keys for task {TASK}; give one$"):
+            builder.keys((1, 2), {"c": 3})

@@ -284,6 +284,21 @@ def test_it_waits_in_its_slot(why, server):
     says(why(), "waiting in its slot", f"shop.wait[{ID}] {slot}, {HELD}.")
 
 
+@pytest.mark.parametrize("locked", [True, False])
+def test_its_body_waits_for_a_lock(why, server, locked):
+    """Whether it holds a lock of its own or not; it is not told that it takes none."""
+    own = {"owner": f"{ID}@celery@w2:8/cd.1", "task": "shop.wait", "id": ID}
+    held = [lock("own", holders=[holder(**own)])] if locked else []
+    server.put(lock("k", holders=[holder()]), *held)
+    owner = f"{ID}:~cd.2@w2:8:9/"
+    about = f'{{"task":"shop.wait","id":"{ID}","worker":"celery@w2","pid":8}}'
+    server.send("HSET", "dislock:{k}:places", owner, f"1 {9 * 10**13} 30000 x:1 {about}")
+    server.send("ZADD", "dislock:{k}:line", server.now_us, owner)
+    body = "waits in its body on celery@w2 (pid 8), alone in line for lock 'k'"
+    for args in ((), ("--key", "k")):
+        says(why(ID, *args), "waiting in its slot", f"shop.wait[{ID}] {body}, {HELD}.")
+
+
 def test_a_task_that_has_lost_its_place_gets_it_again(why, server):
     """Its record is there, and it stands in no line."""
     server.put(lock("k", waiting=1, line=[place()]))

@@ -11,6 +11,7 @@ from contextlib import suppress
 from socket import gethostname
 
 import pytest
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_dislock import (
@@ -29,12 +30,13 @@ from celery_dislock import (
     signals,
 )
 from celery_dislock.hooks import guard_tasks
+from celery_dislock.keys.names import reserved_lock
 from celery_dislock.locks import interruption
 from celery_dislock.messages.headers import HEADER
 from celery_dislock.tasks import task as task_module
 from tests.declaring import declare, never
 from tests.driven import held, new_app, reservation
-from tests.unit.deliveries import deliver
+from tests.unit.deliveries import arrived, deliver
 
 
 def test_the_body_runs_under_the_lock_and_the_lock_is_gone_after(app, lock_server):
@@ -140,13 +142,16 @@ def test_a_body_that_has_ended_is_stopped_no_more_whatever_strikes_its_end(app, 
     leases[0].on_end(leases[0], "raise")
 
 
-def test_a_task_may_take_several_keys_all_or_none(app, lock_server):
-    """The keys of a list are taken in order, each once; the conflict names the one held."""
+@pytest.mark.parametrize("by_one", [True, False], ids=["a callable", "a list"])
+def test_a_task_may_take_several_keys_all_or_none(app, lock_server, by_one):
+    """They are taken in order, each once; the conflict names the one held."""
 
     def transfer(self, source, to):
         return self.lease.key, lock_server.locks()
 
     keys = ["account:<to>", "account:<source>", lambda *_: "transfers"]
+    if by_one:
+        keys = lambda source, to: [f"account:{source}", f"account:{to}", "transfers"]  # noqa: E731
     task = declare(app, transfer, lock_key=keys, lock_on_conflict="raise")
     locks = ["account:1", "account:2", "transfers"]
     assert task.apply((2, 1)).get() == ("account:1 + account:2 + transfers", locks)
@@ -157,6 +162,16 @@ def test_a_task_may_take_several_keys_all_or_none(app, lock_server):
             task.apply((2, 1)).get()
         assert raised.value.key == "account:2"
         assert lock_server.locks() == ["account:2"]
+
+
+def test_a_reservation_of_several_keys_is_not_left_to_the_watchdog(app):
+    """It renews a reservation with the lease if the callable has returned one key."""
+    task = declare(app, lambda n: n, lock_key=lambda n: [f"k{m}" for m in range(n)])
+    guard = task.dislock_guard
+    for many, kept in ((1, 2 * guard.timeout), (2, guard.options.lock_unique_for)):
+        lock = reserved_lock(guard.runtime.lock_names(guard.keys((many,), {})))
+        request = arrived(task, "1", many, dislock={"v": 1, "unique": [lock, "end"]})
+        assert guard.reservation_of(Context(request.request_dict)).ttl == kept
 
 
 def test_tasks_take_the_very_same_lock(app):

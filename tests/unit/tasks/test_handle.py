@@ -119,10 +119,12 @@ def test_a_turn_is_freed_at_once(app, lock_of, broker):
     assert lock_of("k").free(turn) == []
 
 
-def test_keys_that_are_reserved_together_are_freed(app, lock_of, broker):
-    """Their reservation has a name of its own."""
-    task = declare(app, lock_key=["a", "b"], lock_unique_until="start")
+@pytest.mark.parametrize("keys", [["a", "b"], lambda: ("b", "a")], ids=["list", "callable"])
+def test_keys_that_are_reserved_together_are_freed(app, lock_of, broker, keys):
+    """Their reservation has a name of its own, and counts for a second message."""
+    task = declare(app, lambda: None, lock_key=keys, lock_unique_until="start")
     task.apply_async(task_id="id-1")
+    assert task.delay().id == "id-1"
     assert [one.key for one in lock_of("a", "b").state()] == ["a", "b", "a and others"]
     assert [one.id for one in lock_of("a", "b").free()] == ["id-1"]
     assert reservation(task) is None

@@ -6,6 +6,7 @@ import sys
 from datetime import timedelta  # noqa: TC003 -- pydantic reads it
 from functools import wraps
 from inspect import signature
+from types import SimpleNamespace
 
 import pytest
 from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
@@ -139,6 +140,9 @@ def test_what_is_said_of_arguments_that_are_not_valid_is_one_line(app, broker, c
     assert "\n" not in told
 
 
+CLUSTER = {"dislock_url": "redis+cluster://a"}
+
+
 class Body:
     """A task's class, as far as its keys need it."""
 
@@ -157,13 +161,16 @@ class Body:
         ([Key("a", rate="1/m"), Key("b", rate="1/h"), Key("c", rate="1/s")], ["b", "a", "c"]),
         ([Key("a", rate="100/s", limit=3), Key("b", limit=2)], ["b", "a"]),
         ([lambda t: f"shelf-{t}", "api"], ["shelf-7", "api"]),
+        (lambda t: ["b", f"a{t}", "b"], ["a7", "b"]),
+        ([Key(lambda _: ("z", "y"), limit=5), Key("x", limit=9), "api"], ["y", "z", "api", "x"]),
+        ([lambda _: ["api", "a"], "api", Key("b", limit=2)], ["a", "api", "b"]),
         (["api", "<t>", "<<api>>"], ["7", "<api>", "api"]),
     ],
 )
 def test_narrow_keys_come_before_wide_ones(declared, order):
     """Who has many tasks waits in a line of his own; a slow rate is narrower than a small limit."""
     options = task_options("t", {"lock_key": declared}, {})
-    keys = TaskKeys("t", Body, options)
+    keys = TaskKeys("t", Body, options, SimpleNamespace(conf={}))
     assert keys.in_order(keys.of([7], {}), options.terms)[0] == order
 
 
@@ -171,8 +178,40 @@ def test_the_mode_does_not_change_the_order():
     """A reader and a writer pass the same keys in one order, or they wait for each other."""
     for mode in ("shared", "exclusive"):
         options = task_options("t", {"lock_key": ["b", "a"], "lock_mode": mode}, {})
-        keys = TaskKeys("t", Body, options)
+        keys = TaskKeys("t", Body, options, SimpleNamespace(conf={}))
         assert keys.in_order(keys.of([7], {}), options.terms)[0] == ["a", "b"]
+
+
+def test_each_key_that_a_callable_returns_has_its_terms():
+    """Beside those of the keys around it; of two for one key, the stricter ones."""
+    declared = [Key(lambda t: [f"repo:{t}", "all"], limit=3), Key("all", limit=2), "other"]
+    options = task_options("t", {"lock_key": declared}, {})
+    keys = TaskKeys("t", Body, options, SimpleNamespace(conf={}))
+    names, terms = keys.in_order(keys.of([7], {}), options.terms)
+    assert [(one, its.limit) for one, its in zip(names, terms, strict=True)] == [
+        *(("all", 2), ("repo:7", 3), ("other", 1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "conf", "why"),
+    [
+        ({"lock_on_conflict": "cancel"}, {}, "cancels nobody"),
+        ({"lock_on_conflict": "queue"}, CLUSTER, "a cluster keeps no line"),
+        ({"lock_rate": "1/s", "lock_on_conflict": "wait"}, CLUSTER, "count for themselves"),
+        ({"lock_on_conflict": "wait"}, CLUSTER, None),
+    ],
+)
+def test_a_callable_returns_several_only_where_a_list_may_have_them(options, conf, why):
+    """It is refused at the call, for the reason for which a list is when the task is bound."""
+    options = task_options("t", {"lock_key": lambda t: t, **options}, conf)
+    keys = TaskKeys("t", Body, options, SimpleNamespace(conf=conf))
+    assert keys.of([["one"]], {}) == [["one"]]
+    if why is None:
+        assert keys.of([["a", "b"]], {}) == [["a", "b"]]
+        return
+    with pytest.raises(LockKeyError, match=f"it returned 2 keys for task t; .*{why}"):
+        keys.of([["a", "b"]], {})
 
 
 def test_two_tasks_that_may_wait_for_each_other_are_told(app, caplog):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
-from celery_dislock.keys.templates import key_builder
+from celery_dislock.keys.builders import key_builder
 from celery_dislock.tasks.received import Received
 from tests.declaring import declare
 from tests.unit.deliveries import deliver

@@ -1,0 +1,91 @@
+"""What a pool process has locked in bodies, noted for the main process of its worker.
+
+The main process can compute the key of a task, but not that of a lock that the task's body takes.
+So a pool process notes these locks in a file of its own, before it asks for one.  The main process
+reads the file when the process has died.  This costs no round trip, and both are on one machine.
+
+The file has one line that counts, which one call writes: a process that is killed leaves it whole.
+It may name leases that have ended since: to release one again changes nothing, as its owner's name
+is used once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from celery_dislock.locks.lease import Attempt, Lease
+
+
+class Noted(NamedTuple):
+    """
+    A lock that a process has or has asked for.
+
+    Attributes:
+        names: The names in Redis of its keys' locks.
+        owner: The owner.
+        holder: The owner's description.
+    """
+
+    names: Sequence[str]
+    owner: str
+    holder: dict[str, Any]
+
+
+class Notes:
+    """
+    The notes of a pool process.
+
+    Args:
+        folder: The folder that the main process reads.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._path = Path(folder, str(os.getpid()))
+        self._file: int | None = None
+        self._asking: dict[str, Noted] = {}
+        self._leases: WeakSet[Lease] = WeakSet()
+        self._mutex = threading.RLock()
+
+    def asks(self, attempt: Attempt, names: Sequence[str]) -> None:
+        """Note what an attempt is about to ask for."""
+        with self._mutex:
+            self._asking[attempt.owner] = Noted(names, attempt.owner, dict(attempt.holder))
+            self._write()
+
+    def asked(self, attempt: Attempt) -> None:
+        """Keep the note of an attempt as long as its lease; drop it if it has got none."""
+        with self._mutex:
+            self._asking.pop(attempt.owner, None)
+            if attempt.lease is not None:
+                self._leases.add(attempt.lease)
+
+    def _write(self) -> None:
+        held = [
+            Noted(lease.lock.names, lease.owner, dict(lease.holder))
+            for lease in self._leases
+            if not lease.finished
+        ]
+        line = json.dumps([*self._asking.values(), *held]).encode() + b"\n"
+        try:
+            if self._file is None:
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.pwrite(self._file, line, 0)
+        except OSError:  # a full disk: the locks end with their expiry, if the process dies
+            return
+
+
+def read(path: Path) -> list[Noted]:
+    """Return the notes that a process has left; empty if they cannot be read."""
+    try:
+        line, _, _ = path.read_bytes().partition(b"\n")
+        return [Noted(*one) for one in json.loads(line)]
+    except (OSError, ValueError, TypeError):
+        return []

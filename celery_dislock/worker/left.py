@@ -1,0 +1,94 @@
+"""Release what the bodies of a pool process had locked when it died.
+
+A task's own lock is released by its request; see :mod:`celery_dislock.tasks.request`.  Locks that a
+body takes by ``dislock.lock()``, also that of a task without a ``lock_key``, are known to their
+process alone, which has noted them; see :mod:`celery_dislock.locks.notes`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.templates import key_of
+from celery_dislock.locks.notes import read
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.records import in_words
+from celery_dislock.tasks.request import is_alive
+from celery_dislock.worker.timed import LastingStep
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from celery.worker import WorkController
+
+LOOK_EVERY = 0.25  # seconds
+
+logger = logging.getLogger("celery_dislock")
+
+
+class LeftStep(LastingStep):
+    """Bootstep of a prefork worker: releases what bodies had locked in processes that died."""
+
+    label = "Dislock left"
+
+    def include_if(self, worker: WorkController) -> bool:
+        """Make the folder of the notes, before any pool process is forked."""
+        self._runtime = runtime_of(worker.app)
+        forks = getattr(worker.pool_cls, "uses_semaphore", False)  # prefork alone does
+        if self._runtime.off or not forks:
+            return False
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="dislock-"))
+        except OSError as exc:
+            #: WARNING: A lock that a body takes by `dislock.lock()` is left to expire if its
+            #: process dies. -> Give the worker a folder for temporary files.
+            logger.warning("Locks that bodies take are not noted for crash release: %s", exc)
+            return False
+        self._runtime.notes_in = str(self._folder)
+        atexit.register(_remove, self._folder, os.getpid())
+        return True
+
+    def begin(self, worker: WorkController) -> float:  # noqa: ARG002 -- it needs none
+        """Release with connections of its own."""
+        self.connect()
+        return LOOK_EVERY
+
+    def connect(self) -> None:
+        """Make a store that is used here alone."""
+        self._store = self._runtime.new_process().store
+
+    def work(self) -> float:
+        """Look for notes of processes that have ended."""
+        for path in self._folder.iterdir():
+            pid = int(path.name)
+            if not is_alive(pid):
+                notes = read(path)
+                path.unlink(missing_ok=True)
+                for names, owner, holder in notes:
+                    self._release(names, owner, in_words(holder), pid)
+        return LOOK_EVERY
+
+    def _release(self, names: Sequence[str], owner: str, who: str, pid: int) -> None:
+        key = " + ".join(map(key_of, names))
+        try:
+            if self._store.release(names, owner):
+                #: INFO: The next one can take it. -> Find out why the process died.
+                logger.info("Released lock %r of %s: process %d died.", key, who, pid)
+        except StoreError as exc:
+            #: WARNING: Who wants the lock waits for one timeout at most. -> Check the lock server.
+            logger.warning(
+                "Could not release lock %r of %s, whose process %d died; it is left to expire: %s",
+                *(key, who, pid, exc),
+            )
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process inherits what is called at the exit
+        shutil.rmtree(folder, ignore_errors=True)
