@@ -34,8 +34,9 @@ class DislockError(Exception):
 class SettingsError(DislockError, ValueError, click.ClickException):
     """An option or setting cannot be used.
 
-    Raised when a task is bound, when a lock is made in plain Python, or when a worker starts.  Also
-    raised by a task if its ``lock_on_conflict`` is a callable that returns no valid strategy.
+    Raised when a task is bound, when a lock is made in plain Python, when a worker starts, or when
+    a call is given an option of a task.  Also raised by a task if its ``lock_on_conflict`` is a
+    callable that returns no valid strategy.
 
     The class derives from ClickException, so a Celery command ends with one message and no
     traceback.

@@ -1,13 +1,13 @@
 """What this package wraps or replaces of Celery's: the only place that does so.
 
 A sender may make no ``Dislock``, and several threads may use a task for the first time at once.
-So the functions that send messages are wrapped for all apps, once, when the package is imported,
-and not when an app or a task is made.  So is the function that hides passwords in Celery's reports.
+So the functions that send messages are wrapped for all apps, when the package is imported.
 
 =======================================  ======================================================
 of Celery's                              is wrapped or replaced because
 =======================================  ======================================================
 ``Celery.send_task``                     every message of a task goes through it: uniqueness
+``Signature.set``                        an option of a task has no effect there, and is refused
 ``Control.revoke``, a worker's revoke    a revoked message gives its key back
 ``filter_hidden_settings``               it hides only the broker's password
 ``AsyncResult.duplicate``                every result has the attribute
@@ -24,8 +24,8 @@ a worker's ``wait_for_soft_shutdown``    its event loop stands still meanwhile
 the logger of ``celery.app.trace``       it repeats our lines
 =======================================  ======================================================
 
-Receivers of Celery's signals learn that a task begins and has ended.  The class of a duplicate's
-result is made in :mod:`celery_dislock.tasks.duplicates`, where it is used.
+Receivers of Celery's signals learn that a task begins and has ended.
+:mod:`celery_dislock.tasks.duplicates` makes the class of a duplicate's result.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from celery.app import base as apps
 from celery.app import utils
 from celery.app.task import Context
 from celery.backends.base import Backend
+from celery.canvas import Signature
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import AsyncResult
 from celery.signals import task_postrun, task_prerun, task_revoked
@@ -51,6 +52,7 @@ from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.censoring import reported
+from celery_dislock.config.execution import meant_for_tasks, refuse_in_call
 from celery_dislock.config.settings import app_settings
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.messages.delivery import Delivery, running_request
@@ -65,6 +67,7 @@ from celery_dislock.tasks.task import (
     custom_call,
     end_unguarded,
     guard_objects,
+    is_keyed,
     lease_of,
     leave_revoked,
     lock_for,
@@ -72,6 +75,7 @@ from celery_dislock.tasks.task import (
     name_of,
     refuse,
     replace_after_release,
+    task_named,
 )
 
 if TYPE_CHECKING:
@@ -100,7 +104,9 @@ def _sending_uniquely() -> None:
     ) -> Any:
         options.update(zip(positional, more, strict=False))
         publish = partial(original, self, name, args, kwargs)
-        task = options.get("task_type") or _task_named(self, name)
+        if meant_for_tasks(tuple(options)):
+            refuse_in_call(name, options)
+        task = options.get("task_type") or task_named(self, name)
         guard: Guard | None = getattr(task, "dislock_guard", None)
         if guard is None and task is not None:
             guard = guard_before_sending(task, self)
@@ -111,12 +117,16 @@ def _sending_uniquely() -> None:
     Celery.send_task = send_task
 
 
-def _task_named(app: Celery, name: str) -> Task | None:
-    """Return a task that this process knows; makes pending tasks of ``@app.task`` if it must."""
-    tasks = app._tasks  # noqa: SLF001 -- app.tasks makes them all
-    if name not in tasks and app._pending and app.autofinalize and not app.finalized:  # noqa: SLF001
-        tasks = app.tasks
-    return tasks.get(name)
+def _refusing() -> None:
+    """Wrap ``Signature.set``: a later step of a chain is sent when it is too late for an error."""
+    original = Signature.set
+
+    @wraps(original)
+    def set_options(self: Signature, *args: Any, **options: Any) -> Any:
+        refuse_in_call(self.task, options)
+        return original(self, *args, **options)
+
+    Signature.set = set_options
 
 
 def _controlling() -> None:
@@ -246,7 +256,7 @@ def _binding() -> None:
         bound: Celery = original(cls, app)
         # While the app is made final, all tasks are guarded at once, and errors are logged then.
         comes_alone = not app.finalized or IS_FINAL in vars(app)
-        if name and (locks or (comes_alone and _is_keyed(cls) and runtime_of(app).enabled)):
+        if name and (locks or (comes_alone and is_keyed(cls) and runtime_of(app).enabled)):
             try:
                 install(cls, app)
             except SettingsError as exc:  # perhaps of another object of the class
@@ -255,10 +265,6 @@ def _binding() -> None:
         return bound
 
     Task.bind = classmethod(bind)
-
-
-def _is_keyed(task: type[Task] | Task) -> bool:
-    return getattr(task, "lock_key", None) is not None
 
 
 def install(task: type[Task], app: Celery) -> None:
@@ -364,12 +370,8 @@ def guard_tasks(app: Celery) -> None:
 
 
 def _guard_if_keyed(task: Task, app: Celery) -> None:
-    """Guard a task if it has a ``lock_key``.
-
-    Raises:
-        SettingsError: One of its options cannot be used.
-    """
-    if isinstance(task, SingletonTask) or _is_keyed(task):
+    """Guard a task if it has a ``lock_key``; raises as :func:`guard_tasks`."""
+    if isinstance(task, SingletonTask) or is_keyed(task):
         install(type(task), app)
 
 
@@ -377,8 +379,7 @@ def guard_before_sending(task: Task, app: Celery) -> Guard | None:
     """
     Guard a task that is about to be sent; return None if it is not to be guarded.
 
-    Celery registers a task before it binds it.  If another thread is about to bind the task, this
-    call waits for that.
+    Celery registers a task before it binds it: waits for another thread that is about to do so.
 
     Raises:
         SettingsError: One of its options cannot be used.
@@ -438,6 +439,7 @@ def wrap_methods(of: Consumer | WorkController, wrapping: Mapping[str, Callable[
 
 
 _sending_uniquely()
+_refusing()
 _controlling()
 _ending()
 _following()

@@ -157,7 +157,8 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
 
 
 @lru_cache(maxsize=1000)  # the same names stand in all tasks of an app
-def _is_like_ours(name: str) -> bool:
+def is_like_ours(name: str) -> bool:
+    """Tell whether a name is that of an option of a task, or looks like one that is misspelt."""
     return bool(get_close_matches(name, OPTIONS, 1, NEAR_MISS))
 
 
@@ -167,7 +168,7 @@ def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
             library, ours = OF_OTHERS[name]
             remedy = f"an option of {library}, without effect here: {ours}; see {MIGRATING}"
             raise refused(owner, name, value, remedy)
-        if name.startswith("lock_") or name in MEANT or _is_like_ours(name):
+        if name.startswith("lock_") or name in MEANT or is_like_ours(name):
             refuse_unknown(owner, {name: value}, OPTIONS, MEANT)
 
 

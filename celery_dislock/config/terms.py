@@ -7,6 +7,8 @@ where they are one word.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,6 +22,8 @@ NAMES = {letter: mode for mode, letter in MODES.items()}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
 _IN_WORDS = {1: "a second", 60: "a minute", 3600: "an hour", 86400: "a day"}
 _RATE = re.compile(r"(\d{1,7})/(\d{0,7})([smhd])")
+_PARTS = re.compile(r"(\d{1,7}\.\d{1,7})(?:/(\d{0,7})([smhd]))?")  # of a rate with a fraction
+_BETWEEN = re.compile(r"[,;&+|]")  # several rates
 _WORD = re.compile(rb"([xs]):(\d{1,15})(?::(\d{1,15})/(\d{1,15}))?")
 
 
@@ -58,7 +62,7 @@ class Rate(NamedTuple):
             given = f"{given}/s"
         found = _RATE.fullmatch(given.replace(" ", "")) if isinstance(given, str) else None
         if found is None:
-            raise ValueError(RATE_WANTED)
+            raise ValueError(_instead_of(str(given).replace(" ", "")))
         most, window = int(found[1]), int(found[2] or 1) * _UNITS[found[3]]
         if not 0 < most <= STARTS_MOST:
             raise ValueError(f"give 1 to {STARTS_MOST:,} starts in a window")
@@ -98,6 +102,23 @@ class Terms(NamedTuple):
         if apart >= 1:  # seconds between two starts
             return 0, -apart
         return (2, -apart) if self.rate and self.limit == LIMIT_MOST else (1, self.limit)
+
+
+def _instead_of(given: str) -> str:
+    """Say what to write in place of what is no rate."""
+    several = _BETWEEN.split(given)
+    if len(several) > 1 and all(map(_RATE.fullmatch, several)):
+        keys = [f"Key('api{nth}', rate={one!r})" for nth, one in enumerate(several, 1)]
+        return f"a key has one rate: give a key for each, as lock_key=[{', '.join(keys)}]"
+    found = _PARTS.fullmatch(given)
+    if found is not None and int(found[2] or 1):
+        exact = Fraction(found[1]) / int(found[2] or 1)
+        window = "" if exact.denominator == 1 else exact.denominator
+        whole = f"{exact.numerator}/{window}{found[3] or 's'}"
+        with suppress(ValueError):
+            Rate.of(whole)
+            return f"write {whole!r}: both numbers are whole"
+    return RATE_WANTED
 
 
 ALONE = Terms()

@@ -72,9 +72,11 @@ class KeyBuilder:
 
     Attributes:
         reads: Names of the arguments that it reads; None: all.
+        paths: The placeholders of a template, without brackets.
     """
 
     reads: frozenset[str] | None = None
+    paths: Sequence[str] = ()
 
     def keys(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Sequence[str]:
         """
@@ -117,6 +119,7 @@ class KeyTemplate(KeyBuilder):
         names = [_split(path, signature) for path in paths]
         markers = _markers(literals, paths)
         self._template = template
+        self.paths: Sequence[str] = paths
         self._bind = bind
         self._extra = keywords_name(signature)
         self._head = literals[0]

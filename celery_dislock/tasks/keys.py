@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,15 @@ from celery_dislock.keys.templates import InvalidTemplate, in_order
 from celery_dislock.tasks.received import Received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 
     from celery import Task
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.config.terms import Terms
     from celery_dislock.locks.runtime import Runtime
+
+WARNED_MOST = 1000  # tasks that are remembered as warned of
 
 logger = logging.getLogger("celery_dislock")
 
@@ -68,6 +70,9 @@ class TaskKeys:
             ]
         except InvalidTemplate as exc:
             raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
+        for one, builder in zip(options.keys, self._builders, strict=True):
+            for refused in refused_defaults(one, builder.paths, signature):
+                _warn_of_default(name, str(refused))
         self._declared = [one for one in options.keys if isinstance(one, str)]
         self._is_narrow = [one.reads != frozenset() for one in self._builders]
         self._received = Received(self._builders, signature)
@@ -179,6 +184,40 @@ def _signature(task: type[Task], *, follow_wrapped: bool) -> inspect.Signature:
 
 def _is_static(task: type[Task]) -> bool:
     return isinstance(inspect.getattr_static(task, "run"), staticmethod)
+
+
+def refused_defaults(
+    template: Any, paths: Sequence[str], signature: inspect.Signature
+) -> Iterator[LockKeyError]:
+    """
+    Yield an error for each placeholder of a template that the argument's default cannot fill.
+
+    A key is built of each default alone, in the way in which the keys of calls are built.
+    """
+    for path in paths:
+        argument = signature.parameters.get(path.partition(".")[0])
+        if argument is None or argument.default is argument.empty:
+            continue
+        own = f"<{path}>"  # beside anything else, its text may be empty
+        alone = signature.replace(parameters=[argument])
+        builder = key_builder(own if own == template else f":{own}", signature=alone, task_name="")
+        try:
+            builder.key((), {})
+        except LockKeyError as error:
+            yield LockKeyError(template, path, error.reason)
+
+
+# An error would stop an app whose calls all give the argument.  A word of its own for None would
+# let calls that have forgotten the argument share one lock.
+@lru_cache(WARNED_MOST)
+def _warn_of_default(name: str, refused: str) -> None:
+    #: WARNING: A key cannot have the argument's default, so each call without it ends with
+    #: LockKeyError; once per process. -> Give it no default, or one that a key may have.
+    logger.warning(
+        "Task %s fails in each call without the argument: %s; give the argument no default, or one "
+        "that a key may have.",
+        *(name, refused),
+    )
 
 
 def validating(wrap: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from celery.exceptions import Ignore, Reject, TaskRevokedError
 from celery.result import EagerResult
 from celery.signals import task_postrun, task_prerun
 
+from celery_dislock.config.execution import refuse_in_call
 from celery_dislock.config.options import MEANT
 from celery_dislock.config.settings import OPTIONS, nearer, task_options
 from celery_dislock.exceptions import DislockError, SettingsError, StoreError
@@ -249,6 +250,19 @@ def _registered(app: Celery) -> dict[str, Task]:
     return tasks
 
 
+def task_named(app: Celery, name: str) -> Task | None:
+    """Return a task that this process knows; makes pending tasks of ``@app.task`` if it must."""
+    tasks = _registered(app)  # app.tasks makes them all
+    if name not in tasks and app._pending and app.autofinalize and not app.finalized:  # noqa: SLF001
+        tasks = app.tasks
+    return tasks.get(name)
+
+
+def is_keyed(task: type[Task] | Task) -> bool:
+    """Tell whether a task has a ``lock_key``."""
+    return getattr(task, "lock_key", None) is not None
+
+
 def name_of(task: type[Task], app: Celery) -> str | None:
     """Return a task class's name; None for a base class."""
     if task.name is not None:
@@ -342,6 +356,7 @@ def apply_uniquely(
 ) -> Any:
     """Run an eager task, unless a message of its key is there; one that is skipped is REVOKED."""
     options.update(zip(_APPLY_POSITIONAL, more, strict=False))
+    refuse_in_call(self.name, options)
     run = partial(apply, args, kwargs)
     sending = Sending(self.app, self, self.dislock_guard, args, kwargs, run, eager=True)
     result = sending.send(options)

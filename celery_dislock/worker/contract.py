@@ -92,6 +92,7 @@ FACTS: dict[str, tuple[Fact, ...]] = {
         ),
         _sends_itself,
     ),
+    "Signature.set": (takes("celery.canvas:Signature.set", "immutable", keywords=("options",)),),
     "Control.revoke, a worker's revoke": (
         takes("celery.app.control:Control.revoke", "task_id"),
         takes("celery.worker.control:revoke", "state", "task_id"),

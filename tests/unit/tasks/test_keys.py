@@ -7,14 +7,17 @@ from datetime import timedelta  # noqa: TC003 -- pydantic reads it
 from functools import wraps
 from inspect import signature
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
+from celery import Task
 from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
 
 from celery_dislock import Key, SingletonTask
 from celery_dislock.config.settings import task_options
 from celery_dislock.exceptions import LockKeyError
 from celery_dislock.tasks.keys import TaskKeys
+from celery_dislock.tasks.task import guard_of
 from tests.declaring import declare
 from tests.unit.deliveries import deliver
 
@@ -225,6 +228,60 @@ def test_two_tasks_that_may_wait_for_each_other_are_told(app, caplog):
     told = [one for one in caplog.messages if "different orders" in one]
     pairs = [one.partition(" take ")[0] for one in told]
     assert pairs == ["Tasks t.one and t.two", "Tasks t.two and t.same"]
+
+
+def none_of_doc(doc=None): ...
+
+
+@pytest.mark.parametrize(
+    ("declared", "body", "told"),
+    [
+        ("index:<doc>", none_of_doc, "'index:<doc>', argument <doc>: None is not allowed"),
+        ("<doc.id>", none_of_doc, "argument <doc.id>: None has no 'id'"),
+        (
+            ["all", Key("<doc>", limit=2)],
+            lambda self, *, doc=(): (self, doc),
+            "<doc>: tuple is not",
+        ),
+        ("<doc>", lambda doc=sys: doc, "<doc>: module is not allowed"),
+        ("<a>:<doc>", lambda a, doc=1.5: (a, doc), "<doc>: float is not allowed"),
+        ("<doc>", lambda doc=7: doc, None),
+        ("<doc>", lambda doc="": doc, "<doc>: the key is empty"),
+        ("index:<doc>", lambda doc="": doc, None),
+        ("<a>:<doc>", lambda a, doc="": (a, doc), None),
+        ("<doc.numerator>", lambda doc=7: doc, None),
+        ("<doc>", lambda doc, kind=None: (doc, kind), None),
+        ("<doc>", lambda doc: doc, None),
+        (lambda doc=None: f"k{doc}", none_of_doc, None),
+        (None, none_of_doc, None),  # a digest may have it
+    ],
+)
+def test_a_default_that_no_key_can_have_is_told_when_the_task_is_bound(
+    app, caplog, declared, body, told
+):
+    """Each call without the argument fails, as the line says; one with it works as before."""
+    task = declare(app, body, name=f"t.{uuid4()}", lock_key=declared, lock_on_conflict="wait")
+    app.finalize()
+    app.finalize()
+    lines = [one for one in caplog.messages if "without the argument" in one]
+    assert len(lines) == bool(told)
+    others = {"a": 1} if "a" in signature(body).parameters else {}
+    if told:
+        assert told in lines[0]
+        assert task.name in lines[0]
+        with pytest.raises(LockKeyError) as caught:
+            task.lock_for(**others)
+        assert caught.value.reason in lines[0]
+    assert task.lock_for(doc=Customer(id=7) if ".id" in str(declared) else 7, **others).key
+
+
+def test_a_default_is_told_once_in_a_process(app, caplog):
+    """A task that is guarded elsewhere gets a guard for each look at its lock."""
+    name = f"t.{uuid4()}"
+    declare(app, none_of_doc, base=Task, name=name, lock_key="<doc>")
+    for _ in range(2):
+        assert guard_of(app.tasks[name]).keys([7], {}) == ["7"]
+    assert len([one for one in caplog.messages if "without the argument" in one]) == 1
 
 
 def with_session(body):

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 from contextvars import copy_context
+from itertools import chain
 from threading import Thread
 from unittest import mock
 
 import pytest
-from celery import Task
+from celery import Celery, Task, group
+from celery.app.amqp import AMQP
+from celery.app.task import Context, extract_exec_options
 from celery.exceptions import Ignore
 from celery.signals import task_postrun, task_prerun
+from kombu import Producer
 
 from celery_dislock import SettingsError, SingletonTask, current_lease, ensure_held
+from celery_dislock.config.execution import meant_for_tasks
 from celery_dislock.tasks.task import follow_contexts
 from tests.declaring import declare
 from tests.driven import held
@@ -116,6 +123,56 @@ def test_an_option_by_a_name_that_others_use_is_answered_with_ours(app, name, wo
     with pytest.raises(SettingsError, match=words) as caught:
         app.finalize()
     assert caught.value.option == name
+
+
+CALLS = {
+    "apply_async": lambda task, options: task.apply_async((7,), **options),
+    "apply": lambda task, options: task.apply((7,), **options),
+    "send_task": lambda task, options: task.app.send_task(task.name, (7,), **options),
+    "by an unknown name": lambda task, options: task.app.send_task("far.t", (7,), **options),
+    "set": lambda task, options: task.s(7).set(**options),  # before any step of a chain is sent
+    "signature": lambda task, options: task.signature((7,), **options).delay(),
+    "chain": lambda task, options: (task.si(7) | task.si(8)).apply_async(**options),
+    "group": lambda task, options: group(task.si(7), task.si(8)).apply_async(**options),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lock_key": "k"}, "lock_key='k': without effect in a call: declare it with the task"),
+        ({"lock_on_conflict": "queue"}, "@app.task(lock_on_conflict=…)"),
+        ({"countdown": 5, "max_renew_times": 1}, "max_renew_times=1"),
+        ({"lokc_key": "k"}, "; did you mean 'lock_key'?"),
+        ({"lock_timeout": 5}, "lock_timeout=5: without effect"),
+    ],
+)
+@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize("base", [SingletonTask, Task])
+def test_an_option_of_a_task_is_refused_in_a_call(app, broker, given, words, how, base):
+    """Celery ignores what it does not know: the call would run without what it asks for."""
+    task = declare(app, base=base, lock_key=None)
+    app.finalize()
+    if (how, base) == ("apply", Task):
+        return  # a plain task is run by Celery alone
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        CALLS[how](task, given)
+    assert broker.sent == []
+
+
+def test_what_celery_takes_in_a_call_is_no_option_of_ours():
+    """Neither do its names resemble ours."""
+    callables = [Task.apply_async, Task.apply, Task.retry, Celery.send_task, AMQP.as_task_v2]
+    names = [*chain.from_iterable(inspect.signature(one).parameters for one in callables)]
+    names += [*inspect.signature(Producer.publish).parameters, *extract_exec_options(Task())]
+    assert meant_for_tasks((*names, *Context().as_execution_options(), "app_id")) == ()
+
+
+def test_a_stamp_may_have_any_name(app, broker):
+    """Celery keeps stamps among the options of a call."""
+    task = declare(app)
+    task.s(7).stamp(lock_key="stamped").apply_async()
+    assert broker.last.headers["stamps"]["lock_key"] == "stamped"
 
 
 def test_an_attribute_of_a_class_may_have_any_name(app):
