@@ -66,7 +66,7 @@ STEPS = {
         "LockStep": "steps",
         "SweepStep": "steps",
         "StalledStep": "stalled",
-        "ReservationStep": "reservations",
+        "WaitingStep": "waiting",
     },
     "consumer": {"ArrivalStep": "arrivals", "ReconnectStep": "timed"},
 }
