@@ -67,7 +67,7 @@ STEPS = {
         "SweepStep": "steps",
         "StalledStep": "stalled",
         "LeftStep": "left",
-        "ReservationStep": "reservations",
+        "WaitingStep": "waiting",
     },
     "consumer": {"ArrivalStep": "arrivals", "ReconnectStep": "timed"},
 }

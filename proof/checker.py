@@ -52,6 +52,16 @@ LATE = 0.2  # seconds by which a limit is noted after it was set, as clocks may 
 STALL = 0.25  # of the timeout: a process from which nothing was heard for so long did not run
 MICROSECONDS = 1e6  # of a second: tokens are times of the server's clock
 AHEAD = 0.5  # seconds; a clock that is set is wrong by more
+ENDS_IN_WORDS = {
+    "refused": "does not start",
+    "unstarted": "does not start",
+    "stuck": "does not end",
+    "failed": "ends by itself",
+}
+EXCUSES = {
+    "refused": "starts that were refused, as the server was away",
+    "unstarted": "workers that Celery ended, as a child was killed before it was up",
+}
 SHOWN_FOR = 5.0  # seconds before a violation of which the faults are shown
 SHOWN_MOST = 30  # events of each
 PROMPT = 1.0  # seconds in which a beat sends what is due, and goes round twice
@@ -292,23 +302,37 @@ def order(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
                     yield Violation("order", text, late.end)
 
 
+def process_ends(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """
+    Every process starts, works until it is told to end, and ends then.
+
+    A worker may not start while the lock server is away; nor, as Celery has it, if one of its
+    children was killed before all were up.
+    """
+    wrong = faults(events, spares="spares_leases")
+    of_processes = [event for event in events if event.what == "process"]
+    kills = [(one.more.get("of"), one.at) for one in of_processes if one.kind == "killed"]
+    for event in of_processes:
+        if event.kind not in ENDS_IN_WORDS:
+            continue
+        since = event.more.get("since", 0.0)
+        excused = {
+            "refused": any(begin < event.at and since < end for begin, end in wrong),
+            "unstarted": any(of == event.about and since <= at <= event.at for of, at in kills),
+        }
+        if excused.get(event.kind):
+            counts[EXCUSES[event.kind]] += 1
+            continue
+        more = {name: one for name, one in event.more.items() if name != "log"}
+        text = f"{event.about} of {event.process} {ENDS_IN_WORDS[event.kind]}: {more}"
+        yield Violation("end", f"{text}\n{event.more.get('log', '')}".rstrip(), event.at)
+
+
 def ends(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Every wait with a limit ends, unless its process was killed."""
     killed = {event.about for event in events if event.what == "process" and event.kind == "killed"}
     last = max((event.at for event in events), default=0.0)
-    wrong = faults(events, spares="spares_leases")
-    for event in events:
-        if event.what == "process" and event.kind == "refused":
-            if any(begin < event.at and event.more["since"] < end for begin, end in wrong):
-                counts["starts that were refused, as the server was away"] += 1
-            else:
-                text = f"{event.about} does not start: {event.more}"
-                yield Violation("end", text, event.at)
-        if event.what == "process" and event.kind == "stuck":
-            yield Violation("end", f"{event.about} does not end: {event.more}", event.at)
-        if event.what == "process" and event.kind == "failed":
-            text = f"{event.about} of {event.process} ends by itself: {event.more}"
-            yield Violation("end", text, event.at)
+    yield from process_ends(events, counts)
     for one in operations(events).values():
         if one.end is None and one.cancelled is not None:
             one.end, one.outcome = one.cancelled, "cancelled"

@@ -138,10 +138,9 @@ class Durations:
         ]
         return self.done[name]
 
-    def died(self, names: Sequence[str], start: str) -> None:
+    def died(self, start: str) -> None:
         """Judge what a dead process has left, when the main process has told of its death."""
-        for name in names:
-            lock = self.locks[name]
+        for name, lock in self.locks.items():
             left = [one for one in self._live(name) if one.startswith(start)]
             if left:
                 self.fail("crash", f"{left} have {name}, of {lock}, and their process is dead")

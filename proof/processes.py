@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 DEAD_WITHIN = 0.1  # seconds after which a killed process writes nothing any more
 DEPLOYED_WITHIN = 20.0  # seconds that a worker has for its warm shutdown in a deploy
 REFUSAL = b"Cannot start with locks"  # of a worker or a beat, while the lock server is away
+UNSTARTED = b"Could not start worker processes"  # Celery's, if a child has died before it was up
+LOG_SHOWN = 3_000  # bytes at the end of the log of a process that has ended by itself
 ENDS_WITHIN = 60.0  # seconds until a process has ended, once nothing is wrong any more
 
 PYTHON = (sys.executable, "-m")
@@ -100,12 +102,17 @@ class Processes:
             for at, process in enumerate(self._running):
                 if process.poll() is not None:
                     if process.returncode not in (0, -signal.SIGTERM, -signal.SIGKILL):
-                        kind = "refused" if REFUSAL in self._logs[at].read_bytes() else "failed"
-                        more = {"code": process.returncode, "since": self._since[at]}
-                        self._history.add("process", str(process.pid), kind, **more)
+                        self._note_end(process, at)
                     assert process.stdin is not None
                     process.stdin.close()
                     self._running[at] = self._start(at)
+
+    def _note_end(self, process: subprocess.Popen[bytes], at: int) -> None:
+        log = self._logs[at].read_bytes()
+        kind = "refused" if REFUSAL in log else "unstarted" if UNSTARTED in log else "failed"
+        more = {"code": process.returncode, "since": self._since[at]}
+        end = log[-LOG_SHOWN:].decode("utf-8", "replace")
+        self._history.add("process", str(process.pid), kind, **more, log=end)
 
     def kill_one(self, chance: random.Random) -> None:
         """Kill one with its children, or a child alone; each is replaced."""
@@ -168,10 +175,10 @@ class Processes:
         return f"{self._module}-clock-{at}"
 
     def _kill(self, process: psutil.Process) -> None:
-        at, children = time.monotonic(), process.children()
-        for one in (process, *children):
+        at, parent, children = time.monotonic(), process.ppid(), process.children()
+        for one, of in ((process, parent), *((child, process.pid) for child in children)):
             _send([one], signal.SIGKILL)
-            self._history.add("process", str(one.pid), "killed", at=at)
+            self._history.add("process", str(one.pid), "killed", at=at, of=str(of))
 
     def _start(self, at: int) -> subprocess.Popen[bytes]:
         self._started += 1

@@ -298,8 +298,10 @@ class History:
                     "failover": [],
                 }
                 return [what, *args.get(what, [rng.randrange(PROCESSES)])]
-        if chance < 0.295 and self.drops:
+        if chance < 0.31 and self.drops:
             return ["drop", rng.choice(KEYS), rng.randrange(ACTORS_MOST)]
+        if chance < 0.30 and self.rated:
+            return ["hold_back", rng.choice(KEYS), rng.choice((5.0, 40.0))]
         ready = [name for name, actor in self.actors.items() if self.is_ready(actor)]
         if not ready:
             return ["pass", 0.0]
@@ -439,6 +441,10 @@ class History:
             self.paused.setdefault(name, self.net.now_ms / 1000)
         else:
             self.paused.pop(name, None)
+
+    def step_hold_back(self, key: str, seconds: float) -> None:
+        """A body has been told to wait, and nobody starts for some seconds."""
+        self.processes[0].store.rate(lock_name(key), "", seconds)
 
     def step_free(self, key: str) -> None:
         """An operator frees a lock."""
@@ -638,9 +644,7 @@ class History:
         lost_at = self.lost_at
         release_after_death(made)
         if not self.actors[name].has_failed and lost_at == self.lost_at:
-            guard = made.task.dislock_guard
-            names = guard.runtime.lock_names(guard.keys(made.args, made.kwargs))
-            self.durations.died(names, execution_start(made.id, made.hostname, made.worker_pid))
+            self.durations.died(execution_start(made.id, made.hostname, made.worker_pid))
 
     # What must be so.
 

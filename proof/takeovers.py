@@ -5,6 +5,8 @@ Judge the tasks of a simulation that cancel each other.
   the server has lost data in between.
 * Of those that were sent the newest ends as SUCCESS, unless one that was newer was dropped: it may
   have been told to end for that one.  Nor need it if a task of another strategy took its place.
+* While the newest waits for a lock that one at a time has, a lease is marked, so that its holder is
+  told to end; that of a turn, which has no holder, is not.  A task that is dropped leaves no mark.
 * Who ends as REVOKED was dropped, or names one that was sent later; who has lost its place in line
   says so, and there is one.
 
@@ -19,7 +21,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock import scripts
-from celery_dislock.scripts import GRANTED
+from celery_dislock.scripts import GRANTED, PARKED
+from proof.order import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 PARKS = (scripts.PARK, scripts.PARK_UNIQUE)
 NAMED = re.compile(r"replaces it: task (\S+)$")
+MARKED = re.compile(r' {"superseded":"([^"]*)"')
 DROPPED, PASSED = "dropped by an operator", "a newer task took its place"
 
 
@@ -71,12 +75,42 @@ class TakeOvers:
         self.begun.clear()
 
     def arrived(
-        self, script: Script, _keys: Sequence[str], arguments: Sequence[Any], reply: Any
+        self, script: Script, keys: Sequence[str], arguments: Sequence[Any], reply: Any
     ) -> None:
         """Note a lock that was granted to a task, whether or not that hears of it."""
         self._requests += 1
         if script in PARKS and reply[0] == GRANTED:
             self._granted.setdefault(arguments[0], self._requests)
+        if self.cancel and keys and keys[0].endswith("}"):
+            self._judge_marks(script, keys[0], named(script, arguments), reply)
+
+    def _judge_marks(
+        self, script: Script, lock: str, asked: dict[str, Any], reply: Sequence[Any]
+    ) -> None:
+        """Judge which leases of a lock are marked, so that their holders end for the newest."""
+        marks = self._marks(lock)
+        if turns := [owner for owner, by in marks.items() if by and owner.endswith("#")]:
+            self.fail(f"{turns} of {lock} are turns, and are marked: {marks}")
+        ticket = asked.get("ticket", "")
+        task = ticket.partition(":")[0]
+        if script is scripts.DROP and reply[0] == 1 and task in marks.values():
+            self.fail(f"{lock} is marked for {task}, which was dropped: {marks}")
+        if script not in PARKS or reply[0] != PARKED or not asked["sent"] or not self.admits_one:
+            return
+        waits = self.net.send("ZSCORE", f"{lock}:line", f"{ticket}#") is not None
+        run = {owner for owner in marks if not owner.endswith("#")}
+        if waits and run and not any(marks[owner] == task for owner in run):
+            self.fail(f"{task} waits for {lock}, and nobody is told: {marks}")
+
+    def _marks(self, lock: str) -> dict[str, str]:
+        """Return for which task each lease is marked; empty: for none, or its owner is done."""
+        found = [one.decode() for one in self.net.send("HGETALL", lock)]
+        leases = dict(zip(found[::2], found[1::2], strict=True))
+        return {
+            owner: mark[1] if (mark := MARKED.search(record)) else ""
+            for owner, record in leases.items()
+            if owner[0] != "~" and int(record.split(" ", 2)[1]) > self.net.now_ms
+        }
 
     def is_newer(self, one: str, other: str) -> bool:
         """Return whether the one was sent after the other."""

@@ -237,6 +237,21 @@ class Lines:
         (state,) = self._published(reply)
         return {2: UNREAD, 3: "it is in line or runs, by another message"}.get(state, "")
 
+    def keep_turns(self, turns: Sequence[tuple[str, str]], *, within: float) -> list[bool]:
+        """
+        Keep turns whose messages wait in this process, in one pipelined round trip.
+
+        Args:
+            turns: Their locks and tickets.
+            within: Seconds to connect if no connection is idle, and for each reply.
+
+        Returns:
+            Whether each turn was kept; if not, it is over, or a lock of it cannot be read.
+        """
+        return [
+            kept == 1 for kept in self._server.run_many(scripts.KEEP_TURN, turns, within=within)
+        ]
+
     def aside(self, lock: str, ticket: str = "") -> Iterator[tuple[str, bytes]]:
         """
         Read the tickets that were set aside beside a lock, in pages.

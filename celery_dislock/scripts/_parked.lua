@@ -30,7 +30,7 @@
 --
 -- When the ticket has passed its last lock, the message is given to the caller to publish.  Its delivery claims the
 -- turn.  A turn that nobody has claimed in time is given again, without a gate: others need not wait until a
--- worker takes the message.  A line goes by arrival there, so tenants take turns at a lock that they share.
+-- worker takes the message.  A worker in which it waits for Celery's rate_limit keeps the turn; see keep_turn.lua.  A line goes by arrival there, so tenants take turns at a lock that they share.
 -- The units that a ticket keeps are always of the first locks in its order.  The sweep renews them while it waits.
 --
 -- Only the mark says that a task is done: a task of which nothing is known may have been lost.  Each task
@@ -249,6 +249,15 @@ local function keeping(lock)
   end
   table.sort(found, function(one, another) return since[one] < since[another] end)
   return found
+end
+
+-- Whether the ticket has passed all its locks, and still keeps them.
+local function has_all(lock, ticket, stations)
+  for nth = 1, #stations do
+    local at, member = station_of(lock, ticket, stations, nth)
+    if not (at and lease_of(count_leases(at), member)) then return false end
+  end
+  return true
 end
 
 -- Keep a unit of each station before the nth for this time; with *has_gates* also a gate of each rate.  *waits* is the

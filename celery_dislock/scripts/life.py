@@ -98,6 +98,7 @@ class Life:
         yield scripts.FREE, lock, ("b", ABOVE_TOKENS, home, 1)
         yield scripts.KNOWS, lock, ("t:0:0",)
         yield scripts.WHERE, lock, ("t:0:0#",)
+        yield scripts.KEEP_TURN, lock, ("t:0:0",)
         yield scripts.GIVE_BACK, lock, ("t:0:0",)
         yield scripts.PUT_BACK, lock, ("", "t:0:0")
         yield scripts.SWEEP, lock, (home,)

@@ -219,15 +219,6 @@ local function make_room(size)
   return true, is_oldest
 end
 
--- Whether the ticket has passed all its locks, and still keeps them.
-local function has_all(stations)
-  for nth = 1, #stations do
-    local at, member = station_of(lock, ticket, stations, nth)
-    if not (at and lease_of(count_leases(at), member)) then return false end
-  end
-  return true
-end
-
 -- The task was parked before: it waits, or has its turn, which this message claims.  An unmarked message is
 -- acknowledged, as it is a copy, or this request is late; so is a message whose delivery is over.
 local function parked_before(record)
@@ -237,10 +228,10 @@ local function parked_before(record)
   recall_and_hand_off(lock)
   if parked and may_claim then
     parked = read_ticket(lock, ticket)
-    if not has_all(parked.stations) then go_on(lock, ticket, parked) end
+    if not has_all(lock, ticket, parked.stations) then go_on(lock, ticket, parked) end
   end
   local stations = parked and parked.stations or asked
-  if not (may_claim and has_all(stations)) then return in_line() end  -- its turn brings its message
+  if not (may_claim and has_all(lock, ticket, stations)) then return in_line() end  -- its turn brings its message
   if parked and parked.is_later then return {LATER, turns} end
   local early, its = starts_when(stations)
   if parked and early > 0 and early <= SOON_US then

@@ -471,6 +471,9 @@ hold_or_reject = locked("hold_or_reject", lock_on_conflict="reject", **LATE)
 QUEUE = {"lock_on_conflict": "queue"}
 NEWEST = {**QUEUE, "lock_queue_limit": 1, "lock_queue_overflow": "replace"}
 hold_or_queue = locked("hold_or_queue", **QUEUE)
+limited_or_queue = locked(  # a turn is over before there is another token
+    "limited_or_queue", rate_limit="8/m", lock_watchdog_timeout=5.0, **QUEUE
+)
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
 crash_or_queue = locked("crash_or_queue", kill_process, lock_crash_limit=2, **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)

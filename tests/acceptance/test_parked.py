@@ -43,6 +43,17 @@ def test_a_burst_takes_no_slot_and_runs_in_order(fleet, scene):
     scene.assert_exclusive()
 
 
+def test_a_turn_that_waits_for_its_rate_limit_is_not_sent_again(start_fleet, scene):
+    """A worker has its message, and Celery's limit holds it up: a copy would take a token, too."""
+    fleet = start_fleet("prefork")
+    holder = scene.hold(fleet)
+    parked = scene.park(fleet, task=scenarios.limited_or_queue)
+    scene.open_gates(holder)
+    assert parked.get(timeout=LIMIT)["held"] is True
+    assert fleet.times_it_says(parked.id, "received") == 2  # to be parked, and its turn
+    scene.assert_exclusive()
+
+
 # Full lines
 
 

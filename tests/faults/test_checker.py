@@ -116,6 +116,12 @@ def refused_to_start(since, at):
     return [Event(at, "run", "process", "7", "refused", {"since": since})]
 
 
+def unstarted(since, at, *killed_at, of="7"):
+    """Make the events of a worker that Celery ends at its start, and of kills of children."""
+    kills = [Event(one, "run", "process", "8", "killed", {"of": of}) for one in killed_at]
+    return [*kills, Event(at, "run", "process", "7", "unstarted", {"since": since})]
+
+
 def replaced(asked, newer, older):
     """Make the events of a task that begins at *older*, and of one that was asked for later."""
     more = {"key": "k", "parks": True, "may_fail": False, "replaces": True, "asked": 0.5}
@@ -295,6 +301,9 @@ TOO_SOON = hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)
         ("end", refused_to_start(8, 9) + fault(7, 7.9)),
         ("end", refused_to_start(8, 9) + fault(8, 9, **HARMLESS)),
         ("end", [Event(9, "w", "process", "7", "failed", {})]),
+        ("end", unstarted(8, 9)),
+        ("end", unstarted(8, 9, 7.9, 9.1)),
+        ("end", unstarted(8, 9, 8.5, of="6")),
         ("free", DUPLICATE),
         ("free", DUPLICATE + fault(1, 1.9, **FORGETS)),
         ("nothing lost", task("t", "sent", "begin", "end", "outcome", state="FAILURE")),
@@ -413,6 +422,7 @@ def test_a_planted_violation_is_found(promise, events):
         cancellation("met", asked=2.9),
         cancellation("met", at=4 + MOMENTS, asked=3) + runs("a", 5, 4 + MOMENTS),
         refused_to_start(8, 9) + fault(8.5, 9.5),
+        unstarted(8, 9, 8.5),
         tick("t", 1) + tick("t", 2) + answers(0, 1) + answers(2, 3),
         [*operation("a", 1, 2, outcome="refused"), PAUSE[0]._replace(at=0)],
         task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=1.5),

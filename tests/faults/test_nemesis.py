@@ -10,11 +10,15 @@ import redis
 from click.testing import CliRunner
 
 from proof.__main__ import main
+from proof.checker import check
 from proof.clocks import Clocks, can_be_set
-from proof.history import read
+from proof.history import History, read
 from proof.previous import unpack
+from proof.processes import Processes
 from proof.proxy import Proxy
 from proof.run import NO_BROKER, run
+from proof.site import Site
+from tests.acceptance.fleet import wait_for
 from tests.programs import NOT_HERE
 
 TELL = """
@@ -44,6 +48,30 @@ def test_a_clock_is_set_while_its_process_runs(tmp_path):
     right = told["other"][0]
     assert [round(at - right) for at in told["one"]] == [0, 3600, -90, 0]
     assert [round(at - right) for at in told["other"]] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("Traceback: x is not y", "failed"),
+        ("Cannot start with locks: no server", "refused"),
+        ("WorkerLostError: Could not start worker processes", "unstarted"),
+    ],
+)
+def test_why_a_process_has_ended_by_itself_is_told(tmp_path, words, kind):
+    """A worker that Celery ends as a child has died is told apart; the log's end is shown."""
+    history = History(tmp_path / "history")
+    urls = dict.fromkeys(("url", "broker", "results"), "")
+    more = {"folder": str(tmp_path), "seed": 1, "timeout": 1.0, "control": ""}
+    site = Site(**urls, **more, options={}, has_lines=True)
+    command = [sys.executable, "-c", f"print({words!r}); raise SystemExit(1)", "proof.nothing"]
+    with Processes(command, 1, site, history) as processes:
+        wait_for("it was noted", lambda: processes.revive() or read(tmp_path / "history"))
+    history.close()
+    event = read(tmp_path / "history")[0]
+    assert (event.kind, event.more["code"]) == (kind, 1)
+    shown = check([event]).violations[0].text
+    assert shown.endswith(words)
 
 
 def test_an_earlier_version_is_unpacked_if_it_is_here(tmp_path):

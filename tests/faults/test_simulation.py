@@ -6,10 +6,12 @@ from collections import Counter
 
 import pytest
 
+from celery_dislock import scripts
 from celery_dislock.locks import lease
 from celery_dislock.messages import unrun
 from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.publisher import Publisher
+from celery_dislock.scripts import Script as Lua
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.tasks import conflicts, guard
@@ -29,6 +31,7 @@ RARE = {  # each takes many histories to be found
     "a turn that ran out goes to the end",
     "a turn that ran out is forgotten",
     "an older task begins after the newest",
+    "no holder ends for a newer task",
     "nobody renews for a process that stands still",
     "the line of a later lock is passed",
     "a_death_that_ends_no_lease",
@@ -74,6 +77,22 @@ BROKEN = {
     "an older task begins after the newest": (
         "if newer and not (ran and parse_claim(ran).settles > now) then",
         "if false then",
+    ),
+    "a turn is told to end for a newer task": (
+        "local runs = not is_parked(owner) and ",
+        "local runs = ",
+    ),
+    "a holder ends for a task that was dropped": (
+        "if superseded_by(lease.holder) == as_mark(one.task) then",
+        "if false then",
+    ),
+    "no holder ends for a newer task": (
+        "lease.holder = with_mark(lease.holder, canceller.task)",
+        "",
+    ),
+    "a lock is taken while it is held back": (
+        "local held_back = set and math.max(0, set.until_ms - now) * 1000 or 0",
+        "local held_back = 0",
     ),
     "what is kept is not counted": (
         "if not unit then grant(",
@@ -133,6 +152,7 @@ def test_what_is_broken_is_caught(text, broken, tmp_path, monkeypatch):
     def change(script):
         return script.replace(text, broken)
 
+    assert any(text in one.text for one in vars(scripts).values() if isinstance(one, Lua))
     found = simulate(1, seconds=SECONDS, say=print, changed=change)
     assert found is not None
     assert len(found.steps) < STEPS / 2

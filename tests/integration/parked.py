@@ -95,6 +95,11 @@ class Broker:
     def sweep(self):
         return self.lines.sweep([LOCK])[LOCK]
 
+    def keep(self, task):
+        """Keep its turn, as a worker does in which its message waits for its rate_limit."""
+        [kept] = self.lines.keep_turns([(LOCK, f"{task}:0:0")], within=1)
+        return kept
+
     def leave(self, task, how=OVER, name=""):
         return self.lines.leave(LOCK, f"{task}:0:0", how, name) == HAS_LEFT
 

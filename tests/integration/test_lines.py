@@ -96,6 +96,64 @@ class TestTurns:
             assert broker.given() == ["a"]
         assert lasted == [5, 10, 20, 40, 80, 160, *[LAST_TURN] * 4]
 
+    @pytest.mark.usefixtures("held")
+    @pytest.mark.parametrize("turns", [1, 3])
+    def test_a_turn_that_is_kept_is_not_given_again(self, broker, server, turns):
+        """It lasts while a worker keeps it, and ends, as long as its first, when none does."""
+        broker.park("a")
+        broker.end("first")
+        for length in (TURN, 2 * TURN)[: turns - 1]:
+            server.advance(length)
+            broker.sweep()
+        assert broker.given() == ["a"] * turns
+        for _ in range(100):
+            server.advance(TURN - 1)
+            assert broker.keep("a")
+            broker.sweep()
+        assert broker.given() == []
+        assert broker.records().turns == {"a": turns}
+        (kept,) = broker.store.holders(LOCK)
+        assert round(kept.remaining) == TURN
+        server.advance(TURN)
+        assert not broker.keep("a"), "what is over was kept"
+        broker.sweep()
+        assert broker.given() == ["a"]
+        broker.run("a")
+
+    @pytest.mark.usefixtures("held")
+    def test_what_is_kept_gets_no_shorter(self, broker, server):
+        """A later turn lasts longer than the first, and is not cut to that."""
+        broker.park("a")
+        broker.end("first")
+        for length in (TURN, 2 * TURN):
+            server.advance(length)
+            broker.sweep()
+        before = broker.records().until["a"]
+        assert broker.keep("a")
+        assert broker.records().until["a"] == before
+
+    @pytest.mark.usefixtures("held")
+    def test_only_a_turn_is_kept(self, broker, server):
+        """Nothing is made for one that waits, was freed, lost its lock, runs, or is done."""
+        broker.park("a")
+        broker.park("b")
+        assert not broker.keep("a")
+        broker.end("first")
+        [lease] = broker.store.holders(LOCK)
+        assert broker.store.free(LOCK, lease.owner, lease.token)
+        assert not broker.keep("a")
+        broker.run("b")
+        server.client().delete(LOCK)  # a failover has lost what the turn keeps
+        assert not broker.keep("a")
+        assert broker.owners() == []
+        assert broker.claim("a") == "granted"
+        before = snapshot(server)
+        assert not broker.keep("a")
+        assert snapshot(server) == before
+        broker.end("a", 2)
+        assert not broker.keep("a")
+        assert not broker.keep("nobody")
+
     @pytest.mark.parametrize("marked", [True, False])
     def test_a_copy_does_not_run_beside_it_nor_before_its_result(self, broker, held, marked):
         """Its own task is named as the holder, and it has no place: so the copy comes again."""
@@ -960,6 +1018,7 @@ CALLS = {
     "limit": lambda broker: broker.lines.limit(LOCK, 5, ttl=60),
     "free": lambda broker: broker.store.free(LOCK, "ran@w:1/1", broker.token),
     "give back": lambda broker: broker.give_back("a"),
+    "keep": lambda broker: broker.lines._server.run(scripts.KEEP_TURN, [LOCK], "a:0:0"),
     "sweep": lambda broker: broker.sweep(),
     "release_dead": lambda broker: broker.store.release_dead([OTHER, LOCK], "ran@w:1/"),
     "wait": lambda broker: broker.wait("w@w:1/1", 60),

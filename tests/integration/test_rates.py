@@ -251,6 +251,25 @@ def test_a_queue_without_a_worker_keeps_no_rate_from_others():
     assert line.given() == ["t2"]
 
 
+def test_a_turn_that_a_worker_keeps_keeps_no_rate_from_others():
+    """Its message waits for Celery's rate_limit, and who can start meanwhile does."""
+    server = LuaServer()
+    line = Line(server)
+    terms = {"limit": 9, "rate": Rate(1, 2.0)}
+    assert line.ask("first", **terms) == "granted"
+    for task in ("kept", "t1", "t2"):
+        assert line.park(task, ttl=60, **terms) == "parked"
+    assert line.given() == ["kept"]
+    assert line.keep("kept")
+    for task in ("t1", "t2"):
+        server.advance(2)
+        line.sweep()
+        assert line.given() == [task]
+        assert line.claim(task, **terms) == "granted"
+    server.advance(2)
+    assert line.claim("kept", **terms) == "granted"
+
+
 def test_a_hand_off_to_a_waiter_is_a_start():
     """Who waits in a slot and is handed the lock counts, as one who takes it."""
     server = LuaServer()

@@ -15,9 +15,9 @@ from kombu.asynchronous import get_event_loop, hub, set_event_loop
 from celery_dislock import Dislock, StoreError
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.store import Store
-from celery_dislock.worker.reservations import ReservationStep
 from celery_dislock.worker.stalled import StalledStep
 from celery_dislock.worker.steps import LockStep, SweepStep
+from celery_dislock.worker.waiting import WaitingStep
 from tests.declaring import declare
 
 
@@ -133,7 +133,7 @@ def test_where_nothing_is_parked_nobody_sweeps(app, worker, conf):
     assert SweepStep(worker).include_if(worker) is False
 
 
-@pytest.mark.parametrize("kind", [SweepStep, StalledStep, ReservationStep])
+@pytest.mark.parametrize("kind", [SweepStep, StalledStep, WaitingStep])
 def test_it_starts_after_the_pool(kind):
     """Else children may be forked while its thread imports a module, and wait for that for ever."""
     for _ in range(10):  # Celery orders steps that do not need each other by chance

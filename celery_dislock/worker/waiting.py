@@ -1,4 +1,4 @@
-"""Keep the reservations of the messages that this worker has, and of the tasks that it runs.
+"""Keep what waits in this worker: reservations of messages and turns of parked tasks.
 
 A worker may keep a message for long before its task begins: it was prefetched, had an ETA, or waits
 for Celery's ``rate_limit``.  Its reservation would expire meanwhile, and a second message of the
@@ -9,7 +9,11 @@ It renews those of running tasks, too, also while the worker shuts down: such a 
 lease, or its process was stopped.  The watchdog renews them as well, because this timer may have to
 wait for a body: in a solo pool, or beside a greenlet that does not yield.
 
-A reservation that is not renewed costs a second message, and nothing else.
+In the same way it keeps the turns of parked tasks that wait for their ``rate_limit``.  A turn that
+runs out is given again, and each copy of its message takes a token of the limit.  Turns of other
+messages are not kept: one that waits here behind a long body runs sooner in an idle worker.
+
+A reservation that is not renewed costs a second message, and a turn a copy; nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from celery.worker import state
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.messages.headers import UNIQUE, notes_in
+from celery_dislock.messages.headers import TICKET, UNIQUE, notes_in, own_turn
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.request import is_alive, is_child, limited
 from celery_dislock.tasks.task import guards_of
@@ -33,25 +37,27 @@ if TYPE_CHECKING:
 
     from celery_dislock.servers.reservations import Reservation
 
-RENEWALS = 4  # in the shortest time for which a reservation is kept
+RENEWALS = 4  # in the shortest time for which a reservation or a turn is kept
 EVERY_LEAST = 0.5  # seconds
 WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
 
 logger = logging.getLogger("celery_dislock")
 
 
-class ReservationStep(LastingStep):
-    """Bootstep of a worker with unique tasks: renews the reservations of waiting messages."""
+class WaitingStep(LastingStep):
+    """Bootstep of a worker with tasks that are unique or park: keeps what waits in it."""
 
-    label = "Dislock reservations"
+    label = "Dislock waiting"
 
     def include_if(self, worker: WorkController) -> bool:
-        """Tell whether this worker has tasks that are unique when they are sent."""
+        """Tell whether this worker has tasks that are unique when they are sent, or that park."""
+        guards = guards_of(worker.app).values()
         times = [
             min(guard.options.lock_unique_for, guard.kept)
-            for guard in guards_of(worker.app).values()
+            for guard in guards
             if guard.options.lock_unique_until in {"start", "end"}
         ]
+        times += [guard.timeout for guard in guards if guard.options.parks]
         self._every = max(min(times, default=0.0) / RENEWALS, EVERY_LEAST)
         return bool(times) and not runtime_of(worker.app).off
 
@@ -63,23 +69,26 @@ class ReservationStep(LastingStep):
 
     def connect(self) -> None:
         """Make connections that nothing else uses."""
-        self._store = runtime_of(self._worker.app).new_process().store
+        self._process = runtime_of(self._worker.app).new_process()
 
     def work(self) -> float:
-        """Renew what waits, and what runs."""
-        waiting = self._waiting() if self._entry is not None else ()  # else another will have it
-        kept = {False: list(waiting), True: list(self._running())}
+        """Keep what waits, and the reservations of what runs."""
+        is_here = self._entry is not None  # else another worker will have what waits
+        kept = {False: list(self._waiting()) if is_here else [], True: list(self._running())}
+        turns = list(self._turns()) if is_here else []
         try:
             for runs, reservations in kept.items():
                 if reservations:
-                    self._store.reservations.keep(reservations, runs=runs, within=WITHIN)
+                    self._process.store.reservations.keep(reservations, runs=runs, within=WITHIN)
+            if turns:
+                self._process.lines.keep_turns(turns, within=WITHIN)
         except StoreError as exc:
-            logger.debug("Reservations of waiting messages are not renewed: %s", exc)
+            logger.debug("What waits in this worker is not kept on the lock server: %s", exc)
         return self._every
 
     def end(self) -> None:
         """Renew no more what waits: the broker delivers it to another worker."""
-        self._store.close()
+        self._process.store.close()
         super().end()
 
     def _waiting(self) -> Iterator[Reservation]:
@@ -88,6 +97,20 @@ class ReservationStep(LastingStep):
             reservation = self._reservation_of(request)
             if reservation and reservation.until != "expiry" and request.id not in state.revoked:
                 yield reservation._replace(ttl=request.task.dislock_guard.options.lock_unique_for)
+
+    def _turns(self) -> Iterator[tuple[str, str]]:
+        """
+        Return the turns whose messages wait for a limit, by lock and ticket.
+
+        A copy of a task that is revoked or has expired is discarded as soon as it comes.
+        """
+        prefix = self._process.settings.dislock_prefix
+        for request in limited(self._worker.consumer) if self._process.can_park else ():
+            if TICKET not in notes_in(request.message.headers):
+                continue
+            turn = own_turn(request._context, prefix)  # noqa: SLF001 -- Celery has no public name
+            if turn and request.id not in state.revoked and not request.maybe_expire():
+                yield turn
 
     def _running(self) -> Iterator[Reservation]:
         for request in list(state.active_requests):
