@@ -49,6 +49,7 @@ def start(server, redis_client, workers, tmp_path):
         finally:
             worker.kill()
             workers.pop(worker)
+            app.backend.remove_pending_result = lambda result: result  # it would connect again
             close(app)
 
     return started

@@ -105,8 +105,11 @@ def test_a_message_that_a_full_queue_rejects_was_refused(app):
     def send(_):
         raise MessageNacked
 
-    with pytest.raises(RefusedError, match="is full"):
+    with pytest.raises(RefusedError, match="is full") as refused:
         OwnProducers(app).send(send)
+    assert broker.away_or_refuses(refused.value).startswith("the broker refuses its message: ")
+    away = broker.away_or_refuses(OperationalError("gone"))
+    assert away == "the broker is away: gone"
 
 
 class TestRabbitMQ:
