@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -29,8 +30,10 @@ from celery_dislock.config.settings import AppSettings
 from celery_dislock.locks import interruption
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.messages import headers as message_headers
+from celery_dislock.messages import message as messages
 from celery_dislock.messages import unrun
 from celery_dislock.messages.headers import TICKET, notes_in
+from celery_dislock.parking import publisher
 from celery_dislock.parking.process import ParkingProcess
 from celery_dislock.tasks import acquisition, conflicts, guard, request, sending
 from celery_dislock.worker import stalled
@@ -131,8 +134,11 @@ class Worker:
         app._get_backend = lambda: self.results  # noqa: SLF001 -- it is asked for by name elsewhere
         app.amqp.send_task_message = self._send
         app.producer_or_acquire = self._acquired
-        app.__dict__["control"] = SimpleNamespace(broadcast=self._broadcast)
+        app.__dict__["_dislock_producers"] = defaultdict(lambda: self)
+        mailbox = SimpleNamespace(_publish=self._broadcast)
+        app.__dict__["control"] = SimpleNamespace(mailbox=lambda _connection: mailbox)
         app.now = lambda: EPOCH + timedelta(seconds=self.net.time)
+        self.channel = None
         self.connection = SimpleNamespace(
             transport=SimpleNamespace(driver_type="amqp"), _reraise_as_library_errors=nullcontext
         )
@@ -218,7 +224,9 @@ class Worker:
         ended = getattr(ended, "exception", ended)
         return getattr(ended, "exc", ended)
 
-    def _broadcast(self, _command: str, about: dict[str, str], destination: Sequence[str]) -> None:
+    def _broadcast(
+        self, _command: str, about: dict[str, str], *, destination: Sequence[str], **_: Any
+    ) -> None:
         """Tell workers by remote control to look at a task."""
         stop_if_actor(Wait())
         for worker in destination:
@@ -228,6 +236,10 @@ class Worker:
     def _acquired(self, *_: Any) -> Iterator[Worker]:
         """Stand for producer_or_acquire."""
         yield self
+
+    def send(self, publish: Callable[[Any], Any]) -> Any:
+        """Stand for the producers of a process of this package's own."""
+        return publish(self)
 
     def publish(self, body: bytes, *, headers: dict[str, Any], **_: Any) -> None:
         """Publish a message again, as kombu's producer does; the process may die before."""
@@ -274,6 +286,8 @@ def driven(net: Net, seed: str) -> Iterator[None]:
             (request, "is_alive", lambda _: False),
             (stalled, "is_child", lambda pid: pid is not None),
             (stalled, "is_alive", lambda _: True),
+            (publisher, "answer_within", lambda _, ask: ask()),  # not in a thread
+            (messages, "answer_within", lambda _, ask: ask()),
         ):
             stack.enter_context(patch.object(module, name, value))
         try:

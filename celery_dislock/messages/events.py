@@ -2,8 +2,8 @@
 
 A worker's main process has a dispatcher, which knows whether anybody wants events.  That process
 sends the events about the end of a delivery; see :mod:`celery_dislock.tasks.request`.  Other
-processes have no dispatcher: a pool process, a command, or a web server.  They open a connection
-for each event, as :meth:`celery.app.task.Task.send_event` does, and always send it.
+processes have no dispatcher: a pool process, a command, or a web server.  They send
+each event by a connection of this package's own, whether anybody wants it or not.
 
 The events; monitors rely on their fields:
 
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import states
 
+from celery_dislock.messages.broker import own_producers
 from celery_dislock.redaction import reason_of
 from celery_dislock.words import finite
 
@@ -42,9 +43,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.events.dispatcher import EventDispatcher
 
-BROKER_WITHIN = 2.0  # seconds for the broker to connect, and for each reply
-# Names of that time in transport options: redis-py's, then amqp's.
-TIMEOUTS = ("socket_connect_timeout", "socket_timeout", "read_timeout", "write_timeout")
+    from celery_dislock.messages.broker import OwnProducer
 
 logger = logging.getLogger("celery_dislock")
 
@@ -62,14 +61,17 @@ def send(app: Celery, sender: str, type_: str, *events: Mapping[str, Any]) -> No
         type_: Type of the events, such as ``task-lock-lost``.
         events: The fields of each event; ``uuid`` is the task's id.
     """
+
+    def publish(producer: OwnProducer) -> None:
+        if not producer.is_blocked:  # it declares an exchange, and waits for the answer
+            dispatcher = app.events.Dispatcher(
+                producer.connection, sender, enabled=False, buffer_while_offline=False
+            )
+            for fields in events:
+                dispatcher.publish(type_, finite(fields), producer)
+
     try:
-        connection = app.connection_for_write()
-        within = {**(connection.transport_options or {}), **dict.fromkeys(TIMEOUTS, BROKER_WITHIN)}
-        with connection.clone(connect_timeout=BROKER_WITHIN, transport_options=within) as own:
-            own.ensure_connection(max_retries=1, interval_start=0, timeout=BROKER_WITHIN)
-            with app.events.Dispatcher(own, sender, buffer_while_offline=False) as dispatcher:
-                for fields in events:
-                    dispatcher.send(type_, **finite(fields))
+        own_producers(app).send(publish)
     except Exception as exc:  # noqa: BLE001 -- any of the broker's client
         logger.debug("Event %s was not sent: %s", type_, reason_of(exc))
 

@@ -15,12 +15,14 @@ import math
 import os
 import re
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import states
 from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
+from celery_dislock.messages.broker import answer_within
 from celery_dislock.messages.headers import HEADER, VERSION, as_sent, with_notes
 
 if TYPE_CHECKING:
@@ -42,7 +44,6 @@ DELAYED_BY = re.compile(r"celery_delayed_[0-9]+$")
 DELAYED_DELIVERY = "celery_delayed_delivery"  # end of the name of the exchange to all queues
 DELAY = re.compile(r"(?:[01]\.){28}")  # before a routing key; longer with each resend by kombu 5.5
 OCTET_MOST = 255  # maximum of a priority, which is one byte in AMQP
-RETRY = {"max_retries": 1, "interval_start": 0}  # an idle connection may have been closed
 
 
 class TaskSkipped(Ignore):  # type: ignore[misc]
@@ -202,8 +203,6 @@ class Message:
             content_type=self.content_type,
             content_encoding=self.content_encoding,
             declare=list(declare),
-            retry=True,
-            retry_policy=RETRY,
             **options,
             **about,
         )
@@ -298,16 +297,31 @@ def store_started(task: Task, request: Context) -> None:
 
 
 def store_end(
-    task: Task, request: Context, error: Exception, state: str, *, call_errbacks: bool = False
+    task: Task,
+    request: Context,
+    error: Exception,
+    state: str,
+    *,
+    call_errbacks: bool = False,
+    within: float | None = None,
 ) -> None:
     """Store how a task ends, and notify its chord and the rest of its chain.
 
     Celery does neither for a task that ends with Ignore.
 
+    Args:
+        task: The task.
+        request: Its delivery that ends.
+        error: Why it ends, for its result.
+        state: Its last state.
+        call_errbacks: Whether to call its errbacks, too.
+        within: Seconds to wait for the result backend; None: for as long as its client does.
+
     Raises:
-        Exception: Any error of the result backend's client.
+        Exception: Any error of the result backend's client; TimeoutError: no answer in time.
     """
-    task.backend.mark_as_failure(
+    store = partial(  # a thread would have a backend of its own
+        task.backend.mark_as_failure,
         request.id,
         error,
         request=request,
@@ -315,3 +329,7 @@ def store_end(
         call_errbacks=call_errbacks,
         state=state,
     )
+    if within is None:
+        store()
+    else:
+        answer_within(within, store)

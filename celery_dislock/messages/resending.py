@@ -10,13 +10,14 @@ a message with a longer delay comes before its time, and is put off again.
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.transport.native_delayed_delivery import MAX_LEVEL, calculate_routing_key, level_name
 
+from celery_dislock.messages.broker import own_producers
 from celery_dislock.messages.delivery import delay_of
 from celery_dislock.messages.headers import HEADER, as_sent, notes_of, with_notes
 from celery_dislock.messages.message import DELAYED_DELIVERY, undelayed
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
     from celery import Celery
     from celery.app.task import Context
-    from kombu.messaging import Producer
 
+    from celery_dislock.messages.broker import OwnProducer
     from celery_dislock.messages.message import Message
 
 DELAY_LEAST = 1  # seconds: the shortest delay that native delayed delivery takes
@@ -42,7 +43,7 @@ def publish(
     app: Celery, message: Message, notes: Mapping[str, Any], *, delay: float = 0.0
 ) -> float:
     """
-    Publish a message again.
+    Publish a message again; blocks for some seconds at most.
 
     Args:
         app: An app of the broker that the message came from.
@@ -55,41 +56,36 @@ def publish(
         *delay* if a worker cannot keep it for so long.
 
     Raises:
-        Exception: Any error of the broker's client: the broker is away, or refused the message.
+        OperationalError: The broker is away.
+        RefusedError: The broker does not take the message.
+        Exception: Any other error of the broker's client.
     """
-    with app.producer_or_acquire() as producer:
-        kind = producer.connection.transport.driver_type
-        # Transports other than AMQP know the type of an exchange only after its declaration.
-        is_known = kind == "amqp" or not message.exchange
-        declare = [] if is_known else queues_of(app, message.exchange)
-        delayed: dict[str, Any] = {}
-        if delay and _is_delayed_by_broker(app, kind, message):
-            delay = math.ceil(delay)
-            delayed = {
-                "exchange": level_name(MAX_LEVEL),
-                "routing_key": calculate_routing_key(delay, message.routing_key),
-                "expiration": None,  # an expiration would cut the delay short
-            }
-        elif delay:
-            delay = min(delay, _kept_most(app))
-            eta = app.now() + timedelta(seconds=delay)
-            delayed = {"headers": {"eta": eta.isoformat()}}
-        message.publish(producer, notes, declare, **delayed)
-        if kind == "amqp" and delayed.get("exchange", message.exchange):
-            _hear_refusal(producer)
-        return delay
+    return own_producers(app).send(partial(_publish, app, message, notes, delay))
 
 
-def _hear_refusal(producer: Producer) -> None:
-    """
-    Raise the error with which the broker refuses what was just published; blocks for a round trip.
-
-    RabbitMQ refuses it if the exchange is gone, or must not be written to.  It says so later, and
-    closes the channel.  Otherwise what the process publishes next would be lost, or raise that
-    error: a task of its own, or the next step of a chain.
-    """
-    with suppress(*producer.connection.connection_errors):  # as if it broke a moment later
-        producer.channel.basic_qos(0, 0, False)  # noqa: FBT003 -- any call that has an answer
+def _publish(
+    app: Celery, message: Message, notes: Mapping[str, Any], delay: float, producer: OwnProducer
+) -> float:
+    kind = producer.connection.transport.driver_type
+    # Transports other than AMQP know the type of an exchange only after its declaration.
+    is_known = kind == "amqp" or not message.exchange
+    declare = [] if is_known else queues_of(app, message.exchange)
+    delayed: dict[str, Any] = {}
+    if delay and _is_delayed_by_broker(app, kind, message):
+        delay = math.ceil(delay)
+        delayed = {
+            "exchange": level_name(MAX_LEVEL),
+            "routing_key": calculate_routing_key(delay, message.routing_key),
+            "expiration": None,  # an expiration would cut the delay short
+        }
+    elif delay:
+        delay = min(delay, _kept_most(app))
+        eta = app.now() + timedelta(seconds=delay)
+        delayed = {"headers": {"eta": eta.isoformat()}}
+    message.publish(producer, notes, declare, **delayed)
+    if kind == "amqp" and delayed.get("exchange", message.exchange):
+        producer.listen()  # the default exchange refuses nothing
+    return delay
 
 
 def _is_delayed_by_broker(app: Celery, kind: str, message: Message) -> bool:

@@ -19,6 +19,7 @@ from kombu.exceptions import OperationalError
 
 from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import StoreError
+from celery_dislock.messages.broker import RefusedError, away_or_refuses
 from celery_dislock.messages.headers import PUT_OFF_MOST_TIMES
 from celery_dislock.messages.message import TaskSkipped, store_end
 from celery_dislock.messages.resending import publish
@@ -48,8 +49,8 @@ def put_off(
     """
     Send the task again for a later time, without counting towards its own retries.
 
-    If the broker is away, a task that was acknowledged early exists only in this process.  Then the
-    call blocks, in the worker slot, until the message is sent.
+    If the broker is away or refuses the message, a task that was acknowledged early exists only in
+    this process.  Then the call blocks, in the worker slot, until the message is sent.
 
     A message that was broadcast is not sent again: every worker would get another copy of it, and
     send that again, too.
@@ -66,7 +67,7 @@ def put_off(
 
     Raises:
         Retry, Ignore: The task was put off: with an *error*, and without one.
-        Reject: The broker is away.  It still has the message, and will deliver it again.
+        Reject: The broker is away, or refuses the message.  It still has it, and delivers it again.
         Exception: The *error*, if the message was broadcast.
         LookupError: There is no message that could be sent again.
     """
@@ -108,20 +109,19 @@ def _send_again(delivery: Delivery, delay: float, reason: str) -> float:
     while True:
         try:
             return publish(task.app, message, delivery.notes.to_header(), delay=delay)
-        except (OperationalError, OSError) as exc:
+        except (OperationalError, OSError, RefusedError) as exc:
+            why = f"{away_or_refuses(exc)}; {reason}"
             if task.acks_late:  # the broker still has the message
                 rejected = Reject(reason_of(exc), requeue=True)
-                why = f"its broker, which is away: {reason_of(exc)}; {reason}"
-                #: WARNING `Task … will be delivered again by its broker, which is away: …`: An
-                #: `acks_late` task could not be put off; the broker still has its message. ->
-                #: Repair the broker.
-                what = f"will be delivered again by {why}"
-                raise delivery.logged(rejected, what, level=logging.WARNING) from None
-            #: ERROR: The process tries again until the broker is back; if you kill it, the task is
-            #: lost. -> Repair the broker first.
+                #: WARNING `Task … will be delivered again: the broker …`: An `acks_late` task could
+                #: not be put off; the broker still has its message. -> Repair the broker.
+                delivery.logged(rejected, f"will be delivered again: {why}", level=logging.WARNING)
+                time.sleep(PUT_OFF_FIRST)  # or it would come, and be rejected, without a pause
+                raise rejected from None
+            #: ERROR: The process tries again until the broker takes it; if you kill it, the task
+            #: is lost. -> Repair the broker first.
             logger.error(  # noqa: TRY400 -- repeated, and the reason is enough
-                "Task %s cannot be put off, and waits in its slot: the broker is away: %s; %s",
-                *(delivery, reason_of(exc), reason),
+                "Task %s cannot be put off, and waits in its slot: %s", delivery, why
             )
         time.sleep(pause)
         pause = min(pause * 2, PUT_OFF_MOST)

@@ -7,14 +7,13 @@ nothing is concluded from that.
 from __future__ import annotations
 
 import re
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import ENCODED
+from celery_dislock.messages.broker import answer_within
 from celery_dislock.scripts.names import sweep_lock
 from celery_dislock.tasks.task import guards_of
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 WORKERS_WITHIN = 1.0  # seconds for the workers' answers
 ANSWERS_WITHIN = 4.0  # seconds for the broker, which may be slower than a lock server
-T = TypeVar("T")
 NO_QUEUE = "404"  # AMQP's code; some transports have no queue without messages
 
 
@@ -125,30 +123,6 @@ def patient(app: Celery, within: float) -> dict[str, Any]:
     if app.connection_for_read().transport.driver_type != "redis":
         return options
     return {"socket_timeout": within, "socket_connect_timeout": ANSWERS_WITHIN, **options}
-
-
-def answer_within(seconds: float, ask: Callable[[], T]) -> T:
-    """
-    Ask a broker something, and wait for this time at most.
-
-    A RabbitMQ without memory reads nothing any more, and its client waits for ever.  So a thread
-    asks, which is left alone then, and ends with the process.
-
-    Raises:
-        Exception: What *ask* raises; TimeoutError: no answer in time.
-    """
-    answer: Future[T] = Future()
-
-    def tell() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as exc:  # noqa: BLE001 -- of any broker, for the caller
-            answer.set_exception(exc)
-
-    Thread(target=tell, name="dislock-broker", daemon=True).start()
-    if not wait([answer], seconds).done:
-        raise TimeoutError
-    return answer.result()
 
 
 def _lengths(app: Celery, queues: Iterable[str]) -> dict[str, int]:

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import random
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from celery import states
@@ -24,6 +25,7 @@ from celery_dislock.config.censoring import refused
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
+from celery_dislock.messages.broker import BACKEND_WITHIN, RESTS, SLOW, answer_within
 from celery_dislock.messages.headers import REPLACED, TICKET, notes_in, readable_reason
 from celery_dislock.messages.message import Message, store_end
 from celery_dislock.messages.resending import publish
@@ -51,8 +53,6 @@ BROKER_OPTIONS = (
     "master_name",
     "region",
 )
-SLOW = 1.0  # seconds that an error may take whose cause answers
-RESTS = 30  # times as long as a slow error took, no results are stored or asked for
 
 logger = logging.getLogger("celery_dislock")
 
@@ -61,9 +61,8 @@ class Publisher:
     """
     Publishes the messages of parked tasks.
 
-    A result backend that hangs answers after minutes, with an error.  The sweep would wait for it
-    in the event loop of one worker after the other, again and again.  So after an error that was
-    slow in coming, it is left alone for a while.
+    The sweep waits for the result backend in the event loop of a worker: for a bounded time, and
+    after an error that was slow in coming not at all for a while.
 
     Args:
         app: The app whose broker the messages came from.
@@ -133,7 +132,8 @@ class Publisher:
         began, key = monotonic(), key_of(lock)
         error = InvalidTaskError(f"it was parked for lock {key!r}, and cannot be run: {why}")
         try:
-            self._app.backend.mark_as_failure(task_id_of(ticket), error)
+            store = partial(self._app.backend.mark_as_failure, task_id_of(ticket), error)
+            answer_within(BACKEND_WITHIN, store)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client
             self._rest_after(began)
             #: WARNING: Its message is damaged, and the result backend is away; its result stays
@@ -144,7 +144,12 @@ class Publisher:
             )
 
     def tell_replaced(
-        self, lock: str, replaced: Mapping[str, bytes], by: str = ""
+        self,
+        lock: str,
+        replaced: Mapping[str, bytes],
+        by: str = "",
+        *,
+        within: float | None = None,
     ) -> dict[str, str]:
         """
         End tasks that were replaced by newer ones in the line of this lock, as REVOKED.
@@ -156,6 +161,7 @@ class Publisher:
             lock: Name of the lock in Redis.
             replaced: Their messages, by ticket.
             by: Id of the task that took their places; empty: it is not known here.
+            within: Seconds to wait for the result backend each time; None: for as long as it does.
 
         Returns:
             Why they end, by task id, for the tasks that were logged here.  The caller sends an
@@ -183,7 +189,8 @@ class Publisher:
                     # The properties say where a caller waits, if results are sent as messages.
                     request = Context({**message.headers, **message.properties})
                     self._end_reservation(request)
-                    store_end(task, request, TaskRevokedError(reason), states.REVOKED)
+                    its = task, request, TaskRevokedError(reason), states.REVOKED
+                    store_end(*its, within=within)
                 else:  # a worker that knows the task notifies its chord and chain
                     publish(self._app, message, {REPLACED: reason})
                 if self.lines.leave(lock, ticket) == HAS_LEFT and known:  # else that worker logs it
@@ -225,7 +232,8 @@ class Publisher:
             return
         began, meta = monotonic(), {"key": key_of(lock), "place": 0, "holder": ""}
         try:
-            self._app.backend.store_result(task_id_of(ticket), meta, PARKED)
+            store = partial(self._app.backend.store_result, task_id_of(ticket), meta, PARKED)
+            answer_within(BACKEND_WITHIN, store)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client
             self._rest_after(began)
             #: WARNING: The result backend is away; a sweep may set it aside again. -> Repair the
@@ -242,8 +250,11 @@ class Publisher:
             return None
         try:
             # Reading a result that is sent as a message would consume it.
-            state = backend.get_state(task_id_of(ticket)) if backend.persistent else states.PENDING
-            return str(state)
+            if not backend.persistent:
+                return str(states.PENDING)
+            return str(
+                answer_within(BACKEND_WITHIN, partial(backend.get_state, task_id_of(ticket)))
+            )
         except NotImplementedError:  # the app stores no results
             return None
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.messages.broker import BACKEND_WITHIN
 from celery_dislock.parking.store import FIRST
 from celery_dislock.servers.records import describe, written
 from celery_dislock.servers.replies import Granted
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from celery_dislock.parking.store import Lines
 
 MOST = 10.0  # maximum seconds between two visits; turns are given 15 s before a rate admits them
+RESTS_AFTER = 4  # times as long as a failed step took, the next one comes
 PAGE = 100  # lines per step at most; a step blocks the worker's event loop
 
 logger = logging.getLogger("celery_dislock")
@@ -151,7 +153,8 @@ class Sweep:
             self._process.lock_server_answered(took=self._sweeps and not swept_before)
             return max(0.0, due - self._clock())
         self._round = None
-        return self._every
+        # A server that hangs costs the worker's event loop some seconds each time.
+        return max(self._every, RESTS_AFTER * (self._clock() - began))
 
     def _look(self, now: float) -> float:
         """Sweep the lines that are next; return the time at which the step after that is due."""
@@ -177,8 +180,10 @@ class Sweep:
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)
                 continue
-            if swept.replaced and (told := publisher.tell_replaced(lock, swept.replaced)):
-                self.tell(told)
+            if swept.replaced:
+                its = lock, swept.replaced
+                if told := publisher.tell_replaced(*its, within=BACKEND_WITHIN):
+                    self.tell(told)
             if swept.unclaimed:
                 publisher.end_unclaimed(lock, swept.unclaimed)
             for circle in swept.circles:

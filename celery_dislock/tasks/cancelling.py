@@ -9,6 +9,7 @@ The command says nothing else, so a forged one cancels nobody.  The body is then
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import states
@@ -18,6 +19,7 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery_dislock.exceptions import SupersededError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.interruption import StopTask
+from celery_dislock.messages.broker import BACKEND_WITHIN, own_producers
 from celery_dislock.messages.message import TaskSkipped, store_end
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.view import look
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.messages.broker import OwnProducer
 
 LOOK_COMMAND = "dislock_look"  # name of the command for a worker
 CAUSES_MOST = 20  # causes of an exception that are looked at, each the cause of the one before
@@ -47,7 +50,7 @@ def tell_workers(app: Celery, holders: Iterable[Mapping[str, Any]]) -> None:
         if not isinstance(task_id, str) or not isinstance(worker, str):
             continue
         try:
-            app.control.broadcast(LOOK_COMMAND, {"task_id": task_id}, destination=[worker])
+            own_producers(app).send(partial(_tell_worker, app, task_id, worker))
         except Exception as exc:  # noqa: BLE001 -- any of the broker's client
             #: INFO: The broker did not take the message to that worker; the task is cancelled a
             #: third of its timeout later. -> Check the broker.
@@ -55,6 +58,13 @@ def tell_workers(app: Celery, holders: Iterable[Mapping[str, Any]]) -> None:
                 "Worker %s hears at its next renewal that task %s is cancelled: %s",
                 *(worker, task_id, reason_of(exc)),
             )
+
+
+def _tell_worker(app: Celery, task_id: str, worker: str, producer: OwnProducer) -> None:
+    mailbox = app.control.mailbox(producer.connection)
+    # Its public methods take a producer of the app's pool, which may be blocked.
+    its = {"destination": [worker], "channel": producer.channel, "producer": producer}
+    mailbox._publish(LOOK_COMMAND, {"task_id": task_id}, **its)  # noqa: SLF001
 
 
 def replaced_by(key: str, task_id: str) -> str:
@@ -93,9 +103,20 @@ def why_replaced(request: Any) -> str:
 
 
 def end_cancelled(request: Any, reason: str) -> NoReturn:
-    """End a task whose process was killed for a newer one: store REVOKED; raises TaskSkipped."""
-    context = Context(request.request_dict)
-    store_end(request.task, context, TaskRevokedError(reason), states.REVOKED)
+    """
+    End a task whose process was killed for a newer one: store REVOKED; raises TaskSkipped.
+
+    Blocks for BACKEND_WITHIN at most: the worker's event loop waits.
+    """
+    its = request.task, Context(request.request_dict), TaskRevokedError(reason), states.REVOKED
+    try:
+        store_end(*its, within=BACKEND_WITHIN)
+    except TimeoutError as exc:
+        #: WARNING: The result backend does not answer. -> Repair it.
+        logger.warning(
+            "Task %s[%s] was cancelled, which its result does not say yet: %s",
+            *(request.task.name, request.id, exc),
+        )
     raise TaskSkipped(reason)
 
 

@@ -23,6 +23,7 @@ from celery.exceptions import InvalidTaskError
 
 from celery_dislock.exceptions import DislockError
 from celery_dislock.hooks import wrap_methods
+from celery_dislock.messages.broker import BACKEND_WITHIN, answer_within
 from celery_dislock.messages.headers import HEADER, Notes, own_turn
 from celery_dislock.messages.message import error_is_stored
 from celery_dislock.parking.process import runtime_of
@@ -120,7 +121,9 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         backend = task.backend if task is not None else self._app.backend
         wanted = task is None or error_is_stored(task, request)
         try:
-            backend.mark_as_failure(request.id, error, request=request, store_result=wanted)
+            its = {"request": request, "store_result": wanted}
+            store = partial(backend.mark_as_failure, request.id, error, **its)
+            answer_within(BACKEND_WITHIN, store)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client
             #: WARNING: Its message is damaged, and the result backend is away. -> Repair the
             #: backend.

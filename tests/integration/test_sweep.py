@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from itertools import chain
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +13,14 @@ from celery.backends.base import DisabledBackend
 from redis.sentinel import MasterNotFoundError
 
 from celery_dislock import Dislock
+from celery_dislock.exceptions import StoreError
 from celery_dislock.parking import publisher
 from celery_dislock.parking import sweep as module
 from celery_dislock.parking.store import FIRST, Lines
 from celery_dislock.parking.sweep import PAGE
 from celery_dislock.worker.steps import SweepStep
 from tests.driven import KEY, Shop
-from tests.holding import name_of
+from tests.holding import name_of, wait_for
 from tests.integration.parked import LOCK
 
 EVERY = 10.0  # seconds
@@ -236,6 +238,38 @@ def test_a_backend_that_hangs_is_left_alone_for_a_while(shop, monkeypatch):
     shop.server.advance(publisher.RESTS * hangs)
     sweep.step()
     assert {shop.app.AsyncResult(task_id).state for task_id in "234"} == {"REVOKED"}
+
+
+def test_a_backend_that_never_answers_does_not_stop_the_sweep(shop, monkeypatch):
+    """The end of a dropped task is stored when the backend answers, without the event loop."""
+    park(shop, "2")
+    shop.other.lines.drop(LOCK, "2:0:0", '"replaced": "by hand"')
+    answers, mark = Event(), shop.app.backend.mark_as_failure
+
+    def hang(*args, **options):
+        answers.wait()
+        mark(*args, **options)
+
+    with monkeypatch.context() as outage:
+        outage.setattr(module, "BACKEND_WITHIN", 0.01)
+        outage.setattr(shop.app.backend, "mark_as_failure", hang)
+        shop.sweep()
+    assert shop.app.AsyncResult("2").state == "PARKED"
+    answers.set()
+    wait_for(lambda: shop.app.AsyncResult("2").state == "REVOKED", "it is stored")
+
+
+def test_a_sweep_that_waited_in_vain_comes_later(shop, monkeypatch):
+    """A lock server that hangs stops the event loop for a fifth of the time at most."""
+    sweep = shop.sweeper(clock=shop.clock)
+    for waits, later in ((0, sweep._every), (sweep._every, 4 * sweep._every)):
+
+        def hang(*_args, waits=waits):
+            shop.server.advance(waits)
+            raise StoreError("redis://here", "no answer in time")
+
+        monkeypatch.setattr(sweep._process.store, "acquire", hang)
+        assert sweep.step() == pytest.approx(later)
 
 
 def test_a_worker_sweeps_in_its_timer_and_tells_monitors_whom_it_has_ended(shop, monkeypatch):

@@ -18,13 +18,14 @@ import click
 
 from celery_dislock.config.urls import any_keyprefix
 from celery_dislock.exceptions import StoreError
+from celery_dislock.messages.broker import answer_within
 from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.facts import Facts, Fleet, members_of, understood
 from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding
 from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, within, write_json
 from celery_dislock.operating.inspection import about
 from celery_dislock.operating.locks import as_data
-from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within, patient
+from celery_dislock.operating.site import ANSWERS_WITHIN, patient
 from celery_dislock.redaction import reason_of
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import plain

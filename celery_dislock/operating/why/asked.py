@@ -13,9 +13,10 @@ from celery.backends.rpc import RPCBackend
 from celery.exceptions import NotRegistered, TaskRevokedError
 
 from celery_dislock.exceptions import DislockError
+from celery_dislock.messages.broker import answer_within
 from celery_dislock.messages.headers import UNTIL_MOST
 from celery_dislock.operating.inspection import ACTIVE, INSPECT_TASK, RESERVED, SCHEDULED
-from celery_dislock.operating.site import ANSWERS_WITHIN, answer_within
+from celery_dislock.operating.site import ANSWERS_WITHIN
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import bounded, bounded_text
 

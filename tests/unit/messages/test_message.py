@@ -298,8 +298,6 @@ def test_the_producer_is_given_what_came():
     body, options = published(message(), ticket=["lock", "1:0:0"])
     assert body == BODY
     assert options.pop("headers") == {**HEADERS, **noted(ticket=["lock", "1:0:0"])}
-    assert options.pop("retry") is True
-    assert options.pop("retry_policy") == {"max_retries": 1, "interval_start": 0}
     assert options == {
         **PROPERTIES,
         "exchange": "e",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import os
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
@@ -34,17 +34,14 @@ def app(kind):
     ]
     app.sent = []
     transport = SimpleNamespace(driver_type="redis" if kind == "redis" else "amqp")
-    connection = SimpleNamespace(transport=transport, connection_errors=(OSError,))
-    channel = SimpleNamespace(basic_qos=lambda *_: None)
+    connection = SimpleNamespace(transport=transport)
 
     def take(body, **options):
         app.sent.append(options)
 
-    @contextmanager
-    def acquired():
-        yield SimpleNamespace(connection=connection, channel=channel, publish=take)
-
-    app.producer_or_acquire = acquired
+    producer = SimpleNamespace(connection=connection, publish=take, listen=lambda: None)
+    own = SimpleNamespace(send=lambda publish: publish(producer))
+    vars(app)["_dislock_producers"] = {os.getpid(): own}
     connections = SimpleNamespace(connection=connection)
     app.amqp._producer_pool = SimpleNamespace(connections=connections)
     return app

@@ -11,6 +11,7 @@ import pytest
 from billiard.exceptions import WorkerLostError
 from celery.exceptions import Ignore
 from celery.worker import state
+from kombu.pidbox import Mailbox
 
 from celery_dislock import SettingsError, current_lease
 from celery_dislock.config.settings import task_options
@@ -32,10 +33,10 @@ def us():
 
 
 @pytest.fixture(autouse=True)
-def told(app, monkeypatch):
+def told(monkeypatch):
     """What workers were told by remote control."""
     commands = []
-    monkeypatch.setattr(app.control, "broadcast", lambda *args, **how: commands.append((args, how)))
+    monkeypatch.setattr(Mailbox, "_publish", lambda _, *args, **how: commands.append((args, how)))
     return commands
 
 
@@ -191,7 +192,7 @@ def test_a_broker_that_does_not_take_the_command(app, lock_server, caplog, monke
     def fail(*_args, **_how):
         raise ConnectionError("away")
 
-    monkeypatch.setattr(app.control, "broadcast", fail)
+    monkeypatch.setattr(Mailbox, "_publish", fail)
     caplog.set_level("INFO", "celery_dislock")
     options = {"bind": True, "lock_on_cancel": "warn", **CANCEL}
     end = lambda self: self.lease.ensure_held()  # noqa: E731
