@@ -58,7 +58,8 @@ from celery_dislock.messages.message import BY_GUARD, tracks_start
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import is_news
 from celery_dislock.tasks.keys import validating
-from celery_dislock.tasks.sending import Sending, sender_of, tell
+from celery_dislock.tasks.reserving import Sending, sender_of, tell
+from celery_dislock.tasks.sending import send
 from celery_dislock.tasks.task import (
     SingletonTask,
     apply_uniquely,
@@ -106,7 +107,7 @@ def _sending_uniquely() -> None:
             guard = guard_before_sending(task, self)
         if guard is None:
             return publish(**options)
-        return Sending(self, task, guard, args, kwargs, publish).send(options)
+        return send(Sending(self, task, guard, args, kwargs, publish), options)
 
     Celery.send_task = send_task
 

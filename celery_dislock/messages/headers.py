@@ -45,7 +45,7 @@ UNIQUE = "unique"  # lock, until, mark and number of the message's Reservation
 # The others are notes of one delivery.
 PUT_OFF = "put_off"  # times this task was put off in a row
 RETRY_UNTIL = "retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
-HELD = "held"  # owner whose lease this delivery takes over
+HELD = "held"  # owner whose leases this delivery takes over, and the names of their locks
 GIVEN_UP = "given_up"  # owners that got no reply, and may hold the lock
 TICKET = "ticket"  # lock and ticket of a parked task that has its turn, or may be in line
 REPLACED = "replaced"  # why a parked task lost its place in line
@@ -70,6 +70,7 @@ OWNER_MOST = 400  # characters of an owner after the task's id: worker, process 
 OWNERS_MOST = 8  # owners in a note; older ones were released before
 REASON_MOST = 1000  # characters
 LOCK_MOST = 1000  # characters of a lock's name, with its prefix
+LOCKS_MOST = 1000  # locks whose leases a delivery takes over
 ID_MOST = 1000  # characters of a task's id in a reservation
 MESSAGES_MOST = 10**12  # maximum number of a message, of those of one key that replace each other
 MARK = re.compile("[0-9a-f]{1,32}|-")
@@ -86,7 +87,8 @@ class Notes:
     Attributes:
         put_off: Times the task was put off in a row.
         retry_until: UNIX time at which ``lock_on_conflict="retry"`` gives up; None if not set.
-        held_by: Owner whose lease this delivery takes over.
+        held: Owner whose leases this delivery takes over, and the names of their locks; or whose
+            place in line.
         given_up: Owners of this task that got no reply from the lock server, and may hold the lock.
         parked: Lock and ticket of a parked task that has its turn, see :func:`own_turn`; or of a
             task that may be in line, since its parking got no reply.
@@ -107,7 +109,7 @@ class Notes:
 
     put_off: int = 0
     retry_until: float | None = None
-    held_by: str | None = None
+    held: list[str] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
     parked: tuple[str, str] | None = None
     replaced: str | None = None
@@ -285,6 +287,11 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
     return Reservation(lock, encoded_id, until, ttl, mark, number)
 
 
+def with_reservation(headers: Any, its: Reservation) -> dict[str, Any]:
+    """Return a message's headers with its reservation."""
+    return with_notes(headers, {UNIQUE: [its.lock, its.until, its.mark, its.number]})
+
+
 def forget_notes(request: Context) -> None:
     """Remove the notes of a delivery that has its lock: Celery would copy them into a retry."""
     about = vars(request)
@@ -326,6 +333,14 @@ def _owners(given: Any, task_id: str) -> list[str] | None:
     return None if None in owners else [one for one in owners if one]
 
 
+def _held(given: Any, task_id: str) -> list[str] | None:
+    if not isinstance(given, (list, tuple)) or not 1 < len(given) <= 1 + LOCKS_MOST:
+        return None
+    owner, *locks = given
+    is_own = _owner(owner, task_id) and all(_is_text(one, LOCK_MOST) for one in locks)
+    return [owner, *locks] if is_own else None
+
+
 def _ticket(given: Any, task_id: str) -> tuple[str, str] | None:
     if not isinstance(given, (list, tuple)) or len(given) != 2:  # noqa: PLR2004 -- a pair
         return None
@@ -349,7 +364,7 @@ def readable_reason(given: object, _task_id: str = "") -> str | None:
 READERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     PUT_OFF: ("put_off", _times),
     RETRY_UNTIL: ("retry_until", _time),
-    HELD: ("held_by", _owner),
+    HELD: ("held", _held),
     GIVEN_UP: ("given_up", _owners),
     TICKET: ("parked", _ticket),
     REPLACED: ("replaced", readable_reason),

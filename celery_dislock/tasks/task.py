@@ -32,7 +32,8 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.answer import Answer
 from celery_dislock.tasks.guard import Guard
 from celery_dislock.tasks.keys import signature_of
-from celery_dislock.tasks.sending import Sending, outbox_of, tell
+from celery_dislock.tasks.reserving import Sending, tell
+from celery_dislock.tasks.sending import outbox_of, send
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -344,7 +345,7 @@ def apply_uniquely(
     options.update(zip(_APPLY_POSITIONAL, more, strict=False))
     run = partial(apply, args, kwargs)
     sending = Sending(self.app, self, self.dislock_guard, args, kwargs, run, eager=True)
-    result = sending.send(options)
+    result = send(sending, options)
     if isinstance(result, EagerResult) and isinstance(result.result, TaskSkipped):
         revoked = TaskRevokedError(result.result.why)  # as a worker stores it
         return EagerResult(result.id, revoked, states.REVOKED, name=self.name)

@@ -276,7 +276,7 @@ class TestMessage:
     def test_what_has_a_turn_or_a_lease_of_then_is_put_off_for_a_day(self, shop, caplog, note):
         """It does not run; the task fails after that, and the error says why."""
         task = shop.declare()
-        notes = {"ticket": [LOCK, "2:0:0"]} if note == "ticket" else {"held": "2@w:1/x.1"}
+        notes = {"ticket": [LOCK, "2:0:0"]} if note == "ticket" else {"held": ["2@w:1/x.1", LOCK]}
         header = {"v": 2, **notes, "new": {"a": 1}}
         shop.send(task, "2", headers={"dislock": header})
         for _ in range(5):

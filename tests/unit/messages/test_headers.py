@@ -31,7 +31,8 @@ FORGED = {
     "since": NO_TIMES,
     "held": [
         *("other@w:1/n.1", "1", "", 7, ["1@w:1/n.1"], "1@" + "x" * 10_000),
-        f"1@{SURROGATE}:1/n.1",
+        *([owner, LOCK] for owner in ("other@w:1/n.1", "1", "", 7, f"1@{SURROGATE}:1/n.1")),
+        *(["1@w:1/n.1", *locks] for locks in ([7], [LOCK, LONG_LOCK], [LOCK] * 100_000)),
     ],
     "given_up": [
         *("1@w:1/n.1", [7, 8], ["other@w:1/n.1"], {"a": 1}, 7, ["1@w:1/n.1", "other@w:1/n.1"]),
@@ -48,7 +49,7 @@ FORGED = {
 GENUINE = {
     "put_off": 3,
     "retry_until": 2e9,
-    "held": "1@w:1/n.1",
+    "held": ["1@w:1/n.1", LOCK],
     "given_up": ["1@w:1/n.2", "1@w:1/n.3"],
     "ticket": [LOCK, "1:0:0"],
     "since": 1.5e9,
@@ -158,7 +159,7 @@ def test_a_forged_note_fails_nobody(app, lock_server, caplog):
 def test_a_task_knows_its_own_ticket_whatever_its_id(carried, task_id, caplog):
     """Ids come from users: none makes a task's own note look like another's."""
     own = str(task_id).replace("@", "%40")
-    ours = {"ticket": [LOCK, f"{own}:0:0"], "held": f"{own}@w:1/n.1"}
+    ours = {"ticket": [LOCK, f"{own}:0:0"], "held": [f"{own}@w:1/n.1", LOCK]}
     assert carried(noted(**ours), task_id).items() >= ours.items()
     of_other_work = noted(ticket=[LOCK, f"{own}:2:1"])
     assert "ticket" not in carried(of_other_work, task_id)
