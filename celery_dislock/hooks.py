@@ -58,8 +58,7 @@ from celery_dislock.messages.message import BY_GUARD, tracks_start
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import is_news
 from celery_dislock.tasks.keys import validating
-from celery_dislock.tasks.reserving import Sending, sender_of, tell
-from celery_dislock.tasks.sending import send
+from celery_dislock.tasks.sending import Sending, sender_of
 from celery_dislock.tasks.task import (
     SingletonTask,
     apply_uniquely,
@@ -73,6 +72,7 @@ from celery_dislock.tasks.task import (
     name_of,
     refuse,
     replace_after_release,
+    tell,
 )
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _sending_uniquely() -> None:
             guard = guard_before_sending(task, self)
         if guard is None:
             return publish(**options)
-        return send(Sending(self, task, guard, args, kwargs, publish), options)
+        return Sending(self, task, guard, args, kwargs, publish).send(options)
 
     Celery.send_task = send_task
 

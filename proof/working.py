@@ -32,7 +32,7 @@ from celery_dislock.messages import headers as message_headers
 from celery_dislock.messages import unrun
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.parking.process import ParkingProcess
-from celery_dislock.tasks import acquisition, conflicts, guard, request, reserving, sending
+from celery_dislock.tasks import acquisition, conflicts, guard, request, sending
 from celery_dislock.worker import stalled
 from proof.simulated import Interrupted, Net, Process, Wait, sleep_in, stop_if_actor
 
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 WIDE = "c"  # the key that tasks of several keys share
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)  # at the simulation's time 0, as on its server
-# Modules that use time.
-BY_WALL = (conflicts, acquisition, guard, sending, unrun, message_headers)
+BY_WALL = (conflicts, acquisition, guard, sending, unrun, message_headers)  # modules that use time
 
 
 @dataclass(eq=False)
@@ -166,7 +165,7 @@ class Worker:
         parking.watchdog = process.watchdog
         parking.channel = process.channel
         vars(parking).update(pid=process.number, owner_name=process.owner_name)
-        self.app.__dict__["_dislock_sender"] = reserving.Sender(
+        self.app.__dict__["_dislock_sender"] = sending.Sender(
             self.app,
             self.runtime,
             clock=process.net.clock,
@@ -270,7 +269,7 @@ def driven(net: Net, seed: str) -> Iterator[None]:
         for module, name, value in (
             (unrun, "random", rng),
             (interruption, "running_here", Interrupted),
-            (reserving, "token_hex", lambda _: f"{next(numbers):016x}"),
+            (sending, "token_hex", lambda _: f"{next(numbers):016x}"),
             (request, "is_child", lambda pid: pid is not None),
             (request, "is_alive", lambda _: False),
             (stalled, "is_child", lambda pid: pid is not None),

@@ -34,7 +34,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.servers.connections import store_error
 from celery_dislock.tasks.actions import Actions
-from celery_dislock.tasks.reserving import Sender
+from celery_dislock.tasks.sending import Sender
 from celery_dislock.testing.messages import Messages
 from tests.declaring import declare
 from tests.integration.lua_server import START, LuaServer
@@ -171,7 +171,7 @@ class LockServer(LuaServer):
         monkeypatch.setattr(Process, "watchdog_type", staticmethod(watchdog))
         monkeypatch.setattr("celery_dislock.servers.store.server_for", lambda *_, **__: self)
         actions = partial(Actions, clock=self.clock, pause=self.advance)
-        monkeypatch.setattr("celery_dislock.tasks.reserving.Sender", sender)
+        monkeypatch.setattr("celery_dislock.tasks.sending.Sender", sender)
         monkeypatch.setattr("celery_dislock.tasks.handle.Actions", actions)
         monkeypatch.setattr(time, "time", self.clock)
         monkeypatch.setattr(time, "monotonic", self.clock)

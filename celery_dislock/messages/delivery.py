@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from weakref import ref
 
+from celery._state import get_current_task
 from celery.exceptions import Ignore, Reject
 from celery.utils.time import maybe_iso8601
 
@@ -71,6 +72,18 @@ def running_request(task: Task) -> Context | None:
         if here is not None and here.task == task:  # not `is`: the task may be a proxy
             return here.request
     return request
+
+
+def running_as(task_id: Any) -> Context | None:
+    """Return the request of the task that runs here, if it has this id."""
+    running = get_current_task() or traced.get()
+    return running.request if running and running.request.id == task_id else None
+
+
+def outbox_of(task: Task) -> Outbox | None:
+    """Return the outbox of the running body; None if no body runs, or if the task is eager."""
+    delivery = Delivery.of(running_request(task))
+    return delivery.outbox if delivery is not None and not delivery.is_eager else None
 
 
 def end_reservation(reservations: Reservations, reservation: Reservation, task: str) -> None:

@@ -8,9 +8,11 @@ Anybody who can publish a message can forge a note.  A note that this package wo
 is ignored.  A valid note is about the message's own task, so a forged note can do no more harm than
 a forged message.
 
-A header of a later version is kept and sent on.  Its members FROZEN have the same meaning in all
-versions, since every version must know whether a task has its turn, or takes over a lease.  Such a
-task is put off until a worker of that version gets it.  All other members are ignored.
+A header of a later version is kept and sent on.  The members below have the same meaning in all
+versions, since each of them keeps a promise: that the newest message runs last, that a key is free
+when its task has ended, that a wait has an end.  Members that are not known are ignored.  A task
+with its turn, or with a lease to take over, of a later version is put off until a worker of that
+version gets it.
 
 Most notes are dropped as soon as the lock is taken.  Celery copies a task's headers into its
 retries and replacements, and those start a wait of their own.
@@ -37,11 +39,11 @@ if TYPE_CHECKING:
     from celery_dislock.exceptions import StoreError
 
 HEADER = "dislock"
-VERSION = 1  # of the header, in its member "v", which comes first
+VERSION = 1  # of the header, in its member "v"
 
 # Members of the header.  These two belong to the message, and retries keep them.
 SENT = "sent"  # UNIX time in microseconds at which a task was sent that a newer one may replace
-UNIQUE = "unique"  # lock, until, mark and number of the message's Reservation
+UNIQUE = "unique"  # lock, until, mark and number of the message's Reservation; then what is new
 # The others are notes of one delivery.
 PUT_OFF = "put_off"  # times this task was put off in a row
 RETRY_UNTIL = "retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
@@ -51,8 +53,6 @@ TICKET = "ticket"  # lock and ticket of a parked task that has its turn, or may 
 REPLACED = "replaced"  # why a parked task lost its place in line
 SINCE = "since"  # UNIX time at which the task first asked for its lock in vain, for metrics
 LATER = "later"  # UNIX time since which the task waits for a worker of a later release
-
-FROZEN = (PUT_OFF, HELD, TICKET, REPLACED, SINCE, LATER)  # with "v" the same in each version
 
 # Headers that RabbitMQ adds to a message which it dead-letters, or delivers again.
 OF_THE_BROKER = (
@@ -97,7 +97,7 @@ class Notes:
             measures it.
         later: UNIX time since which the task waits for a worker of a later release; None: it does
             not.
-        is_later: Whether a later version has written the header, of which only FROZEN are read.
+        is_later: Whether a later version has written the header.
         came: Whether the message has our header; most have none.
         unique: The message's reservation, unchecked; see :func:`reservation_of`.  None: it has
             none.
@@ -181,15 +181,28 @@ def _version(given: Any) -> int:
 
 
 def _members(given: Any) -> Mapping[str, Any]:
-    version = _version(given)
-    if version > VERSION:
-        return {name: given[name] for name in FROZEN if name in given}
-    return given if version else {}
+    return given if _version(given) else {}
 
 
 def notes_of(request: Context) -> Mapping[str, Any]:
     """Return the members of the header of a request's message, unchecked; none if it has none."""
     return _members(_header_of(request))
+
+
+def for_scripts(headers: Mapping[str, Any]) -> tuple[int, str]:
+    """
+    Return what a script has to know of a message that is parked.
+
+    Returns:
+        When it was sent, in microseconds, by its sender's clock; 0: it does not say so.  And
+        ``lock_unique_until`` of its reservation; empty: it has none.
+    """
+    given = headers.get(HEADER)
+    members = given if isinstance(given, dict) else {}
+    sent, unique = members.get(SENT), members.get(UNIQUE)
+    is_time = type(sent) is int and 0 < sent < UNTIL_MOST * 1e6
+    until = unique[1] if isinstance(unique, (list, tuple)) and len(unique) > 1 else ""
+    return int(sent or 0) if is_time else 0, until if until in UNIQUE_UNTIL else ""
 
 
 def sent_of(request: Context) -> int:
@@ -209,23 +222,12 @@ def notes_in(headers: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def with_notes(headers: Mapping[str, Any] | None, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return a message's headers with more notes; to a later version's header only FROZEN are added.
-
-    Our header comes first, and in it the version, then SENT, as scripts read them there.
-    """
+    """Return a message's headers with more notes; a header of a later version stays one."""
     own = dict(headers or {})
-    if not notes:
-        return own
-    members = {"v": VERSION, **notes}
-    if HEADER in own:
-        given: Any = own.pop(HEADER)
-        if _version(given) > VERSION:
-            notes = {name: notes[name] for name in FROZEN if name in notes}
-        members = {"v": VERSION, **(given if _version(given) else {}), **notes}
-    if SENT in members:
-        members = {"v": members["v"], SENT: members[SENT], **members}
-    return {HEADER: members, **own}
+    if notes:
+        given = _members(own[HEADER]) if HEADER in own else {}
+        own[HEADER] = {"v": VERSION, **given, **notes}
+    return own
 
 
 def as_sent(headers: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -234,12 +236,8 @@ def as_sent(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     own = {name: one for name, one in given.items() if not str(name).startswith(OF_THE_BROKER)}
     if HEADER not in own:
         return own
-    notes = own.pop(HEADER)
-    if _version(notes) > VERSION:
-        own[HEADER] = notes
-    elif kept := {n: one for n, one in _members(notes).items() if n not in READERS and n != "v"}:
-        own[HEADER] = {"v": VERSION, **kept}
-    return own
+    kept = {name: one for name, one in _members(own.pop(HEADER)).items() if name not in READERS}
+    return {**own, HEADER: kept} if len(kept) > 1 else own  # more than the version
 
 
 def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
@@ -272,7 +270,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
         ttl: See :class:`celery_dislock.servers.reservations.Reservation`.
     """
     given = notes_of(request).get(UNIQUE)
-    if not isinstance(given, (list, tuple)) or len(given) not in {2, 4}:
+    if not isinstance(given, (list, tuple)) or len(given) in {0, 1, 3}:
         return None
     lock, until, mark, number = (*given, "-", 0)[:4]  # a message without a number is not replaced
     if not (_is_text(lock, LOCK_MOST) and is_under(prefix, lock)):

@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.tasks import reserving
+from celery_dislock.tasks import sending
 from proof.proxy import Proxy
 from tests.acceptance.fleet import Worker, reservation_in
 from tests.faults.unique_app import UNIQUE_FOR
@@ -113,7 +113,7 @@ class TestAway:
             # The server is asked again after LEAVE_ALONE; a slow machine may get there.
             for _ in range(20):
                 assert away.send() is False
-            late = (time.monotonic() - before) // reserving.LEAVE_ALONE
+            late = (time.monotonic() - before) // sending.LEAVE_ALONE
             assert len(away.proxy.commands) <= asked + 10 * late
             assert warnings(caplog) == 1
         finally:

@@ -10,7 +10,7 @@ from celery import Celery, chain, chord, group
 from kombu.exceptions import OperationalError
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.tasks.reserving import PUBLISH_FOR
+from celery_dislock.tasks.sending import PUBLISH_FOR
 from tests.docs.migrating.libraries import (
     ALL,
     LIBRARIES_WARN,
