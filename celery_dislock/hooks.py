@@ -60,7 +60,7 @@ from celery_dislock.messages.message import BY_GUARD, tracks_start
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import is_news
 from celery_dislock.tasks.keys import validating
-from celery_dislock.tasks.sending import Sending, sender_of, tell
+from celery_dislock.tasks.sending import Sending, sender_of
 from celery_dislock.tasks.task import (
     SingletonTask,
     apply_uniquely,
@@ -76,6 +76,7 @@ from celery_dislock.tasks.task import (
     refuse,
     replace_after_release,
     task_named,
+    tell,
 )
 
 if TYPE_CHECKING:

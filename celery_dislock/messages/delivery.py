@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from contextvars import ContextVar
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from weakref import ref
 
+from celery._state import get_current_task
 from celery.exceptions import Ignore, Reject
 from celery.utils.time import maybe_iso8601
 
+from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import HELD, with_notes
@@ -24,7 +26,7 @@ from celery_dislock.messages.routes import to_one_queue
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery import Task
     from celery.app.task import Context
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.reservations import Reservation, Reservations
 
 E = TypeVar("E", bound=BaseException)
+Retried: TypeAlias = "tuple[Callable[..., Any], dict[str, Any], Callable[[], Sequence[str]]]"
 
 logger = logging.getLogger("celery_dislock")
 
@@ -69,6 +72,18 @@ def running_request(task: Task) -> Context | None:
         if here is not None and here.task == task:  # not `is`: the task may be a proxy
             return here.request
     return request
+
+
+def running_as(task_id: Any) -> Context | None:
+    """Return the request of the task that runs here, if it has this id."""
+    running = get_current_task() or traced.get()
+    return running.request if running and running.request.id == task_id else None
+
+
+def outbox_of(task: Task) -> Outbox | None:
+    """Return the outbox of the running body; None if no body runs, or if the task is eager."""
+    delivery = Delivery.of(running_request(task))
+    return delivery.outbox if delivery is not None and not delivery.is_eager else None
 
 
 def end_reservation(reservations: Reservations, reservation: Reservation, task: str) -> None:
@@ -179,6 +194,16 @@ class Delivery:
         """The lease under which the delivery runs; None if it has none."""
         return self.attempt.lease
 
+    def hand_on(self, lock: str) -> None:
+        """
+        Give up the reservation: a message was sent under the task's id that has one of this lock.
+
+        A task has one reservation at a time.  That of another key is ended; logs a StoreError.
+        """
+        if self.reservation is not None and self.reservation.lock == lock:
+            self.reservation = None
+        self.end_reservation()
+
     def end_reservation(self) -> None:
         """End the reservation of the message, if it has one; logs a StoreError."""
         reservation, self.reservation = self.reservation, None
@@ -219,34 +244,61 @@ class Outbox:
     then find the lock held by the task that it continues.
 
     Attributes:
-        held_by: Owner whose lease the retries take over; None if the lease is released.
-        retries: What sends each retry, and its options.
+        held: Owner whose lease the retries take over, and its locks; None if the lease is released.
+        retries: What sends each retry, its options, and what returns the names of its locks.
         replacements: What sends each message that replaces the task.
     """
 
     def __init__(self) -> None:
-        self.held_by: str | None = None
-        self.retries: list[tuple[Callable[..., Any], dict[str, Any]]] = []
+        self.held: list[str] | None = None
+        self.retries: list[Retried] = []
         self.replacements: list[Callable[[], Any]] = []
 
     @property
     def retry_in(self) -> float | None:
         """Seconds until the last of the retries is due; None if there are no retries."""
-        return max((delay_of(options) for _, options in self.retries), default=None)
+        return max((delay_of(options) for _, options, _ in self.retries), default=None)
 
-    def send(self) -> None:
+    def hold(self, lease: Lease, lock: Lock) -> float:
+        """
+        Let the retries take over a lease, if all of them take the same locks, and it is not lost.
+
+        Returns:
+            For how many seconds the lease is kept, counted from its grant; 0: it is released.
+        """
+        retry_in, locks = self.retry_in, {*lock.names}
+        if retry_in is None or any({*names()} != locks for _, _, names in self.retries):
+            return 0.0
+        try:
+            is_held = lease.confirm()
+        except StoreError:
+            return 0.0
+        if not is_held:
+            return 0.0
+        self.held = [lock.store.lock_server.known_as(lease.owner), *lock.names]
+        # Of what comes later, no script could write the milliseconds.
+        return lease.held_for + min(retry_in, LONGEST) + lock.timeout
+
+    def send(self, delivery: Delivery) -> None:
         """
         Publish all messages.
+
+        The first of them that has a reservation takes over that of the delivery.  A retry has one
+        in any case: its headers are those of the delivery.
+
+        Args:
+            delivery: The delivery whose body has sent them.
 
         Raises:
             Reject: Not all messages could be published; ``Task.retry()`` raises the same.
         """
         try:
-            for apply_async, options in self.retries:
-                if self.held_by is not None:
-                    headers = with_notes(options.get("headers"), {HELD: self.held_by})
+            for apply_async, options, _ in self.retries:
+                if self.held is not None:
+                    headers = with_notes(options.get("headers"), {HELD: self.held})
                     options = {**options, "headers": headers}  # noqa: PLW2901 -- a changed copy
                 apply_async(**options)
+                delivery.reservation = None
             for replace in self.replacements:
                 replace()
         except Ignore:  # raised by Celery's on_replace()

@@ -8,9 +8,11 @@ Anybody who can publish a message can forge a note.  A note that this package wo
 is ignored.  A valid note is about the message's own task, so a forged note can do no more harm than
 a forged message.
 
-A header of a later version is kept and sent on.  Its members FROZEN have the same meaning in all
-versions, since every version must know whether a task has its turn, or takes over a lease.  Such a
-task is put off until a worker of that version gets it.  All other members are ignored.
+A header of a later version is kept and sent on.  The members below have the same meaning in all
+versions, since each of them keeps a promise: that the newest message runs last, that a key is free
+when its task has ended, that a wait has an end.  Members that are not known are ignored.  A task
+with its turn, or with a lease to take over, of a later version is put off until a worker of that
+version gets it.
 
 Most notes are dropped as soon as the lock is taken.  Celery copies a task's headers into its
 retries and replacements, and those start a wait of their own.
@@ -37,22 +39,20 @@ if TYPE_CHECKING:
     from celery_dislock.exceptions import StoreError
 
 HEADER = "dislock"
-VERSION = 1  # of the header, in its member "v", which comes first
+VERSION = 1  # of the header, in its member "v"
 
 # Members of the header.  These two belong to the message, and retries keep them.
 SENT = "sent"  # UNIX time in microseconds at which a task was sent that a newer one may replace
-UNIQUE = "unique"  # lock, until, mark and number of the message's Reservation
+UNIQUE = "unique"  # lock, until, mark and number of the message's Reservation; then what is new
 # The others are notes of one delivery.
 PUT_OFF = "put_off"  # times this task was put off in a row
 RETRY_UNTIL = "retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
-HELD = "held"  # owner whose lease this delivery takes over
+HELD = "held"  # owner whose leases this delivery takes over, and the names of their locks
 GIVEN_UP = "given_up"  # owners that got no reply, and may hold the lock
 TICKET = "ticket"  # lock and ticket of a parked task that has its turn, or may be in line
 REPLACED = "replaced"  # why a parked task lost its place in line
 SINCE = "since"  # UNIX time at which the task first asked for its lock in vain, for metrics
 LATER = "later"  # UNIX time since which the task waits for a worker of a later release
-
-FROZEN = (PUT_OFF, HELD, TICKET, REPLACED, SINCE, LATER)  # with "v" the same in each version
 
 # Headers that RabbitMQ adds to a message which it dead-letters, or delivers again.
 OF_THE_BROKER = (
@@ -70,6 +70,7 @@ OWNER_MOST = 400  # characters of an owner after the task's id: worker, process 
 OWNERS_MOST = 8  # owners in a note; older ones were released before
 REASON_MOST = 1000  # characters
 LOCK_MOST = 1000  # characters of a lock's name, with its prefix
+LOCKS_MOST = 1000  # locks whose leases a delivery takes over
 ID_MOST = 1000  # characters of a task's id in a reservation
 MESSAGES_MOST = 10**12  # maximum number of a message, of those of one key that replace each other
 MARK = re.compile("[0-9a-f]{1,32}|-")
@@ -86,7 +87,8 @@ class Notes:
     Attributes:
         put_off: Times the task was put off in a row.
         retry_until: UNIX time at which ``lock_on_conflict="retry"`` gives up; None if not set.
-        held_by: Owner whose lease this delivery takes over.
+        held: Owner whose leases this delivery takes over, and the names of their locks; or whose
+            place in line.
         given_up: Owners of this task that got no reply from the lock server, and may hold the lock.
         parked: Lock and ticket of a parked task that has its turn, see :func:`own_turn`; or of a
             task that may be in line, since its parking got no reply.
@@ -95,7 +97,7 @@ class Notes:
             measures it.
         later: UNIX time since which the task waits for a worker of a later release; None: it does
             not.
-        is_later: Whether a later version has written the header, of which only FROZEN are read.
+        is_later: Whether a later version has written the header.
         came: Whether the message has our header; most have none.
         unique: The message's reservation, unchecked; see :func:`reservation_of`.  None: it has
             none.
@@ -107,7 +109,7 @@ class Notes:
 
     put_off: int = 0
     retry_until: float | None = None
-    held_by: str | None = None
+    held: list[str] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
     parked: tuple[str, str] | None = None
     replaced: str | None = None
@@ -179,15 +181,28 @@ def _version(given: Any) -> int:
 
 
 def _members(given: Any) -> Mapping[str, Any]:
-    version = _version(given)
-    if version > VERSION:
-        return {name: given[name] for name in FROZEN if name in given}
-    return given if version else {}
+    return given if _version(given) else {}
 
 
 def notes_of(request: Context) -> Mapping[str, Any]:
     """Return the members of the header of a request's message, unchecked; none if it has none."""
     return _members(_header_of(request))
+
+
+def for_scripts(headers: Mapping[str, Any]) -> tuple[int, str]:
+    """
+    Return what a script has to know of a message that is parked.
+
+    Returns:
+        When it was sent, in microseconds, by its sender's clock; 0: it does not say so.  And
+        ``lock_unique_until`` of its reservation; empty: it has none.
+    """
+    given = headers.get(HEADER)
+    members = given if isinstance(given, dict) else {}
+    sent, unique = members.get(SENT), members.get(UNIQUE)
+    is_time = type(sent) is int and 0 < sent < UNTIL_MOST * 1e6
+    until = unique[1] if isinstance(unique, (list, tuple)) and len(unique) > 1 else ""
+    return int(sent or 0) if is_time else 0, until if until in UNIQUE_UNTIL else ""
 
 
 def sent_of(request: Context) -> int:
@@ -207,23 +222,12 @@ def notes_in(headers: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def with_notes(headers: Mapping[str, Any] | None, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return a message's headers with more notes; to a later version's header only FROZEN are added.
-
-    Our header comes first, and in it the version, then SENT, as scripts read them there.
-    """
+    """Return a message's headers with more notes; a header of a later version stays one."""
     own = dict(headers or {})
-    if not notes:
-        return own
-    members = {"v": VERSION, **notes}
-    if HEADER in own:
-        given: Any = own.pop(HEADER)
-        if _version(given) > VERSION:
-            notes = {name: notes[name] for name in FROZEN if name in notes}
-        members = {"v": VERSION, **(given if _version(given) else {}), **notes}
-    if SENT in members:
-        members = {"v": members["v"], SENT: members[SENT], **members}
-    return {HEADER: members, **own}
+    if notes:
+        given = _members(own[HEADER]) if HEADER in own else {}
+        own[HEADER] = {"v": VERSION, **given, **notes}
+    return own
 
 
 def as_sent(headers: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -232,12 +236,8 @@ def as_sent(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     own = {name: one for name, one in given.items() if not str(name).startswith(OF_THE_BROKER)}
     if HEADER not in own:
         return own
-    notes = own.pop(HEADER)
-    if _version(notes) > VERSION:
-        own[HEADER] = notes
-    elif kept := {n: one for n, one in _members(notes).items() if n not in READERS and n != "v"}:
-        own[HEADER] = {"v": VERSION, **kept}
-    return own
+    kept = {name: one for name, one in _members(own.pop(HEADER)).items() if name not in READERS}
+    return {**own, HEADER: kept} if len(kept) > 1 else own  # more than the version
 
 
 def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
@@ -273,7 +273,7 @@ def reservation_of(
         ttl_of_several: The same of a task with several keys, which the watchdog does not renew.
     """
     given = notes_of(request).get(UNIQUE)
-    if not isinstance(given, (list, tuple)) or len(given) not in {2, 4}:
+    if not isinstance(given, (list, tuple)) or len(given) in {0, 1, 3}:
         return None
     lock, until, mark, number = (*given, "-", 0)[:4]  # a message without a number is not replaced
     if not (_is_text(lock, LOCK_MOST) and is_under(prefix, lock)):
@@ -287,6 +287,11 @@ def reservation_of(
         return None
     kept = ttl if is_of_one(lock) else ttl_of_several
     return Reservation(lock, encoded_id, until, kept, mark, number)
+
+
+def with_reservation(headers: Any, its: Reservation) -> dict[str, Any]:
+    """Return a message's headers with its reservation."""
+    return with_notes(headers, {UNIQUE: [its.lock, its.until, its.mark, its.number]})
 
 
 def forget_notes(request: Context) -> None:
@@ -330,6 +335,14 @@ def _owners(given: Any, task_id: str) -> list[str] | None:
     return None if None in owners else [one for one in owners if one]
 
 
+def _held(given: Any, task_id: str) -> list[str] | None:
+    if not isinstance(given, (list, tuple)) or not 1 < len(given) <= 1 + LOCKS_MOST:
+        return None
+    owner, *locks = given
+    is_own = _owner(owner, task_id) and all(_is_text(one, LOCK_MOST) for one in locks)
+    return [owner, *locks] if is_own else None
+
+
 def _ticket(given: Any, task_id: str) -> tuple[str, str] | None:
     if not isinstance(given, (list, tuple)) or len(given) != 2:  # noqa: PLR2004 -- a pair
         return None
@@ -353,7 +366,7 @@ def readable_reason(given: object, _task_id: str = "") -> str | None:
 READERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     PUT_OFF: ("put_off", _times),
     RETRY_UNTIL: ("retry_until", _time),
-    HELD: ("held_by", _owner),
+    HELD: ("held", _held),
     GIVEN_UP: ("given_up", _owners),
     TICKET: ("parked", _ticket),
     REPLACED: ("replaced", readable_reason),

@@ -6,7 +6,8 @@ round in circles.  Its delayed delivery puts the delay before the routing key.  
 off.
 
 The stored format is one line of JSON about the message, followed by the message's body, byte for
-byte.  The body is never deserialized here.
+byte.  The body is never deserialized here.  The line begins with what scripts read of the message,
+so they never look into its headers, which anybody may have written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
 from celery_dislock.messages.broker import answer_within
-from celery_dislock.messages.headers import HEADER, VERSION, as_sent, with_notes
+from celery_dislock.messages.headers import HEADER, REPLACED, as_sent, for_scripts, with_notes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -126,14 +127,11 @@ class Message:
         )
 
     def to_bytes(self, notes: Mapping[str, Any] | None = None) -> bytes:
-        """
-        Serialize the message, with these notes.
-
-        The message is given our header if it has none, as scripts read that header and add to it.
-        """
-        about = dict(vars(self))
+        """Serialize the message, with these notes."""
+        headers = with_notes(self.headers, notes or {})
+        sent, until = for_scripts(headers)
+        about = {"sent": sent, "until": until, **vars(self), "headers": headers}
         body = about.pop("body")
-        about["headers"] = with_notes(self.headers, {"v": VERSION, **(notes or {})})
         header: str = dumps(about, default_kwargs={"separators": (",", ":")})
         return b"".join((FORMAT, header.encode(), b"\n", body))
 
@@ -152,7 +150,11 @@ class Message:
         if not (version.isdigit() and space and newline):
             raise ValueError(f"it begins with {written[:20]!r}, which is not a known format")
         try:  # a later version has more members
-            known = {name: one for name, one in loads(header).items() if name in FIELDS}
+            members = loads(header)
+            if REPLACED in members:  # drop.lua has put it there
+                notes = {REPLACED: members[REPLACED]}
+                members["headers"] = with_notes(members["headers"], notes)
+            known = {name: one for name, one in members.items() if name in FIELDS}
             message = cls(**known, body=body)
             named = [message.headers.get(name, "") for name in ("id", "task")]
             texts = (message.exchange, message.routing_key, *named)

@@ -4,7 +4,7 @@
 --     began     the newest task that was granted the lock
 --     sent_us   when that task's message was sent, by the sender's clock; at most the time when it came to this server
 --     terms     of the lease that the task waits for, or has
---     task      the task's id, with which the names of its owners begin
+--     task      the task's id, encoded as in marks; later versions may have more behind it
 -- A task that was sent before one of these two is superseded: it does not run any more.  The leases that the newest
 -- task waits for are marked, so that their next renewal tells their holders; see renew.lua.
 
@@ -14,28 +14,30 @@ do
   local NEWEST_MS = 86400000  -- one day, in which an older task may come: it was delayed, or is tried again
   local RUNS_OUT = string.byte('~')  -- first byte of an owner that is done with its lease; see _lease.lua
 
-  -- The id of a task, encoded so that JSON text needs no escapes for it.
+  -- The id of a task, encoded so that JSON text needs no escapes for it.  One that is encoded stays as it is.
   local function as_mark(task)
     return (string.gsub(task, '[^%w%%:._-]', function(byte) return string.format('%%%02X', string.byte(byte)) end))
   end
 
-  local function without_mark(holder) return (string.gsub(holder, '^{"superseded":"[^"]*",?', '{', 1)) end
+  local function without_mark(holder) return (string.gsub(holder, '^([^{]*{)"superseded":"[^"]*",?', '%1', 1)) end
 
   local function with_mark(holder, by)
-    local rest = string.sub(without_mark(holder), 2)
-    return string.format('{"superseded":"%s"%s', as_mark(by), rest == '}' and '' or ',') .. rest
+    local before, rest = string.match(without_mark(holder), '^([^{]*{)(.*)$')
+    if not before then return holder end
+    return string.format('%s"superseded":"%s"%s', before, as_mark(by), rest == '}' and '' or ',') .. rest
   end
 
   local function newest(lock, which)
     local record = redis.call('HGET', lock.name .. NEWEST, which)
-    local sent, terms, task = string.match(record or '', '^%d+ (%d+) (%S+) (.*)$')
+    local sent, terms, task = string.match(record or '', '^%d+ (%d+) (%S+) (%S+)')
     return sent and {sent = tonumber(sent), terms = terms, task = task}
   end
 
   -- Of two tasks that were sent at the same microsecond, the id decides.
   local function is_newer(one, other)
-    if one.task == other.task then return false end
-    return one.sent > other.sent or one.sent == other.sent and one.task > other.task
+    local mine, its = as_mark(one.task), as_mark(other.task)
+    if mine == its then return false end
+    return one.sent > other.sent or one.sent == other.sent and mine > its
   end
 
   -- The id of a task that was sent after this one, if there is one.
@@ -50,7 +52,7 @@ do
     local waits, other = newest(lock, 'waits'), newest(lock, which)
     if which == 'began' and waits and not is_newer(waits, canceller) then redis.call('HDEL', lock.name .. NEWEST, 'waits') end
     if other and is_newer(other, canceller) then return end
-    redis.call('HSET', lock.name .. NEWEST, which, string.format('1 %.0f %s ', canceller.sent, canceller.terms) .. canceller.task)
+    redis.call('HSET', lock.name .. NEWEST, which, string.format('1 %.0f %s ', canceller.sent, canceller.terms) .. as_mark(canceller.task))
     redis.call('PEXPIRE', lock.name .. NEWEST, NEWEST_MS)
   end
 
@@ -82,10 +84,10 @@ do
   -- holders that have not stopped for it need not stop.
   withdraw = function(lock, ticket)
     local one = newest(lock, 'waits')
-    if not one or one.task ~= string.match(ticket, '^(.*):%d+:%d+$') then return end
+    if not one or one.task ~= as_mark(string.match(ticket, '^(.*):%d+:%d+$') or '') then return end
     redis.call('HDEL', lock.name .. NEWEST, 'waits')
     for _, lease in pairs(count_leases(lock).leases) do
-      if superseded_by(lease.holder) == as_mark(one.task) then
+      if superseded_by(lease.holder) == one.task then
         write(lock.name, lease.owner, lease.expires, lease.token, lease.acquired, lease.mode, without_mark(lease.holder), lease.version)
       end
     end

@@ -6,7 +6,8 @@
 --     token        fencing token, grows with each new lease of the lock
 --     acquired_ms  Redis TIME of the acquisition
 --     mode         x exclusive, s shared
---     holder       JSON object for messages and tools: see servers/records.py
+--     holder       JSON object for messages and tools: see servers/records.py.  In later versions other fields may
+--                  stand before it, without a brace
 
 -- include: _clock
 -- include: _names
@@ -46,4 +47,4 @@ local function write(name, owner, expires, token, acquired, mode, holder, versio
 end
 
 -- The encoded id of the newest task, if that waits for this lease to end: a mark at the start of the lease's holder.
-local function superseded_by(holder) return string.match(holder, '^{"superseded":"([^"]*)"') end
+local function superseded_by(holder) return string.match(holder, '^[^{]*{"superseded":"([^"]*)"') end

@@ -3,7 +3,7 @@
 -- KEYS[1]   lock
 -- ARGV      home     the caller's broker
 --           ticket
---           note     why: a member of a JSON object, which is added to our header in the message
+--           note     why: a member of a JSON object, which is put into the first line of the message
 --
 -- Returns   {0, turns}                  the task is not in line: it runs, or is done, or was dropped before
 --           {1, turns, message, ours}   dropped; ours: 1 the message is of the caller's broker, and the caller
@@ -17,11 +17,9 @@ local ticket, note
 home, ticket, note = unpack(ARGV)
 local lock = open_whole(KEYS[1])
 
--- Our header comes first, as Message.to_bytes() writes it.  Text has a backslash before each quote in it.
 local function with_note(message)
-  local _, ends = string.find(message, ',"headers":{"dislock":{"v":%d+[,}]')
-  if not ends then return message end
-  return string.sub(message, 1, ends - 1) .. ',' .. note .. string.sub(message, ends)
+  local _, ends = string.find(message, '^%d+ {')
+  return ends and string.sub(message, 1, ends) .. note .. ',' .. string.sub(message, ends + 1) or message
 end
 
 local record = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)

@@ -169,13 +169,15 @@ local function make_room(size)
   local TAKEN_MOST = 100    -- tickets that are taken out for one newcomer
   local LOOKED_MOST = 1000  -- places at the head of the line
 
-  -- When a message was sent, if its first line says so.  Our header comes first, as Message.to_bytes() writes it.
+  -- When a message was sent, if that is known; see Message.to_bytes().
   local function sent_at(stored)
-    return tonumber(string.match(stored, '^[^\n]*,"headers":{"dislock":{"v":1,"sent":(%d+)'))
+    local sent = tonumber(string.match(stored, '^%d+ {"sent":(%d+)'))
+    return sent ~= 0 and sent
   end
 
   local function was_sent_before(other)
-    local mine, its = sent_at(message), sent_at(redis.call('HGET', lock.tickets, other) or '')
+    local parked = read_ticket(lock, other)
+    local mine, its = sent_at(message), parked and sent_at(parked.message)
     return mine and its and mine < its
   end
 

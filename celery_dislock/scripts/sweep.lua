@@ -30,14 +30,14 @@ local function tidy_claims(lock)
 end
 
 -- Keep the key reserved for a task in line: no worker has its message, so nobody else does.  With "expiry" the time
--- counts from the sending.  The header comes first in a message, as Message.to_bytes() writes it.
+-- counts from the sending; see Message.to_bytes().
 local function keep_reserved(lock)
   local it = count_tickets(lock) <= TURNS_MOST and unique_of(lock.name .. UNIQUE)
   if not (is_reserved(it) and it.state == 'w' and it.ends - now < RESERVED_MS) then return end
   for _, ticket in ipairs(redis.call('HKEYS', lock.tickets)) do
     if string.match(ticket, '^(.*):%d+:%d+$') == it.id then
       local parked = read_ticket(lock, ticket)
-      local ends = parked and string.match(parked.message, '^[^\n]*"unique":%[".-","(%a+)"')
+      local ends = parked and string.match(parked.message, '^%d+ {"sent":%d+,"until":"(%a+)"')
       if ends and ends ~= 'expiry' then
         it.ends = now + RESERVED_MS
         keep_numbers(it, RESERVED_MS)

@@ -82,7 +82,7 @@ class Acquisition:
         if notes.unasked is not None:
             self._unavailable(notes.unasked)
             return None
-        if notes.given_up or notes.held_by:
+        if notes.given_up or notes.held:
             first = partial(self._go_on, first)
         answer = self.answer(first)
         return self.unless_copy(answer) if isinstance(answer, Conflict) else answer
@@ -170,7 +170,7 @@ class Acquisition:
         delivery, notes = self.delivery, self.delivery.notes
         if notes.replaced is not None:
             skip(delivery, notes.replaced)
-        if notes.is_later and (notes.parked or notes.held_by):
+        if notes.is_later and (notes.parked or notes.held):
             put_off_later(delivery, self._process.lines)
         prefix = self._runtime.settings.dislock_prefix
         if notes.parked is not None and not is_under(prefix, notes.parked[0]):
@@ -182,15 +182,21 @@ class Acquisition:
             put_off(delivery, reason, level=logging.WARNING)
 
     def _go_on(self, ask: Callable[[], T]) -> T:
-        """Release or take over the leases that earlier deliveries have left, then call *ask*."""
+        """Release or take over the leases that earlier deliveries have left, then call *ask*.
+
+        Leases of other locks than the task takes by now are released: its key has changed.
+        """
         lock, attempt, notes = self.delivery.lock, self.delivery.attempt, self.delivery.notes
         for owner in notes.given_up:  # these may have been granted the lock after they gave up
             lock.store.release(lock.names, owner)
-        if notes.held_by is not None:
+        owner, *held = notes.held or [""]
+        if held and {*held} != {*lock.names}:
+            if all(is_under(self._runtime.settings.dislock_prefix, one) for one in held):
+                for left in (owner, f"~{owner}"):  # its places in line; what it left to run out
+                    lock.store.release(held, left)
+        elif held:
             attempt.asked_at = lock.clock()
-            taken = lock.store.take_over(
-                lock.names, notes.held_by, attempt.owner, attempt.holder_json
-            )
+            taken = lock.store.take_over(lock.names, owner, attempt.owner, attempt.holder_json)
             if 0 < taken < len(lock.names):  # the leases are kept all together, or not at all
                 lock.abandon(attempt)
         return ask()

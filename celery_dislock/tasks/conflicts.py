@@ -233,7 +233,7 @@ def wait(asking: Acquisition, conflict: Conflict) -> Lease | None:
     if is_turn(answer.holder):
         in_time = time.time() < until
         if in_time and len(delivery.lock.names) == 1:
-            delivery.notes.held_by = delivery.attempt.owner
+            delivery.notes.held = [delivery.attempt.owner, *delivery.lock.names]
         else:
             delivery.lock.abandon(delivery.attempt)
         if in_time:

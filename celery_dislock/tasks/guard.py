@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.app.task import Context
 
-from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, reserved_name, shown_id
 from celery_dislock.keys.templates import in_order, key_of
@@ -221,27 +220,27 @@ class Guard:
         outbox, ending = delivery.held_back, delivery.if_done
         if outcome is not SUCCEEDED:
             ending = outcome.ending(ending, delivery.task)
-        retry_in = None if outbox is None else outbox.retry_in
         if outcome.released_by and not getattr(self.options, outcome.released_by):
             ending = ending._replace(expires=True)
-        if outbox is not None and retry_in is not None and lease is not None:
-            kept = self._kept_for_retry(lease, retry_in) if self.options.lock_hold_on_retry else 0.0
+        if outbox is not None and lease is not None and self.options.lock_hold_on_retry:
+            kept = outbox.hold(lease, delivery.lock)
             if kept:
-                outbox.held_by = delivery.lock.store.lock_server.known_as(lease.owner)
                 ending = ending._replace(expires=True, at_least=kept)
-        if retry_in is not None or not outcome.done:  # the task's message comes again
+        if not outcome.done:  # the task's message comes again
             delivery.reservation = None
-        elif lease is not None and delivery.reservation is delivery.attempt.reservation:
+        if delivery.reservation is delivery.attempt.reservation and outbox is None and lease:
             ending = ending._replace(reservation=delivery.reservation)
         delivery.ending = ending
         delivery.settle()
-        if ending.reservation is None:
-            delivery.end_reservation()
-        delivery.reservation = None
-        if outbox is not None:
-            delivery.ending = RELEASED  # if the broker is away, it will deliver the task again
-            outbox.send()
-            delivery.ending = ending
+        if ending.reservation is not None:
+            delivery.reservation = None
+        try:
+            if outbox is not None:
+                delivery.ending = RELEASED  # if the broker is away, it will deliver the task again
+                outbox.send(delivery)
+                delivery.ending = ending
+        finally:
+            delivery.end_reservation()  # unless a message that was sent has it
 
     def _begin(self, delivery: Delivery, reservation: Reservation, lease: Lease | None) -> None:
         """
@@ -308,15 +307,6 @@ class Guard:
         except StoreError as exc:
             notes.unasked = exc
             return True
-
-    def _kept_for_retry(self, lease: Lease, delay: float) -> float:
-        """Return how long the lease is kept for the retry, counted from its grant; 0: not kept."""
-        try:
-            is_held = lease.confirm()
-        except StoreError:
-            return 0.0
-        delay = min(delay, LONGEST)  # of what comes later, no script could write the milliseconds
-        return lease.held_for + delay + self.timeout if is_held else 0.0
 
     def _delivery(self, task: Task, request: Context, args: Any, kwargs: Any) -> Delivery:
         """Create the Delivery, and attach it to the request."""

@@ -25,7 +25,6 @@ from functools import lru_cache, partial
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from celery._state import get_current_task
 from celery.app.task import Context
 from celery.result import EagerResult
 from celery.utils import uuid
@@ -44,18 +43,12 @@ from celery_dislock.locks.interruption import THROWN
 from celery_dislock.messages.delivery import (
     Delivery,
     delay_of,
+    outbox_of,
+    running_as,
     running_request,
     seconds_until,
-    traced,
 )
-from celery_dislock.messages.headers import (
-    SENT,
-    UNIQUE,
-    notes_in,
-    notes_of,
-    reservation_of,
-    with_notes,
-)
+from celery_dislock.messages.headers import SENT, notes_in, with_notes, with_reservation
 from celery_dislock.messages.message import AS_IT_CAME
 from celery_dislock.messages.resending import REPLACEMENTS, in_time, numbered, postponed, retried
 from celery_dislock.parking.process import runtime_of
@@ -129,7 +122,8 @@ class Sending(NamedTuple):
         outbox = outbox_of(self.task)
         if outbox is None:
             return self._send(**options)
-        outbox.retries.append((self._send, options))  # held back until the lock is released
+        # Held back until the lock is released.
+        outbox.retries.append((self._send, options, partial(self.locks, options)))
         return self.app.AsyncResult(task_id)
 
     def _send(self, **options: Any) -> Any:
@@ -146,17 +140,18 @@ class Sending(NamedTuple):
         if declared.lock_unique_until is None:
             return self.send_now(options)
         task_id = options.get("task_id")
-        again = bool(
-            options.get("retries")
-            or options.get("replaced_task_nesting")
-            or (task_id is not None and task_id == _running_id())
-        )
+        request = None if task_id is None else running_as(task_id)
+        is_numbered = bool(options.get("retries") or options.get(REPLACEMENTS))
+        again = request is not None or is_numbered
         # The last step of a chain has an empty "chain".  Its result is the result of the chain.
         is_a_step = options.get("chain") is not None
         belongs_to_more = is_a_step or any(map(options.get, BELONGS_TO_MORE))
         if belongs_to_more or self.guard.runtime.off or (self.eager and again):
             return self.send_now(options, "" if again else "unreserved")
-        return sender_of(self.app).send(self, options, again=again)
+        sender = sender_of(self.app)
+        if not again:
+            return sender.send(self, options)
+        return sender.send_again(self, options, request or Context(options.get("headers") or {}))
 
     def send_now(self, options: dict[str, Any], outcome: str = "") -> Any:
         """Publish the message, or run the task; report *outcome* to those who watch, if given."""
@@ -226,14 +221,13 @@ class Sender:
         # By task id: what is reserved for a message, and the result if its task was eager.
         self._sent: OrderedDict[str, tuple[Reservation, Any]] = OrderedDict()
 
-    def send(self, sending: Sending, options: dict[str, Any], *, again: bool) -> Any:
+    def send(self, sending: Sending, options: dict[str, Any]) -> Any:
         """
         Send a message of a unique task, or return the result of the one that is there.
 
         Args:
             sending: The message.
             options: The options that publishing it takes.
-            again: Whether it is sent under the id of a task that exists, as a retry.
 
         Raises:
             DuplicateTaskError: A message of the key is there, and ``lock_on_duplicate`` is "raise".
@@ -242,37 +236,75 @@ class Sender:
         """
         declared, locks = sending.guard.options, sending.locks(options)
         if not locks or self._clock() < self._away_until:
-            return sending.send_now(options, "" if again else "unreserved")
-        given = options.get("task_id")
-        task_id = options["task_id"] = given or uuid()
-        headers, lock = dict(options.get("headers") or {}), reserved_lock(locks)
-        number = _number_in(sending.guard, headers, lock) if again else ()
-        until = str(declared.lock_unique_until)
-        wanted = Reservation(lock, reserved_name(task_id), until, PUBLISH_FOR, *number)
-        found = self._reserve(sending, wanted, options, is_known=bool(given), again=again)
-        if isinstance(found, Taken) and found.is_sent and not again:
+            return sending.send_now(options, "unreserved")
+        is_known = bool(options.get("task_id"))
+        task_id = options["task_id"] = options.get("task_id") or uuid()
+        until, lock = str(declared.lock_unique_until), reserved_lock(locks)
+        wanted = Reservation(lock, reserved_name(task_id), until, PUBLISH_FOR)
+        found = self._reserve(sending, wanted, options, is_known=is_known)
+        if isinstance(found, Taken) and found.is_sent:
             sending.count_as("duplicate")
-            reserved = wanted._replace(id=found.id)
-            first = First(sending.guard, locks, reserved, found.has_result)
+            first = First(sending.guard, locks, wanted._replace(id=found.id), found.has_result)
             return self._duplicate(sending, first, options)
         if not isinstance(found, Reserved):
-            return sending.send_now(options, "" if again else "unreserved")
-
-        reserved = wanted._replace(
-            ttl=_kept_for(declared, options), mark=found.mark, number=found.number
-        )
-        header = [reserved.lock, reserved.until, reserved.mark, reserved.number]
-        options["headers"] = with_notes(headers, {UNIQUE: header})
-        self._remember(task_id, reserved)
-        if declared.lock_replace_for is not None and not again:  # a retry has its time already
+            return sending.send_now(options, "unreserved")
+        if declared.lock_replace_for is not None:
             options = postponed(options, declared.lock_replace_for - found.burst)
-        result = self._publish(sending, options, reserved)
-        if not again:
-            sending.count_as("sent")
+        result = self._publish(sending, options, wanted, found)
+        sending.count_as("sent")
         return result
 
-    def _publish(self, sending: Sending, options: dict[str, Any], reserved: Reservation) -> Any:
+    def send_again(self, sending: Sending, options: dict[str, Any], request: Context) -> Any:
+        """
+        Send a message under the id of a task that exists, as a retry.  It is never a duplicate.
+
+        A task has one reservation at a time.  That of the message takes the place of that which
+        the task has, also if it is of another key: the new one is reserved first, and then the old
+        one ends.  If the new key is another task's, the message keeps the old one.
+
+        Args:
+            sending: The message.
+            options: The options that publishing it takes.
+            request: The request of the task; if it does not run here, the message's headers.
+
+        Raises:
+            StoreError, Exception: As for :meth:`send`.
+        """
+        delivery, stated = Delivery.of(request), sending.guard.reservation_of(request)
+        before = stated if delivery is None else delivery.reservation
+        if stated is not None:
+            options["headers"] = with_reservation(options.get("headers"), stated)
+        task_id = reserved_name(options["task_id"])
+        until = str(sending.guard.options.lock_unique_until)
+        locks = sending.locks(options)
+        wanted_locks = [reserved_lock(locks)] if locks else []
+        if wanted_locks and before is not None:
+            wanted_locks.append(before.lock)
+        for lock in dict.fromkeys(wanted_locks):
+            known = (stated.mark, stated.number) if stated and stated.lock == lock else ()
+            wanted = Reservation(lock, task_id, until, PUBLISH_FOR, *known)
+            is_away = self._clock() < self._away_until
+            found = None if is_away else self._reserve(sending, wanted, options, again=True)
+            if isinstance(found, Reserved):
+                result = self._publish(sending, options, wanted, found)
+                break
+        else:
+            lock, result = before.lock if before else "", sending.send_now(options)
+        if delivery is not None:
+            delivery.hand_on(lock)
+        elif before is not None and before.lock != lock:
+            self.tell("end", before)
+        return result
+
+    def _publish(
+        self, sending: Sending, options: dict[str, Any], wanted: Reservation, found: Reserved
+    ) -> Any:
         """Publish the message, or run the task; confirm its reservation, or end it on failure."""
+        reserved = wanted._replace(
+            ttl=_kept_for(sending.guard.options, options), mark=found.mark, number=found.number
+        )
+        options["headers"] = with_reservation(options.get("headers"), reserved)
+        self._remember(options["task_id"], reserved)
         # If the lock server does not answer, the reservation ends after PUBLISH_FOR.
         reservations = self._runtime.process.quick_store.reservations
         if sending.eager:
@@ -300,8 +332,8 @@ class Sender:
         wanted: Reservation,
         options: Mapping[str, Any],
         *,
-        is_known: bool,
-        again: bool,
+        is_known: bool = True,
+        again: bool = False,
     ) -> Reserved | Taken | None:
         """Reserve the key; None: the server is away, or a later release has reserved the key."""
         try:
@@ -399,44 +431,6 @@ def sender_of(app: Celery) -> Sender:
     if sender is None:
         sender = app.__dict__.setdefault("_dislock_sender", Sender(app, runtime_of(app)))
     return sender
-
-
-def tell(app: Celery, what: What, request: Context) -> None:
-    """
-    Tell the lock server what becomes of a message, if it has a reservation; logs a DislockError.
-
-    Args:
-        app: The app of this process.
-        what: A method of :class:`Reservations`.
-        request: The request of a delivery, or one that was made of a message's headers.
-    """
-    if UNIQUE not in notes_of(request):
-        return
-    try:
-        reservation = reservation_of(request, runtime_of(app).process.settings.dislock_prefix)
-    except DislockError as exc:  # this process has no lock server
-        logger.warning(STAYS, exc)
-        return
-    if reservation is not None:
-        sender_of(app).tell(what, reservation)
-
-
-def outbox_of(task: Task) -> Any:
-    """Return the outbox of the running body; None if no body runs, or if the task is eager."""
-    delivery = Delivery.of(running_request(task))
-    return delivery.outbox if delivery is not None and not delivery.is_eager else None
-
-
-def _running_id() -> Any:
-    """Return the id of the task that runs here; None if none does."""
-    running = get_current_task() or traced.get()
-    return running and running.request.id
-
-
-def _number_in(guard: Guard, headers: Mapping[str, Any], lock: str) -> tuple[str, int] | tuple[()]:
-    """Return the mark and the number of a message of that lock that is sent again."""
-    its = reservation_of(Context(headers), guard.runtime.settings.dislock_prefix)
-    return (its.mark, its.number) if its is not None and its.lock == lock else ()
 
 
 def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:

@@ -25,15 +25,15 @@ from celery_dislock.exceptions import DislockError, SettingsError, StoreError
 from celery_dislock.keys.signatures import passing
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.lease import NOT_LOCKED, current_lease
-from celery_dislock.messages.delivery import Delivery, Traced, running_request, traced
-from celery_dislock.messages.headers import Notes, notes_of
+from celery_dislock.messages.delivery import Delivery, Traced, outbox_of, running_request, traced
+from celery_dislock.messages.headers import UNIQUE, Notes, notes_of, reservation_of
 from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.parking import store
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.answer import Answer
 from celery_dislock.tasks.guard import Guard
 from celery_dislock.tasks.keys import signature_of
-from celery_dislock.tasks.sending import Sending, outbox_of, tell
+from celery_dislock.tasks.sending import STAYS, Sending, sender_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.tasks.duplicates import Sent
     from celery_dislock.tasks.handle import LockHandle
+    from celery_dislock.tasks.sending import What
 
 
 # States in which Celery leaves a delivery that has ended.  A task that is stopped with its worker
@@ -269,6 +270,26 @@ def name_of(task: type[Task], app: Celery) -> str | None:
         return str(task.name)
     # For a task without a name, Celery generates one and stores it in the instance only.
     return next((one.name for one in list(_registered(app).values()) if type(one) is task), None)
+
+
+def tell(app: Celery, what: What, request: Context) -> None:
+    """
+    Tell the lock server what becomes of a message, if it has a reservation; logs a DislockError.
+
+    Args:
+        app: The app of this process.
+        what: A method of :class:`Reservations`.
+        request: The request of a delivery, or one that was made of a message's headers.
+    """
+    if UNIQUE not in notes_of(request):
+        return
+    try:
+        reservation = reservation_of(request, runtime_of(app).process.settings.dislock_prefix)
+    except DislockError as exc:  # this process has no lock server
+        logger.warning(STAYS, exc)
+        return
+    if reservation is not None:
+        sender_of(app).tell(what, reservation)
 
 
 def end_unguarded(task: Task, state: str, retval: Any) -> None:

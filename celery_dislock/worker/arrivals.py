@@ -30,7 +30,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import RUNS
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import LEFT_BEFORE
-from celery_dislock.tasks.sending import tell
+from celery_dislock.tasks.task import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

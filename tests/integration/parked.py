@@ -39,7 +39,7 @@ def message_of(task):
 
 def sent(at):
     """Return a message that says when it was sent."""
-    return b'1 {"a":0,"headers":{"dislock":{"v":1,"sent":%d}}}' % at
+    return b'1 {"sent":%d,"until":""}' % at
 
 
 class Answer(str):

@@ -137,7 +137,7 @@ class History:
             assert isinstance(answer, Done)
 
     def _message(self, name):
-        return b'1 {"exchange":"","headers":{"dislock":{"v":1,"sent":%d}}}\n' % self.sent[name]
+        return b'1 {"sent":%d,"until":"","exchange":""}\n' % self.sent[name]
 
     def _park(self, name, copy, marked, message):
         retries = int(name in self.retried)
@@ -277,7 +277,7 @@ BROKEN = {
         "return count_tickets(lock) - redis.call('ZCARD', lock.handed)",
     ),
     "who was dropped still cancels": (
-        "if superseded_by(lease.holder) == as_mark(one.task) then",
+        "if superseded_by(lease.holder) == one.task then",
         "if false then",
     ),
     "what was dropped is the newest for ever": (
@@ -286,7 +286,7 @@ BROKEN = {
     ),
     "only who waits counts": ("ipairs({'waits', 'began'})", "ipairs({'waits'})"),
     "of two that were sent at one time both are newer": (
-        "one.sent == other.sent and one.task > other.task",
+        "one.sent == other.sent and mine > its",
         "one.sent == other.sent",
     ),
 }

@@ -13,13 +13,18 @@ import pytest
 from celery_dislock.beat import DONE, SENT_SINCE
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LaterReleaseError
+from celery_dislock.parking.store import Bounds
 from celery_dislock.scripts import RENEW_STALLED, TICK
+from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.reservations import Reservation, Reserved
+from tests.driven import reservation
 from tests.integration.parked import LOCK, LONG, REPLACES, TURN, Line, sent
 
 DAY = 86400  # seconds
 HOLDER = json.dumps({"id": "new", "more": [1]})
+NOW = 2_000_000_000_000  # a time of sending that is over, in microseconds
+NEWEST = Bounds(most=1, overflow="replace")  # of tasks with "cancel"
 
 
 @pytest.fixture
@@ -70,6 +75,18 @@ class TestLease:
         assert broker.store.release_dead([LOCK], "new@w:1/", Ending(at_least=LONG)) == 1
         (left,) = server.client().hgetall(LOCK).values()
         assert (left.split(b" ")[0], left.endswith(HOLDER.encode())) == (b"31", True)
+
+    def test_its_holder_is_told_of_a_newer_task(self, broker, server):
+        """The mark is put into the JSON of its record, and nothing else of that is changed."""
+        self.lease(server, "x", version=31)
+        assert broker.park("b", bounds=NEWEST, sent=NOW) == "parked"
+        told = json.dumps({"superseded": "b"})[:-1]
+        ends = f"x new {told},{HOLDER[1:]}".replace(": ", ":", 1).encode()
+        assert field_of(server, LOCK, "new@w:1/1").endswith(ends)
+        assert broker.store.renew([([LOCK], "new@w:1/1", LONG)], within=1.0) == ["b"]
+        assert broker.leave("b")
+        assert field_of(server, LOCK, "new@w:1/1").endswith(f"x new {HOLDER}".encode())
+        assert broker.store.renew([([LOCK], "new@w:1/1", LONG)], within=1.0) == [True]
 
 
 class TestPlace:
@@ -152,6 +169,15 @@ class TestTicket:
         assert broker.park("d", message=sent(9), bounds=REPLACES) == "parked"
         assert broker.line() == ["d"]
 
+    def test_of_those_in_line_the_one_that_was_sent_last_stays(self, broker, ticket):
+        """A newcomer that was sent before it ends, and takes nobody's place."""
+        one = Bounds(most=1, overflow="replace")
+        assert broker.leave("b")
+        assert broker.park("older", message=sent(4), bounds=one).replaced == {"older": sent(4)}
+        assert broker.line() == ["a"]
+        assert broker.park("newer", message=sent(6), bounds=one) == "parked"
+        assert broker.line() == ["newer"]
+
     def test_a_claim_is_not_deleted_and_claims_again_when_its_process_is_gone(self, broker, server):
         """A claim of a later release keeps a copy off while its lease lives, and no longer."""
         broker.ask("first")
@@ -190,6 +216,28 @@ def test_a_rate_counts_by_its_numbers(broker, server):
     server.send("SET", f"{LOCK}:rate", f"2 0 1 60000 {now} new more text")
     assert broker.ask("first") == "granted"
     assert not broker.wait("me@w:1/1", place=0)
+
+
+def test_a_rate_of_then_holds_a_lock_back(broker, server):
+    """Until the time that its head says."""
+    until = server.now_ms + 5000
+    server.send("SET", f"{LOCK}:rate", f"2 {until} 0 0 {server.now_ms} new more text", "PX", 9000)
+    assert not broker.wait("me@w:1/1", place=0)
+    server.advance(5)
+    assert broker.wait("me@w:1/1", place=0)
+
+
+@pytest.mark.parametrize("which", ["waits", "began"])
+def test_the_newest_task_is_known_by_its_head(broker, server, which):
+    """A task that was sent before it ends, and is told which one came; one sent later runs."""
+    server.send("HSET", f"{LOCK}:newest", which, f"2 {NOW - 5} x:1 a%20b new more text")
+    server.send("PEXPIRE", f"{LOCK}:newest", DAY * 1000)
+    with pytest.raises(Replaced) as told:
+        broker.ask("older", sent=NOW - 6)
+    assert told.value.by == "a%20b"
+    assert broker.ask("a b", sent=NOW - 5) == "granted"
+    broker.clear("a b")
+    assert broker.ask("newer", sent=NOW - 4) == "granted"
 
 
 def test_the_starts_are_kept_as_a_later_version_wants_them(broker, server):
@@ -277,7 +325,7 @@ class TestMessage:
     def test_what_has_a_turn_or_a_lease_of_then_is_put_off_for_a_day(self, shop, caplog, note):
         """It does not run; the task fails after that, and the error says why."""
         task = shop.declare()
-        notes = {"ticket": [LOCK, "2:0:0"]} if note == "ticket" else {"held": "2@w:1/x.1"}
+        notes = {"ticket": [LOCK, "2:0:0"]} if note == "ticket" else {"held": ["2@w:1/x.1", LOCK]}
         header = {"v": 2, **notes, "new": {"a": 1}}
         shop.send(task, "2", headers={"dislock": header})
         for _ in range(5):
@@ -310,6 +358,132 @@ class TestMessage:
         assert shop.app.AsyncResult("3").state == "REVOKED"
         assert shop.line == []
 
+    @pytest.fixture
+    def later(self, shop):
+        """Let the next release have sent what is in the queue."""
+
+        def later(nth=-1, **notes):
+            header = shop.queue[nth]["headers"].setdefault("dislock", {})
+            header |= {"v": 2, "new": {"a": 1}, **notes}
+
+        return later
+
+    def test_of_two_tasks_the_one_that_was_sent_last_runs_last(self, shop, later):
+        """With "cancel": an older one that comes later ends as REVOKED."""
+        task = shop.declare(lock_on_conflict="cancel")
+        now = int(shop.clock() * 1e6)
+        for task_id, sent_at in (("newer", now - 1000), ("older", now - 2000)):
+            shop.send(task, task_id)
+            later(sent=sent_at)
+        shop.work()
+        assert (shop.ran, shop.app.AsyncResult("older").state) == (["newer"], "REVOKED")
+
+    def test_a_task_that_runs_ends_for_one_that_was_sent_later_and_no_other(self, shop, later):
+        """With "cancel", of three tasks the newest stays."""
+
+        def body(self):
+            for task_id, sent_at in (("newer", now + 2), ("older", now)):
+                shop.send(task, task_id)
+                later(sent=sent_at)
+                shop.work()
+            waits.extend(holder.superseded for holder in shop.other.store.holders(LOCK))
+
+        waits = []
+        task = shop.declare(body, lock_on_conflict="cancel")
+        now = int(shop.clock() * 1e6) - 9000
+        shop.send(task, "first")
+        later(sent=now + 1)
+        shop.work()
+        states = {one: shop.app.AsyncResult(one).state for one in ("newer", "older")}
+        assert (waits, states) == (["newer"], {"newer": "PARKED", "older": "REVOKED"})
+
+    def test_of_those_in_line_the_one_that_was_sent_last_stays(self, shop, later):
+        """With "replace", whichever came first."""
+        task = shop.declare(lock_queue_limit=1, lock_queue_overflow="replace")
+        now = int(shop.clock() * 1e6)
+        with shop.held():
+            for task_id, sent_at in (("newer", now - 1000), ("older", now - 2000)):
+                shop.send(task, task_id)
+                later(sent=sent_at)
+                shop.work()
+            assert shop.line == ["newer"]
+            assert shop.app.AsyncResult("older").state == "REVOKED"
+
+    @pytest.mark.parametrize("until", ["start", "end", "expiry"])
+    def test_a_reservation_ends_with_its_task(self, shop, later, until):
+        """Its first four members are those of today."""
+        seen = []
+        task = shop.declare(lambda self: seen.append(reservation(self)), lock_unique_until=until)
+        shop.send(task, "2")
+        later(unique=[*shop.sent[0]["unique"], "new"])
+        shop.work()
+        states = {"start": [None], "end": ["running"], "expiry": ["running"]}
+        assert [one and one.state for one in seen] == states[until]
+        left = reservation(task)
+        assert (left and left.state) == ("ended" if until == "expiry" else None)
+
+    def test_of_messages_that_replace_each_other_the_newest_runs(self, shop, later):
+        """With lock_on_duplicate="replace", in whatever order they come."""
+        task = shop.declare(lock_unique_until="start", lock_on_duplicate="replace")
+        for task_id in ("older", "newer"):
+            shop.send(task, task_id)
+            later()
+        shop.work()
+        assert (shop.ran, shop.app.AsyncResult("older").state) == (["newer"], "REVOKED")
+
+    @pytest.mark.parametrize(
+        ("until", "is_kept"), [("start", True), ("end", True), ("expiry", False)]
+    )
+    def test_a_key_stays_reserved_while_its_task_is_parked(self, shop, later, until, is_kept):
+        """As long as a worker sweeps its line; with "expiry" no longer than it says."""
+        task = shop.declare(lock_unique_until=until, lock_unique_for=90)
+        with shop.held():
+            shop.send(task, "2")
+            later()
+            shop.work()
+            for _ in range(4):
+                shop.server.advance(30)
+                shop.sweep()
+            assert (reservation(task) is not None) is is_kept
+
+    def test_its_tries_have_an_end(self, shop, later):
+        """With "retry": the time of the last one is not set anew by each worker."""
+        task = shop.declare(lock_on_conflict="retry", lock_retry_for=60)
+        with shop.held():
+            for task_id, until in (("2", time.time() + 30), ("3", time.time() - 1)):
+                shop.send(task, task_id)
+                later(retry_until=until)
+                shop.work()
+        (waiting,) = shop.put_off
+        assert time.time() < waiting.message.headers["dislock"]["retry_until"] < time.time() + 31
+        states = [shop.app.AsyncResult(one).state for one in ("2", "3")]
+        assert (shop.ran, states) == ([], ["RETRY", "FAILURE"])
+
+    def test_what_it_may_hold_unknown_to_it_is_released(self, shop, later):
+        """A lock that an earlier delivery has asked for without a reply."""
+        task = shop.declare(lock_on_conflict="skip")
+        shop.other.ask("2")
+        shop.send(task, "2")
+        later(given_up=["2@w:1/1"])
+        shop.work()
+        assert shop.ran == ["2"]
+
+    def test_a_retry_starts_a_wait_of_its_own(self, shop, later):
+        """It takes along what this release does not know, and what is the message's own."""
+
+        def body(self):
+            if not self.request.retries:
+                raise self.retry(countdown=60)
+
+        task = shop.declare(body, lock_on_conflict="cancel")
+        now = int(shop.clock() * 1e6)
+        shop.send(task, "2")
+        later(put_off=3, retry_until=now, since=now, sent=now - 1)
+        shop.work()
+        (waiting,) = shop.put_off
+        expected = {"v": 2, "new": {"a": 1}, "sent": now - 1}
+        assert waiting.message.headers["dislock"] == expected
+
     def test_a_task_that_has_failed_for_that_gives_its_turn_on(self, shop):
         """Its line goes on with the next."""
         task = shop.declare()
@@ -328,7 +502,7 @@ class TestMessage:
         with shop.held():
             shop.run(task)
             record = shop.other.record_of("2")
-            old, new = b'1 {"exchange"', b'2 {"new":1,"exchange"'
+            old, new = b'1 {"sent":0,"until":"",', b'2 {"sent":0,"until":"","new":1,'
             assert record.count(old) == 1
             record = record.replace(old, new)
             head = record.split(b" ", 6)

@@ -650,14 +650,14 @@ class TestBounds:
     @pytest.mark.parametrize(
         "written",
         [
-            b'1 {"a":0,"headers":{"":",\\"headers\\":{\\"dislock\\":{\\"v\\":1,\\"sent\\":1"}}\n',
-            b'1 {"a":0,"headers":{"x":{"dislock":{"v":1,"sent":1}}}}\n[]',
-            b'1 {"a":0,"headers":{"dislock":{"v":12,"sent":1}}}\n[]',
-            b'1 {"a":0,"headers":{}}\n,"headers":{"dislock":{"v":1,"sent":1}}',
+            b'1 {"sent":0,"until":"","a":"{\\"sent\\":1"}\n',
+            b'1 {"sent":0,"until":"","headers":{"sent":1}}\n[]',
+            b'1 {"sent":0,"until":""}\n1 {"sent":1',
+            b'{"sent":1}',
         ],
-        ids=["in a text", "in another header", "of a later version", "in the body"],
+        ids=["in a text", "in a header", "in the body", "without a version"],
     )
-    def test_the_time_of_sending_is_a_note_and_nothing_else(self, broker, held, written):
+    def test_the_time_of_sending_stands_first_and_nowhere_else(self, broker, held, written):
         """An argument that looks like it does not make its task the older one."""
         broker.park("a", message=sent(2), bounds=REPLACES)
         broker.park("b", message=written, bounds=REPLACES)

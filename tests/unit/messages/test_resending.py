@@ -188,7 +188,12 @@ def test_a_retry_whose_body_has_chosen_a_queue_goes_there(app):
 def test_a_retry_has_the_headers_of_its_task_alone(app):
     """Not those of the broker, nor notes of the delivery; with those that belong to the message."""
     came = noted(sent=5, unique=["lock", "end"], put_off=3, ticket=["lock", "1:0:0"])
-    copied = {"tenant": 7, "x-death": [], "x-delivery-count": 3, **noted(held="1@w", sent=4)}
+    copied = {
+        "tenant": 7,
+        "x-death": [],
+        "x-delivery-count": 3,
+        **noted(held=["1@w", "dislock:{k}"], sent=4),
+    }
     options = retried(app, {"headers": copied}, Context({"id": "1", **came}))
     assert options["headers"] == {"tenant": 7, **noted(sent=5, unique=["lock", "end"])}
     foreign = retried(app, {"headers": {"trace": 1}}, Context({"headers": {"trace": 1}, **came}))

@@ -162,7 +162,9 @@ def test_a_body_that_leaves_its_process_counts(dies, app):
 def test_a_retry_after_a_crash_starts_a_wait_of_its_own(dies, app, broker):
     """Celery sends the headers of the message again; the retry is as one that a body asks for."""
     unique = ["dislock:{k}", "end", "-", 0]
-    notes = noted(retry_until=1.0, put_off=7, held="1@w1:1/x.1", since=1.0, unique=unique)
+    notes = noted(
+        retry_until=1.0, put_off=7, held=["1@w1:1/x.1", "dislock:{k}"], since=1.0, unique=unique
+    )
     options = {"lock_on_conflict": "retry", "lock_unique_until": "end"}
     assert dies(headers=notes, retry_on_worker_lost=True, **options) is False
     assert broker.last.headers["retries"] == 1

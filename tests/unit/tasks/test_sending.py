@@ -522,6 +522,29 @@ def test_what_was_replaced_does_not_run(app, lock_server, broker, publishing, wh
     assert app.AsyncResult("a").state == "REVOKED"
 
 
+@pytest.mark.parametrize("nth", range(3))
+@pytest.mark.parametrize("lock", [1, None])
+def test_an_edition_that_was_sent_in_an_outage_always_runs(app, lock_server, broker, nth, lock):
+    """It has no number, so it ends no other, and none ends it, whenever it comes."""
+    ran = []
+    task = unique(
+        app,
+        lambda self: ran.append(self.request.id),
+        lock_on_duplicate="replace",
+        lock_limit=lock,
+    )
+    for task_id in "abc":
+        lock_server.away = task_id == "abc"[nth]
+        task.apply_async(task_id=task_id)
+        lock_server.away = False
+        lock_server.advance(5)  # after which it is asked again
+    assert [bool(one.notes) for one in broker.sent] == [task_id != "abc"[nth] for task_id in "abc"]
+    for one in reversed(broker.sent):
+        deliver(task, one.id, headers=one.headers)
+    newest = max({*"abc"} - {"abc"[nth]})
+    assert ran == sorted({newest, "abc"[nth]}, reverse=True)
+
+
 # Eager tasks
 
 
