@@ -72,9 +72,11 @@ class KeyBuilder(Protocol):
 
     Attributes:
         reads: Names of the arguments that it reads; None: all.
+        pattern: Matches all keys that are not shortened; None: that is not known.
     """
 
     reads: frozenset[str] | None = None
+    pattern: re.Pattern[str] | None = None
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """
@@ -169,6 +171,7 @@ class KeyTemplate:
         self._bind = bind
         self._extra = keywords_name(signature)
         self._head = literals[0]
+        self.pattern: re.Pattern[str] | None = re.compile(".*".join(map(re.escape, literals)))
         self._slots = [
             (path, name, walk, literal)
             for path, (name, *walk), literal in zip(paths, names, literals[1:], strict=True)

@@ -55,6 +55,7 @@ class TaskKeys:
             ]
         except InvalidTemplate as exc:
             raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
+        self._terms = options.terms
         self._declared = [one for one in options.keys if isinstance(one, str)]
         self._is_narrow = [one.reads != frozenset() for one in self._builders]
         self._received = Received(self._builders, signature)
@@ -101,6 +102,19 @@ class TaskKeys:
         """
         is_known = len(self._declared) == len(self._builders) > 1
         return self.in_order(self._declared, terms)[0] if is_known else ()
+
+    def terms_at(self, key: str) -> Terms | None:
+        """
+        Return the terms on which calls of the task take the lock of this key.
+
+        None if only the arguments of a call tell that, or if no call has this key.
+        """
+        if len(self._terms) == 1:
+            return self._terms[0]
+        patterns = [builder.pattern for builder in self._builders]
+        each = zip(patterns, self._terms, strict=True)
+        found = {its for pattern, its in each if pattern is None or pattern.fullmatch(key)}
+        return found.pop() if len(found) == 1 else None
 
     def in_order(
         self, keys: Sequence[str], terms: Sequence[Terms]
