@@ -35,6 +35,7 @@ from celery_dislock.parking.sweep import Sweep
 from celery_dislock.servers.connections import store_error
 from celery_dislock.tasks.actions import Actions
 from celery_dislock.tasks.sending import Sender
+from celery_dislock.tasks.task import terms_said
 from celery_dislock.testing.messages import Messages
 from tests.declaring import declare
 from tests.integration.lua_server import START, LuaServer
@@ -427,7 +428,9 @@ class Shop:
 
     def sweeper(self, worker: str = "w1@here", **options: Any) -> Sweep:
         """Return the sweep of one worker."""
-        return Sweep(runtime_of(self.app).new_process(), worker, 10.0, **options)
+        sweep = Sweep(runtime_of(self.app).new_process(), worker, 10.0, **options)
+        sweep.says = terms_said(self.app)
+        return sweep
 
     def clock(self) -> float:
         """Return the seconds of the lock server's clock."""

@@ -73,10 +73,12 @@ class KeyBuilder:
     Attributes:
         reads: Names of the arguments that it reads; None: all.
         paths: The placeholders of a template, without brackets.
+        pattern: Matches all keys that are not shortened; None: that is not known.
     """
 
     reads: frozenset[str] | None = None
     paths: Sequence[str] = ()
+    pattern: re.Pattern[str] | None = None
 
     def keys(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Sequence[str]:
         """
@@ -123,6 +125,7 @@ class KeyTemplate(KeyBuilder):
         self._bind = bind
         self._extra = keywords_name(signature)
         self._head = literals[0]
+        self.pattern: re.Pattern[str] | None = re.compile(".*".join(map(re.escape, literals)))
         self._slots = [
             (path, name, walk, literal)
             for path, (name, *walk), literal in zip(paths, names, literals[1:], strict=True)

@@ -54,6 +54,14 @@ class Circle(NamedTuple):
     tasks: tuple[str, ...]  # each with the keys of its locks, in the order in which it takes them
 
 
+class First(NamedTuple):
+    """A parked task that is first in line, and the terms of its ticket there."""
+
+    lock: str  # its name in Redis
+    task: str  # the name: "task":"..."
+    terms: str  # as the scripts write them
+
+
 class Swept(NamedTuple):
     """What the sweep found in the line of one lock."""
 
@@ -61,6 +69,7 @@ class Swept(NamedTuple):
     replaced: Mapping[str, bytes]  # as in Parked
     unclaimed: tuple[str, ...] = ()  # tickets of which nobody has claimed several turns in a row
     circles: tuple[Circle, ...] = ()  # found and opened by this sweep
+    first: tuple[First, ...] = ()  # in this line, and in those that its tasks have come to
 
 
 class Dropped(NamedTuple):

@@ -71,6 +71,8 @@ class Parking:
             message=message,
             task=delivery.sent_to,
             terms=lock.terms,
+            # A turn may be for a lock that the code does not name any more.
+            heeded=len(lock.names) > 1 or len(lock.options.terms) == 1,
             bounds=bounds,
             reservation=attempt.reservation,
             sent=delivery.notes.sent,

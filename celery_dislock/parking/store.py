@@ -21,7 +21,7 @@ from celery_dislock.config.terms import ALONE, written
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
-from celery_dislock.parking.answers import Circle, Done, Dropped, Full, Later, Parked, Swept
+from celery_dislock.parking.answers import Circle, Done, Dropped, First, Full, Later, Parked, Swept
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
@@ -69,7 +69,8 @@ class Ticket(NamedTuple):
     marked: bool  # the message says that it was parked
     message: bytes = b""  # stored if the task is parked; empty: do not park
     task: str = ""  # the task's name; empty: not known
-    terms: tuple[Terms, ...] = (ALONE,)  # of each lock, or of all; a ticket in line keeps its own
+    terms: tuple[Terms, ...] = (ALONE,)  # of each lock, or of all; for a claim its ticket's count
+    heeded: bool = True  # whether the code says these terms of these locks; see park.lua
     bounds: Bounds = UNBOUNDED  # of the line
     reservation: Reservation | None = None  # see Store.acquire()
     sent: int = 0  # when it was sent, for "cancel": UNIX time in microseconds; 0: it cancels nobody
@@ -151,6 +152,7 @@ class Lines:
             "message": ticket.message,
             **ticket.bounds._asdict(),
             "task": _written(ticket.task),
+            "heeded": int(ticket.heeded),
             "sent": ticket.sent or "",
             "index": "" if self._is_apart else self._names,
             "listed": 0,
@@ -365,7 +367,9 @@ class Lines:
         (before,) = self._published(self._server.run(scripts.LIMIT, [lock], *call))
         return int(before) if 0 < len(before) <= DIGITS_MOST else None
 
-    def sweep(self, locks: Sequence[str]) -> Mapping[str, Swept | DamagedLockError]:
+    def sweep(
+        self, locks: Sequence[str], newer: Mapping[str, Sequence[Sequence[str]]] | None = None
+    ) -> Mapping[str, Swept | DamagedLockError]:
         """
         Hand off locks that are free but were not handed off, in one pipelined round trip.
 
@@ -373,6 +377,7 @@ class Lines:
 
         Args:
             locks: Names of the locks in Redis.
+            newer: By lock: tickets that were first, as sweep.lua takes them, with their terms now.
 
         Returns:
             By lock: what was found, or the error if the lock is damaged.  Locks that failed for
@@ -380,19 +385,22 @@ class Lines:
         """
         if not locks:
             return {}
-        calls: list[tuple[Any, ...]] = [(lock, self._home) for lock in locks]
+        calls: list[tuple[Any, ...]] = [
+            (lock, self._home, dumps((newer or {}).get(lock, []))) for lock in locks
+        ]
         replies = self._server.run_many(scripts.SWEEP, calls, within=SOCKET_TIMEOUT)
         found: dict[str, Swept | DamagedLockError] = {}
         for lock, reply in zip(locks, replies, strict=True):
             if isinstance(reply, DamagedLockError):
                 found[lock] = reply
             if not isinstance(reply, StoreError):
-                parked, replaced, unclaimed, circles = self._published(reply)
+                parked, replaced, unclaimed, circles, first = self._published(reply)
                 found[lock] = Swept(
                     parked,
                     _messages(replaced),
                     tuple(map(text, unclaimed)),
                     tuple(map(_circle, circles)),
+                    tuple(First(*map(text, one)) for one in zip(*[iter(first)] * 3, strict=True)),
                 )
         return found
 

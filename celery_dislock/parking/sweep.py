@@ -5,27 +5,35 @@ parked task.  Therefore one worker at a time sweeps the lines of its broker, und
 own.  The sweep runs in the worker's timer, some lines at a time, and visits each line once within
 a third of the watchdog timeout.  Each line costs one script call.  A line whose lock is held is
 left as it is.
+
+The task that is first in line goes by the terms that the code of this worker says by now.  So a
+line follows a deploy, even if no new task comes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 from typing import TYPE_CHECKING
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
+from celery_dislock.config.terms import written as written_terms
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.broker import BACKEND_WITHIN
 from celery_dislock.parking.store import FIRST
 from celery_dislock.servers.records import describe, written
 from celery_dislock.servers.replies import Granted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.config.terms import Terms
+    from celery_dislock.parking.answers import First
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.parking.store import Lines
 
@@ -110,6 +118,8 @@ class Sweep:
     Attributes:
         tell: Called with the tasks that were ended because others replaced them: the reasons, by
             task id.
+        says: Called with a task's name and a key: the terms that the task's code says of it; None
+            if that is not known without the task's arguments.
     """
 
     def __init__(
@@ -128,6 +138,7 @@ class Sweep:
         self._every = every
         self._looks_first = looks_first
         self.tell: Callable[[Mapping[str, str]], None] = lambda _replaced: None
+        self.says: Callable[[str, str], Terms | None] = lambda _task, _key: None
         self._round: Round | None = None  # None: a round begins with the next step
         self._sweeps = False  # whether this worker has the lease
 
@@ -168,15 +179,23 @@ class Sweep:
             return later
         self._sweeps = True
         this = self._round = self._round or Round(process.lines, until=later)
-        self._sweep(this.take())
+        page = this.take()
+        if newer := self._sweep(page):
+            self._sweep({lock: page[lock] for lock in newer}, newer)
         left = this.steps_left
         if not left:
             self._round = None
         return now + (this.until - now) / (left + 1)
 
-    def _sweep(self, found: Mapping[str, bytes]) -> None:
+    def _sweep(
+        self,
+        found: Mapping[str, bytes],
+        newer: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    ) -> Mapping[str, Sequence[Sequence[str]]]:
+        """Sweep these lines; return those whose first tasks have other terms than the code's."""
         process, publisher = self._process, self._process.publisher
-        for lock, swept in process.lines.sweep(list(found)).items():
+        others = {}
+        for lock, swept in process.lines.sweep(list(found), newer).items():
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)
                 continue
@@ -197,6 +216,15 @@ class Sweep:
                 )
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
+            if follows := [other for one in swept.first if (other := self._newer(one))]:
+                others[lock] = follows
+        return others
+
+    def _newer(self, first: First) -> Sequence[str]:
+        """Return what sweep.lua is given of a task whose code says other terms; else nothing."""
+        terms = self.says(json.loads(f"{{{first.task}}}")["task"], key_of(first.lock))
+        word = written_terms((terms,)) if terms is not None else first.terms
+        return [*first, word] if word != first.terms else ()
 
     def end(self) -> None:
         """Release the lease, so that another worker can sweep."""

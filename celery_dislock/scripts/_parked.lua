@@ -212,6 +212,29 @@ end
 
 local function is_claimer(lock, ticket) return claimer and claimer.lock == lock and claimer.ticket == ticket end
 
+-- The newest word.  The first ticket in a line goes by the terms for that lock with which a task of its name has asked
+-- last: the code may have changed since the ticket was parked.  It has them in its record, and those behind it are
+-- given them when they are first, so all in line follow.  A ticket that has passed the lock is judged by what it has.
+--   lock.words   name of a task -> terms: of who asks in this script, or else of the ticket that is or was first
+local function say(lock, task, terms)
+  if task == '' then return end
+  lock.words = lock.words or {}
+  lock.words[task] = terms
+end
+
+-- The name of a ticket's task, as park.lua is given it; empty: not known.
+local function task_of(parked)
+  return not parked.is_later and string.match(string.match(parked.message, '^[^\n]*'), '"task":"[^"]*"') or ''
+end
+
+local function follow(lock, station, parked)
+  local task = task_of(parked)
+  local word = lock.words and lock.words[task]
+  if not word then
+    if parked.times == 0 then say(lock, task, station.terms) end  -- after a turn it may have older terms than the next
+  elseif write_terms(word) ~= write_terms(station.terms) then station.terms, parked.has_changed = word, true end
+end
+
 local function is_in_front(lock, member, arrived)
   local head, since = unpack(redis.call('ZRANGE', lock.line, 0, 0, 'WITHSCORES'))
   return not head or head == member or arrived > 0 and tonumber(since) > arrived
@@ -230,8 +253,10 @@ local function next_station(lock, ticket, parked)
       if limit_set(at) == 0 or wait > SOON_US then return nth end  -- paused since: its message would be put off
       early = math.max(early, wait)
     else
+      if not is_in_front(at, member, station.arrived) then return nth end
+      follow(at, station, parked)
       local can_publish = nth < #parked.stations or is_claimer(lock, ticket) or parked.home == home and #turns < 4 * TURNS_MOST
-      if not (can_publish and is_in_front(at, member, station.arrived) and may_pass(at, station.terms)) then return nth end
+      if not (can_publish and may_pass(at, station.terms)) then return nth end
       early = math.max(early, at.early or 0)
     end
   end
@@ -293,12 +318,10 @@ local function go_on(lock, ticket, parked)
     local at, member = station_of(lock, ticket, stations, nth)
     keep_units(lock, ticket, stations, nth, KEPT_UNIT_MS, parked.times == 0, nth > 1 and stations[nth].name)
     give_up(lock, ticket, stations, at and lease_of(at, member) and nth or nth + 1)
-    if not at or redis.call('ZSCORE', at.line, member) then return at end
-    if stations[nth].arrived == 0 then
-      stations[nth].arrived = joins_at(at)
-      write_ticket(lock, ticket, parked)
-    end
-    join(at, member, stations[nth].arrived)
+    local joins = at and not redis.call('ZSCORE', at.line, member)
+    if joins and stations[nth].arrived == 0 then stations[nth].arrived, parked.has_changed = joins_at(at), true end
+    if parked.has_changed then write_ticket(lock, ticket, parked) end
+    if joins then join(at, member, stations[nth].arrived) end
     return at
   end
   local TURN_MOST_MS = 300000  -- longest turn

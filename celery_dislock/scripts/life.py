@@ -101,7 +101,7 @@ class Life:
         yield scripts.KEEP_TURN, lock, ("t:0:0",)
         yield scripts.GIVE_BACK, lock, ("t:0:0",)
         yield scripts.PUT_BACK, lock, ("", "t:0:0")
-        yield scripts.SWEEP, lock, (home,)
+        yield scripts.SWEEP, lock, (home, "[]")
         yield scripts.DROP, lock, (home, "t:0:0", '"note":1')
         yield scripts.LEAVE, lock, (home, "u:0:0", "aside", "")
         yield scripts.ASIDE, lock, (0, 1, "u:0:0")
@@ -135,6 +135,7 @@ class Life:
             "most_bytes": BYTES_MOST,
             "overflow": "skip",
             "task": "",
+            "heeded": 1,
             "sent": 1,
             "index": self._lines,
             "listed": 0,

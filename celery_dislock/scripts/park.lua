@@ -11,6 +11,8 @@
 --           overflow   if the line is full: skip: refuse the newcomer   replace: the oldest task makes room; that
 --                      is the newcomer, if its message was sent before that of the first in line
 --           task       name of the task: "task":"...", as its message writes it; empty: not known
+--           heeded     1: the terms are what the task's code says of these locks, and hold for the first in their
+--                      lines, too, if that is a task of this name; see _parked.lua   0: the code names other locks
 --           sent       when the message was sent, by the sender's clock, in microseconds.  The task supersedes tasks
 --                      that were sent before it, and is superseded by one that was sent after it; empty: neither
 --           index      of lines, see _index.lua; empty: it is on another node, and the client lists the line
@@ -37,7 +39,7 @@
 -- include: _free
 
 local owner, ttl, holder, terms, its_home, ticket, same_task, marked, message, most, most_bytes,
-  overflow, task, sent, index, listed = unpack(ARGV)
+  overflow, task, heeded, sent, index, listed = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
 local free = #KEYS == 1 and marked == '0' and message == '' and sent == ''
@@ -67,7 +69,8 @@ do
   for nth, key in ipairs(KEYS) do
     word = words() or word
     asked[nth] = {name = key, terms = parse_terms(word), arrived = 0}
-    open_whole(key)
+    local at = open_whole(key)
+    if heeded == '1' then say(at, task, asked[nth].terms) end
   end
 end
 
@@ -120,16 +123,6 @@ local function in_line()
   return answer
 end
 
--- Whether a task loses what it has passed, as an operator has lowered the limit since.  Its own limit was judged then:
--- others may have come since, on terms that admit more.
-local function is_over_limit(stations)
-  for nth, station in ipairs(stations) do
-    local at = nth == 1 and lock or open_whole(station.name)
-    local limit = limit_set(count_leases(at))
-    if is_hidden(at) or limit and not has_room(at, station.terms, limit) then return true end
-  end
-end
-
 local function grant_all(stations, claimed)
   if canceller then become_newest(lock, canceller, 'began') end
   local answer = {GRANTED, turns, claimed}
@@ -151,7 +144,6 @@ local function list() if index ~= '' then list_line(index, name) end end
 
 -- Whether the line may be missing from the index: the client has not listed it, or too long ago.
 local function is_unlisted() return index == '' and now_us >= listed + LISTED_US end
-local function list_first() return {UNLISTED, turns, string.format('%.0f', now_us)} end
 
 local function put_in_line(joined, stations, its_home, its_message)
   list()
@@ -224,9 +216,33 @@ end
 -- The task was parked before: it waits, or has its turn, which this message claims.  An unmarked message is
 -- acknowledged, as it is a copy, or this request is late; so is a message whose delivery is over.
 local function parked_before(record)
+  -- Whether a task loses what it has passed, as an operator has lowered the limit since.  Its own limit was judged then:
+  -- others may have come since, on terms that admit more.
+  local function is_over_limit(stations)
+    for nth, station in ipairs(stations) do
+      local at = nth == 1 and lock or open_whole(station.name)
+      local limit = limit_set(count_leases(at))
+      if is_hidden(at) or limit and not has_room(at, station.terms, limit) then return true end
+    end
+  end
+
+  -- Whether the ticket has passed all its locks, and still keeps them.
+  local function has_all(stations)
+    for nth = 1, #stations do
+      local at, member = station_of(lock, ticket, stations, nth)
+      if not (at and lease_of(count_leases(at), member)) then return false end
+    end
+    return true
+  end
+
   local parked = parse_ticket(record)
   local may_claim = not parked or marked ~= '0' and not is_done(lock, owner)
   if may_claim then claimer = {lock = lock, ticket = ticket} end
+  for nth = 2, #asked do  -- heeded by those in the other lines, too
+    local its = parked and parked.stations[nth]
+    local differs = not its or write_terms(its.terms) ~= write_terms(asked[nth].terms)
+    if heeded == '1' and differs then hand_on_later(open_whole(asked[nth].name)) end
+  end
   recall_and_hand_off(lock)
   if parked and may_claim then
     parked = read_ticket(lock, ticket)
@@ -269,7 +285,7 @@ local function ran_before(record)
     return answer
   end
   if message == '' then return about_lock(REFUSED, its, waiting() + 1) end
-  if is_unlisted() then return list_first() end
+  if is_unlisted() then return {UNLISTED, turns, string.format('%.0f', now_us)} end
   redis.call('HDEL', lock.running, ticket)
   return put_in_line(before.joined, before.stations, home, message)
 end
@@ -291,7 +307,7 @@ local function new(otherwise)
   if otherwise then return otherwise() end
   its = its or lock
   if message == '' then return about_lock(REFUSED, its, waiting() + 1) end
-  if is_unlisted() then return list_first() end
+  if is_unlisted() then return {UNLISTED, turns, string.format('%.0f', now_us)} end
   local room, is_oldest
   if not was_full then room, is_oldest = make_room(#message + 80) end  -- with the fields before the message
   if not room then

@@ -2,13 +2,17 @@
 -- process that died did not publish.
 --
 -- KEYS[1]   lock
--- ARGV[1]   home    the caller's broker
+-- ARGV      home    the caller's broker
+--           newer   JSON: [[lock, task, was, terms], ...]: if the first in line of that lock is still a ticket of this
+--                   task, with the terms *was*, it goes by these terms, which the task's code says by now
 --
--- Returns   {parked, turns, replaced, unclaimed, circles}
+-- Returns   {parked, turns, replaced, unclaimed, circles, first}
 --                           parked: how many tasks wait or have their turn
 --                           replaced: {ticket, message, ...}, some of the tasks whose end is not reported yet
 --                           unclaimed: {ticket, ...}, of which nobody has claimed several turns in a row
 --                           circles: {what open_circle() returns, ...}, for each circle that was opened
+--                           first: {lock, task, terms, ...}: which tickets are first in this line, and in those where
+--                           tickets wait that have passed this lock
 -- Touches all keys of the lock.  If it is sent twice and the first reply is lost, the turns that the first one gave
 -- are given again when they have run out.
 
@@ -47,13 +51,41 @@ local function keep_reserved(lock)
   end
 end
 
-home = ARGV[1]
+-- The task of the ticket that is first in a line, and its terms there; nothing if it is none, or cannot be read.
+local function first_of(at)
+  local member = redis.call('ZRANGE', at.line, 0, 0)[1]
+  if not (member and is_parked(member)) then return nil end
+  local ticket, beside = ticket_of(member)
+  local seen, its = pcall(open_whole, beside or at.name)
+  local parked = seen and read_ticket(its, ticket)
+  local task = parked and task_of(parked) or ''
+  for nth, station in ipairs(task ~= '' and parked.stations or {}) do
+    if (nth == 1 and its.name or station.name) == at.name then return task, write_terms(station.terms) end
+  end
+end
+
+local newer
+home, newer = unpack(ARGV)
 local lock = open_whole(KEYS[1])
+for _, one in ipairs(cjson.decode(newer)) do
+  local name, task, was, terms = unpack(one)
+  local seen, at = pcall(open_whole, name)
+  local first, its
+  if seen then first, its = first_of(at) end
+  if first == task and its == was then
+    say(at, task, parse_terms(terms))
+    hand_on_later(at)
+  end
+end
 recall_and_hand_off(lock)
+local lines = {lock}
 for _, ticket in ipairs(keeping(lock)) do
   local parked = read_ticket(lock, ticket)
   local waits_at = parked and go_on(lock, ticket, parked)
-  if waits_at then hand_on_later(waits_at) end  -- a lock without tickets of its own is not listed, so not swept
+  if waits_at then  -- a lock without tickets of its own is not listed, so not swept
+    if not lines[waits_at.name] and waits_at ~= lock then lines[#lines + 1], lines[waits_at.name] = waits_at, true end
+    hand_on_later(waits_at)
+  end
   if not parked then end_lease(lock, lease_of(lock, member_of(ticket))) end
 end
 -- Tickets that stand nowhere because a key of the lock was lost: in no line, without a turn or a unit.
@@ -81,4 +113,9 @@ for _, ticket in ipairs(redis.call('ZRANGE', lock.handed, 0, TURNS_MOST - 1)) do
   local parked = read_ticket(lock, ticket)
   if parked and parked.times > UNCLAIMED then unclaimed[#unclaimed + 1] = ticket end
 end
-return {count_tickets(lock), turns, unreported(lock), unclaimed, circles}
+local first = {}
+for _, at in ipairs(lines) do
+  local task, terms = first_of(at)
+  if task then for _, part in ipairs({at.name, task, terms}) do first[#first + 1] = part end end
+end
+return {count_tickets(lock), turns, unreported(lock), unclaimed, circles, first}

@@ -112,9 +112,9 @@ class Guard:
         self.timeout = options.timeout
         self.interval = None if options.lock_limit is None else options.renewal_interval
         self._keys = TaskKeys(name, task, options, runtime)
+        self.terms_at = self._keys.terms_at
         self._only_key = self._keys.only
-        self._locks = options.lock_limit is not None
-        self._terms = options.terms
+        self._locks, self._terms = options.lock_limit is not None, options.terms
         if options.lock_on_conflict in WAITING:
             warn_of_orders(name, self._keys.declared_order(self._terms), runtime.orders)
         # With one lock, the watchdog renews the reservation with the lease.  Otherwise only the

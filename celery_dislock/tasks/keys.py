@@ -73,6 +73,7 @@ class TaskKeys:
         for one, builder in zip(options.keys, self._builders, strict=True):
             for refused in refused_defaults(one, builder.paths, signature):
                 _warn_of_default(name, str(refused))
+        self._terms = options.terms
         self._declared = [one for one in options.keys if isinstance(one, str)]
         self._is_narrow = [one.reads != frozenset() for one in self._builders]
         self._received = Received(self._builders, signature)
@@ -128,6 +129,19 @@ class TaskKeys:
         """
         is_known = len(self._declared) == len(self._builders) > 1
         return self.in_order([[one] for one in self._declared], terms)[0] if is_known else ()
+
+    def terms_at(self, key: str) -> Terms | None:
+        """
+        Return the terms on which calls of the task take the lock of this key.
+
+        None if only the arguments of a call tell that, or if no call has this key.
+        """
+        if len(self._terms) == 1:
+            return self._terms[0]
+        patterns = [builder.pattern for builder in self._builders]
+        each = zip(patterns, self._terms, strict=True)
+        found = {its for pattern, its in each if pattern is None or pattern.fullmatch(key)}
+        return found.pop() if len(found) == 1 else None
 
     def in_order(
         self, built: Sequence[Sequence[str]], terms: Sequence[Terms]

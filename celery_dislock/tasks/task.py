@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.app.task import Context
 
+    from celery_dislock.config.terms import Terms
     from celery_dislock.locks.lease import Lease
     from celery_dislock.tasks.duplicates import Sent
     from celery_dislock.tasks.handle import LockHandle
@@ -176,6 +177,22 @@ def guards_of(app: Celery) -> dict[str, Guard]:
     """Return the guards of an app's tasks, by the tasks' names."""
     guards = {name: getattr(task, "dislock_guard", None) for name, task in app.tasks.items()}
     return {name: guard for name, guard in sorted(guards.items()) if guard is not None}
+
+
+def terms_said(app: Celery) -> Callable[[str, str], Terms | None]:
+    """
+    Return a function that tells the terms on which a task takes the lock of a key.
+
+    It takes the task's name and the key.  It returns None if the app does not know the task, if the
+    task takes no lock, or if only its arguments tell.
+    """
+    guards = guards_of(app)
+
+    def said(task: str, key: str) -> Terms | None:
+        guard = guards.get(task)
+        return guard.terms_at(key) if guard is not None and guard.has_lock else None
+
+    return said
 
 
 def make_guard(name: str, task: type[Task], app: Celery) -> Guard:

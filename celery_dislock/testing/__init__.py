@@ -32,7 +32,7 @@ from celery_dislock.parking.sweep import Sweep
 from celery_dislock.plugin import Dislock
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import Conflict, describe
-from celery_dislock.tasks.task import lock_for
+from celery_dislock.tasks.task import lock_for, terms_said
 from celery_dislock.testing.apps import begin_anew, database, for_celery, is_redis
 from celery_dislock.testing.messages import WORKER, Messages, queues
 from celery_dislock.testing.watchdogs import OPEN, Known
@@ -343,6 +343,7 @@ class DislockServer:
         """
         for app in self._apps:  # what a worker does about holders that have died
             sweep = Sweep(runtime_of(app).process, WORKER, every=1.0)
+            sweep.says = terms_said(app)
             sweep.step()
             sweep.end()
         return self._messages.run()

@@ -16,7 +16,7 @@ from celery_dislock.messages.events import worker_tells_revoked
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.sweep import Sweep, interval
 from celery_dislock.servers.trial import check_scripts
-from celery_dislock.tasks.task import SingletonTask, guards_of
+from celery_dislock.tasks.task import SingletonTask, guards_of, terms_said
 from celery_dislock.worker import startup
 from celery_dislock.worker.awaiting import check_bodies
 from celery_dislock.worker.contract import about_versions
@@ -129,6 +129,7 @@ class SweepStep(TimedStep):
         self._sweep.tell = lambda replaced: worker_tells_revoked(
             worker.consumer.event_dispatcher, replaced
         )
+        self._sweep.says = terms_said(worker.app)
         return 0.0
 
     def work(self) -> float:

@@ -65,3 +65,22 @@ def test_a_task_that_is_put_off_for_longer_than_its_broker_waits_runs_once(start
     fleet.send(scenarios.rated_slowly_or_retry, scene.key).get(timeout=LIMIT)
     assert [event["id"] for event in scene.reported("begin")].count(last.id) == 1
     assert len(starts_of(scene)) == 4
+
+
+def test_a_line_follows_the_release_that_takes_over(start_fleet, scene):
+    """Tasks parked at one an hour start at ten a second, when workers of that release have come."""
+    old = start_fleet("prefork", queue=scene.key, env={"SCENARIOS_RELEASE": "old"})
+    sent = [old.send(scenarios.quickened, scene.key) for _ in range(25)]
+    scene.wait_for_line(24)
+    old.workers[0].terminate()
+    assert old.workers[0].wait_until_it_ends() == 0
+    assert len(starts_of(scene)) == 1
+    start_fleet("prefork", queue=scene.key)
+    for result in sent:
+        result.get(timeout=LIMIT)
+    starts = starts_of(scene)
+    assert len(starts) == 25
+    assert all(
+        later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
+    )
+    scene.redis.delete(f"dislock:{{{scene.key}}}:starts")  # kept for the hour of the old rate

@@ -2,11 +2,13 @@
 
 Random tasks of one key on a driven clock: with and without a limit, of one or two rates of that
 key, parked, sent again when they may start, or refused; an operator who pauses and sets rates; a
-body that holds the lock back.  Messages are late, come twice or never; requests are sent twice;
+body that holds the lock back; a deploy of other rates, with two releases beside each other for
+a while.  Messages are late, come twice or never; requests are sent twice;
 processes die with their lease; a queue has no worker for a while; the clock is set back.  The
 scripts are the package's, see ``lua_server``; what is checked is written from the promise alone:
 
-* in no window of a rate more bodies begin than it admits, by the server's clock;
+* in no window of a rate more bodies begin than it admits, by the server's clock; while two releases
+  run, and until a sweep after that, the rate is that of one of them;
 * while a lock is paused or held back nobody begins;
 * no message is out for longer than fifteen seconds before its task may start;
 * at the end each task has run, or was refused, and nothing waits.
@@ -22,7 +24,7 @@ from itertools import count
 
 import pytest
 
-from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
+from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms, written
 from celery_dislock.servers.records import Conflict
 from tests.integration.lua_server import LuaServer
 from tests.integration.model_runs import break_rule
@@ -34,6 +36,10 @@ SOON = 15.0  # seconds for which a message is out before its task may start, at 
 END = 4000.0  # seconds after which each history is over
 SEEDS = 5  # in the usual tests
 RATES = ["3/2s", "1/4s", "20/s", "5/10s", "2/25s"]
+NEVER = "1/2h"  # of a release that another one has to take the place of
+SETTLED = (
+    SWEEP + SOON + 2 * TURN
+)  # seconds after a deploy in which turns by its old rate may be out
 
 
 class History:
@@ -64,11 +70,33 @@ class History:
             Terms(limit=self.rng.choice([LIMIT_MOST, LIMIT_MOST, 1, 3]), rate=Rate.of(rate))
             for rate in rates
         ]
-        self.tasks = {f"t{n}": self.rng.choice(self.terms) for n in range(self.rng.randint(8, 40))}
+        # By name of a task, the terms that its code has said, the newest last.
+        self.words = {f"name{n}": [terms] for n, terms in enumerate(self.terms)}
+        names = list(self.words)
+        self.tasks = {f"t{n}": self.rng.choice(names) for n in range(self.rng.randint(8, 40))}
+        self.deployed = END  # when only the newest release runs
+        if self.rng.random() < 0.4:
+            self._will_deploy()
         self.kinds = {
             task: self.rng.choice(["queue", "queue", "retry", "skip"]) for task in self.tasks
         }
         self.copies = {task: count(1) for task in self.tasks}
+
+    def _will_deploy(self):
+        since = self.rng.random() * 30
+        self.deployed = since + self.rng.choice([0.0, 10.0, 30.0])
+        for name, words in self.words.items():
+            if self.rng.random() < 0.5:
+                words[0] = words[0]._replace(rate=Rate.of(NEVER))
+            newest = words[0]._replace(rate=Rate.of(self.rng.choice(RATES)))
+            self.at(since, self.words[name].append, newest)
+            self.terms.append(newest)
+        self.terms += [words[0] for words in self.words.values()]
+
+    def word(self, task):
+        """The terms of a worker of either release; the newest, if the other has gone."""
+        words = self.words[self.tasks[task]]
+        return words[-1] if self.clock >= self.deployed else self.rng.choice(words)
 
     def _now(self):
         return self.server.now_us / 1e6
@@ -109,17 +137,19 @@ class History:
         if self.clock < self.dead_until and task == "t1" and marked:
             return self.at(self.dead_until, self.send, task, marked)
         copy = next(self.copies[task])
-        queue, terms = self.kinds[task] == "queue", self.tasks[task]._asdict()
+        queue, word, name = self.kinds[task] == "queue", self.word(task), self.tasks[task]
+        how = {**word._asdict(), "task": name}
+        message = b'1 {"headers":{"task":"%s"}} %s' % (name.encode(), task.encode())
         for _ in range(2 if self.rng.random() < 0.1 else 1):  # the first reply was lost
             self.steps += 1
             if queue:
-                answer = self.line.ask(task, copy, marked=marked, ttl=TURN, message=b"", **terms)
+                answer = self.line.ask(task, copy, marked=marked, ttl=TURN, message=b"", **how)
                 if answer == "refused" and not marked:
-                    answer = self.line.park(task, copy, **terms)
+                    answer = self.line.park(task, copy, message=message, **how)
                 conflict = None
             else:
                 conflict = self.line.store.acquire(
-                    [LOCK], f"{task}@w:1/{copy}", TURN, "{}", terms=(self.tasks[task],)
+                    [LOCK], f"{task}@w:1/{copy}", TURN, "{}", terms=(word,)
                 )
                 answer = "refused" if isinstance(conflict, Conflict) else "granted"
         self.publish()
@@ -129,7 +159,8 @@ class History:
             self.at(self.clock + 0.05 + self.rng.random() / 10, self.send, task, marked)
         elif answer == "refused" and self.kinds[task] == "retry":
             self.at(
-                self.clock + conflict.remaining + self.rng.random() / 10, self.send, task, False
+                self.clock + min(conflict.remaining, 60) + self.rng.random() / 10,
+                *(self.send, task, False),
             )
         elif answer == "refused":
             self.refused.add(task)
@@ -151,7 +182,10 @@ class History:
     def body(self, task, copy):
         now = self.clock
         assert not any(since <= now < until for since, until in self.closed), "it is closed"
-        self.starts.append((now, self.tasks[task]))
+        words = self.words[self.tasks[task]]
+        exact = not self.faults and not self.dead_until and self.skew == 0
+        settled = exact and now > self.deployed + SETTLED
+        self.starts.append((now, words[-1:] if settled else list(words)))
         if (
             self.faults and self.rng.random() < 0.04
         ):  # its process dies, and its message comes again
@@ -167,7 +201,13 @@ class History:
         self.ended.add(task)
 
     def sweep(self):
-        self.line.sweep()
+        newer = []
+        for lock, task, terms in self.line.sweep().first:
+            words = self.words[task.split('"')[3]]
+            word = written((words[-1] if self.clock >= self.deployed else self.rng.choice(words),))
+            newer += [[lock, task, terms, word]] if word != terms else []
+        if newer:
+            self.line.lines.sweep([LOCK], {LOCK: newer})
         self.publish()
         self.at(self.clock + SWEEP, self.sweep)
 
@@ -209,18 +249,20 @@ class History:
         those of a faster rate from before are not counted for a slower one.
         """
         kept, known = {}, []  # since when what each rate needs is kept; the starts
-        for now, terms in sorted(self.starts):
-            if known and now - known[-1] > max(rate.window for rate in kept):
+        for now, words in self.starts:
+            if known and now - known[-1] > max((rate.window for rate in kept), default=0):
                 kept.clear()
-            for one in self.terms:
-                mine, its = one.rate, terms.rate
-                if (mine.most <= its.most and mine.window <= its.window) or mine is its:
+            rates = [one.rate for one in words]
+            for mine in {one.rate for one in self.terms}:
+                if all(mine.most <= one.most and mine.window <= one.window for one in rates):
                     kept.setdefault(mine, now)
-            since = kept[terms.rate]
             known.append(now)
-            most, window = terms.rate
-            inside = [at for at in known if at > now - window and at >= since]
-            assert len(inside) <= most, f"{len(inside)} starts in {window} s at {now}: {terms.rate}"
+            within = []
+            for most, window in rates:
+                since = kept.get(Rate(most, window), now)
+                inside = [at for at in known if at > now - window and at >= since]
+                within.append(len(inside) <= most)
+            assert any(within), f"too many starts at {now}: {rates}"
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -239,6 +281,7 @@ BROKEN = {
         "local early, its = 0, nil",
     ),
     "turns are given hours ahead": ("lock.early <= SOON_US and", "true and"),
+    "nobody in line follows": ("local word = lock.words and lock.words[task]", "local word = nil"),
     "held back for nothing": ("math.max(0, set.until_ms - now) * 1000", "0"),
 }
 

@@ -32,9 +32,9 @@ def swept(monkeypatch):
     """The locks that were looked at, of each step."""
     found, sweep = [], Lines.sweep
 
-    def visit(lines, locks):
+    def visit(lines, locks, newer=None):
         found.append(list(locks))
-        return sweep(lines, locks)
+        return sweep(lines, locks, newer)
 
     monkeypatch.setattr(Lines, "sweep", visit)
     return found

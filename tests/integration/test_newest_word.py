@@ -1,0 +1,265 @@
+"""A line goes by the terms that the code says now: real scripts in this process, a driven clock.
+
+A deploy is a second declaration of a task's name.  Those in line were parked by the first.
+"""
+
+from __future__ import annotations
+
+import pytest
+from freezegun import freeze_time
+
+from celery_dislock import Key
+from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
+from celery_dislock.tasks.task import terms_said
+from tests.declaring import declare
+from tests.driven import KEY, Shop
+from tests.integration.lua_server import LuaServer
+from tests.integration.parked import LOCK, Line
+from tests.integration.test_rates import SWEPT, Starts, most_in_a_window
+
+SLOW, FAST = (
+    Terms(limit=LIMIT_MOST, rate=Rate.of("1/h")),
+    Terms(limit=LIMIT_MOST, rate=Rate.of("9/s")),
+)
+
+
+@pytest.fixture
+def shop():
+    with freeze_time(), Shop() as shop:  # only the driven clock moves
+        yield shop
+
+
+class Deploys(Starts):
+    """Tasks whose code changes while they are in line."""
+
+    def deploy(self, **options):
+        """Let the code of all workers be another from now on."""
+        self.task = self.shop.declare(self._body, **options)
+
+    @property
+    def word(self):
+        """The terms of the first in line."""
+        (state,) = self.shop.dislock.lock_of(KEY).state()
+        return state.rate and str(state.rate.rate)
+
+
+def message_of(task, name="shop.a"):
+    return b'1 {"headers":{"task":"%s"}} %s' % (name.encode(), task.encode())
+
+
+def ask(line, task, name="shop.a", **how):
+    """Ask as a task of this name; put it in line if it must wait."""
+    return line.park(task, message=message_of(task, name), task=name, **how)
+
+
+def test_a_faster_rate_reaches_those_in_line_with_the_next_sweep(shop):
+    """At one an hour sixty-four wait; after a deploy of five a second all run, and none comes."""
+    starts = Deploys(shop, lock_rate="1/h")
+    starts.send(65)
+    starts.run(1)
+    assert len(starts.times) == 1
+    starts.deploy(lock_rate="5/s")
+    starts.run(SWEPT + 65 / 5 + 1)
+    assert len(starts.times) == 65
+    assert most_in_a_window(starts.times, 1.0) == 5
+
+
+def test_a_slower_rate_holds_those_in_line_with_the_next_sweep(shop):
+    """After a sweep none of those that wait starts by the faster rate with which it was parked."""
+    starts = Deploys(shop, lock_rate="5/s")
+    starts.send(43)
+    starts.run(1)
+    starts.deploy(lock_rate="3/5s")
+    shop.sweep()
+    begun = len(starts.times)
+    starts.run(1)  # those that had their turn
+    assert len(starts.times) <= begun + 5
+    begun = len(starts.times)
+    starts.run(30)
+    after = starts.times[begun:]
+    assert len(after) == 18
+    assert most_in_a_window(after, 5.0) == 3
+
+
+def test_a_newcomer_brings_the_newest_word(shop):
+    """The first in line goes by the terms of a task of its name that asks, without a sweep."""
+    starts = Deploys(shop, lock_rate="1/h")
+    starts.send(3)
+    shop.work()
+    starts.deploy(lock_rate="9/s")
+    starts.send(1, first=3)
+    shop.work(later=1)
+    shop.work(later=1)
+    assert len(starts.times) == 4
+
+
+def test_a_claim_brings_the_newest_word(shop):
+    """Whoever claims a turn has those behind it go by its code, and is judged by its own ticket."""
+    starts = Deploys(shop, lock_rate="2/4s")
+    starts.send(8)
+    shop.work()
+    shop.server.advance(3.5)  # one turn is out
+    starts.deploy(lock_rate="1/h")
+    for _ in range(100):
+        shop.work(later=0.5)
+    assert starts.times == [0.0, 0.0, pytest.approx(4, abs=0.1)]
+    assert starts.word == "1 an hour"
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "begin"),
+    [
+        ({"lock_limit": 1}, {"lock_limit": 3}, 3),
+        ({"lock_limit": 3}, {"lock_limit": 1}, 1),
+        ({"lock_rate": "1/h", "lock_limit": 2}, {"lock_limit": 2}, 2),
+        ({"lock_limit": 2}, {"lock_limit": 2, "lock_rate": "1/h"}, 1),
+        ({}, {"lock_mode": "shared"}, 5),
+        ({"lock_mode": "shared"}, {}, 1),
+    ],
+    ids=["more", "fewer", "no rate", "a rate", "shared", "exclusive"],
+)
+def test_whatever_changes_holds_for_those_in_line(shop, was, becomes, begin):
+    """A limit, a rate that comes or goes and the mode: as many begin as the new code admits."""
+    task = shop.declare(**was)
+    shop.other.lines.limit(LOCK, 0)
+    for nth in range(5):
+        shop.run(task, f"t{nth}")
+    shop.declare(**becomes)
+    shop.sweep()
+    shop.other.lines.limit(LOCK, None)
+    shop.sweep()
+    (state,) = shop.dislock.lock_of(KEY).state()
+    assert (len(state.turns), state.waiting) == (begin, 5 - begin)
+
+
+def test_a_line_of_two_tasks_goes_by_the_words_of_each(shop):
+    """What one task's code says is no word for another task of the key, which keeps its terms."""
+    server = LuaServer()
+    line = Line(server)
+    slow, fast = SLOW._asdict(), FAST._asdict()
+    assert line.ask("first", **slow) == "granted"
+    for task, name in (("a1", "shop.a"), ("b1", "shop.b"), ("a2", "shop.a")):
+        assert ask(line, task, name, **slow) == "parked"
+    assert ask(line, "a3", **fast) == "parked"
+    assert line.given() == ["a1"]
+    assert ask(line, "b2", "shop.b", **fast) == "parked"
+    assert line.given() == ["b1"]  # and a2 stands behind by the word with which it was parked
+    line.sweep()
+    assert ask(line, "a4", **fast) == "granted"
+    assert line.given() == ["a2", "a3", "b2"]
+
+
+def test_those_behind_the_first_follow_it_when_nobody_asks(shop):
+    """A release brings no word: the next one in line has that of the one before it."""
+    line = Line(LuaServer())
+    for task in ("t0", "t1", "t2", "t3", "t4"):
+        ask(line, task, limit=4)
+    ask(line, "t5", limit=4)
+    assert line.line() == ["t4", "t5"]
+    line.end("t0", 1)
+    assert line.given() == ["t4"]
+    ask(line, "t6", limit=4)
+    ask(line, "t7", limit=2)  # the word for t5, which is first
+    for task in ("t1", "t2", "t3"):
+        line.end(task, 1)
+    assert line.given() == ["t5"]
+    assert line.line() == ["t6", "t7"]
+
+
+def test_the_sweeper_compares_before_it_writes():
+    """Terms that were written since it looked are newer than what it has compared with."""
+    line = Line(LuaServer())
+    line.ask("first", **SLOW._asdict())
+    ask(line, "a1", **SLOW._asdict())
+    [first] = line.sweep().first
+    assert first == (LOCK, '"task":"shop.a"', "x:1000000000:1/3600000")
+    for was, given in (("x:1", []), (first.terms, ["a1"])):
+        newer = {LOCK: [[LOCK, first.task, was, "x:1000000000:9/1000"]]}
+        line.lines.sweep([LOCK], newer)
+        assert line.given() == given
+
+
+def test_a_ticket_of_a_later_release_keeps_its_terms():
+    """Only a worker of that release knows what they are."""
+    line = Line(LuaServer())
+    line.ask("first")
+    ask(line, "a1", limit=1)
+    record = line.record_of("a1").replace(b"1 ", b"2 ", 1)
+    line.client.hset(f"{LOCK}:tickets", "a1:0:0", record)
+    ask(line, "a2", limit=5)
+    assert line.sweep().first == ()
+    assert line.record_of("a1") == record
+
+
+def test_the_line_of_a_wide_lock_follows_and_the_order_stays(shop):
+    """Tasks that wait at a later key go by its new terms, and keep the order as parked."""
+    ran = []
+
+    def deploy(limit, rate):
+        def call(tenant):
+            ran.append(tenant)
+
+        keys = [Key("tenant:<tenant>", limit=limit), Key("api", rate=rate)]
+        shop.app.tasks.pop("shop.call", None)
+        declare(shop.app, call, name="shop.call", lock_key=keys, lock_on_conflict="queue")
+        return shop.app.tasks["shop.call"]
+
+    task = deploy(9, "1/h")
+    for nth in range(6):
+        shop.run(task, f"t{nth}", f"{nth % 2}")
+    assert len(ran) == 1
+    api = shop.dislock.lock_of("api")
+    before = {one.id: tuple(one.stations) for one in api.line()}
+    assert set(before.values()) == {("tenant:0", "api"), ("tenant:1", "api")}
+    deploy(1, "9/s")
+    shop.sweep()
+    tenants = [shop.dislock.lock_of(f"tenant:{nth}").state()[0] for nth in range(2)]
+    assert {one.id: tuple(one.stations) for at in tenants for one in at.turns} == before
+    shop.work(later=1)
+    assert len(ran) == 6
+
+
+def test_a_turn_for_a_lock_that_the_code_does_not_name_says_nothing(shop):
+    """Several keys with terms of their own say nothing of a lock that was another key."""
+    task = shop.declare(lock_limit=2)
+    for other in ("x", "y"):
+        shop.other.ask(other, limit=2, ttl=5)
+    for nth in range(4):
+        shop.run(task, f"t{nth}")
+    shop.server.advance(5)
+    shop.sweep()
+    out = []
+
+    def body(_task):
+        out.append(len(shop.dislock.lock_of(KEY).state()[0].turns))
+
+    shop.declare(body, lock_key=[Key("a", limit=9), Key("b", limit=8)])
+    shop.work()
+    assert shop.ran == ["t0", "t1", "t2", "t3"]
+    assert max(out) == 1
+    assert terms_said(shop.app)("shop.export", KEY) is None
+
+
+def test_what_the_code_says_of_a_key(shop):
+    """A key is found by its template; if two fit, or a callable may, only the arguments tell."""
+
+    def call(a, b): ...
+
+    def made(*_): ...
+
+    keys = [
+        Key("api", limit=5),
+        Key("t:<a>", limit=2),
+        Key("u:<a>", limit=3),
+        Key("u:<a>:<b>", limit=3),
+    ]
+    declare(shop.app, call, name="shop.call", lock_key=[*keys, Key("t:x:<b>", limit=4)])
+    declare(shop.app, call, name="shop.made", lock_key=[Key("api", limit=5), made])
+    declare(shop.app, call, name="shop.same", lock_key=made, lock_limit=7)
+    declare(shop.app, call, name="shop.none", lock_limit=None, lock_unique_until="start")
+    said = terms_said(shop.app)
+    assert [said("shop.call", key).limit for key in ("api", "t:1", "u:1:2")] == [5, 2, 3]
+    assert [said("shop.call", key) for key in ("t:x:1", "other", "an api")] == [None] * 3
+    assert said("shop.made", "api") is None
+    assert said("shop.same", "x").limit == 7
+    assert [said(name, "k") for name in ("shop.none", "shop.unknown")] == [None, None]
