@@ -30,7 +30,8 @@
 --
 -- When the ticket has passed its last lock, the message is given to the caller to publish.  Its delivery claims the
 -- turn.  A turn that nobody has claimed in time is given again, without a gate: others need not wait until a
--- worker takes the message.  A worker in which it waits for Celery's rate_limit keeps the turn; see keep_turn.lua.  A line goes by arrival there, so tenants take turns at a lock that they share.
+-- worker takes the message.  A worker in which it waits for Celery's rate_limit keeps the turn; see keep_turn.lua.
+-- A line goes by arrival there, so tenants take turns at a lock that they share.
 -- The units that a ticket keeps are always of the first locks in its order.  The sweep renews them while it waits.
 --
 -- Only the mark says that a task is done: a task of which nothing is known may have been lost.  Each task
@@ -207,6 +208,7 @@ end
 -- as claims take time: to all tasks that can start within AHEAD_US, else to one that can start within SOON_US.
 local function may_pass(lock, terms)
   if admits(lock, terms) then return true end
+  local AHEAD_US = 1000000  -- within which turns are given for all starts
   return lock.early and (lock.early < AHEAD_US or lock.early <= SOON_US and lock.gates == 0)
 end
 

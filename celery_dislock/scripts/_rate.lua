@@ -12,7 +12,6 @@
 -- include: _lease
 -- include: _starts
 
-local AHEAD_US = 1000000   -- turns are given for all starts within this time
 local SOON_US = 15000000   -- one turn is given for a start within this time
 
 local function rate_set(lock)

@@ -140,13 +140,12 @@ local function claim(joined, stations)
   return answer
 end
 
-local function list() if index ~= '' then list_line(index, name) end end
 
 -- Whether the line may be missing from the index: the client has not listed it, or too long ago.
 local function is_unlisted() return index == '' and now_us >= listed + LISTED_US end
 
 local function put_in_line(joined, stations, its_home, its_message)
-  list()
+  if index ~= '' then list_line(index, name) end
   if canceller then become_newest(lock, canceller, 'waits') end
   stations[1].arrived = joined
   local parked = {joined = joined, times = 0, ttl = ttl, home = its_home, stations = stations, message = its_message}
@@ -224,15 +223,6 @@ local function parked_before(record)
       local limit = limit_set(count_leases(at))
       if is_hidden(at) or limit and not has_room(at, station.terms, limit) then return true end
     end
-  end
-
-  -- Whether the ticket has passed all its locks, and still keeps them.
-  local function has_all(stations)
-    for nth = 1, #stations do
-      local at, member = station_of(lock, ticket, stations, nth)
-      if not (at and lease_of(count_leases(at), member)) then return false end
-    end
-    return true
   end
 
   local parked = parse_ticket(record)
@@ -315,7 +305,7 @@ local function new(otherwise)
     return about_lock(FULL, its, waiting())
   end
   if is_oldest then  -- the newcomer is parked, and replaced at once
-    list()
+    if index ~= '' then list_line(index, name) end
     replace(lock, ticket, message)
     return in_line()
   end

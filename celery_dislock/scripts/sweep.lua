@@ -64,19 +64,41 @@ local function first_of(at)
   end
 end
 
+local function say_newer(newer)
+  for _, one in ipairs(cjson.decode(newer)) do
+    local name, task, was, terms = unpack(one)
+    local seen, at = pcall(open_whole, name)
+    local first, its
+    if seen then first, its = first_of(at) end
+    if first == task and its == was then
+      say(at, task, parse_terms(terms))
+      hand_on_later(at)
+    end
+  end
+end
+
+local function first_in(lines)
+  local first = {}
+  for _, at in ipairs(lines) do
+    local task, terms = first_of(at)
+    if task then for _, part in ipairs({at.name, task, terms}) do first[#first + 1] = part end end
+  end
+  return first
+end
+
+local function turns_unclaimed(lock)
+  local unclaimed = {}
+  for _, ticket in ipairs(redis.call('ZRANGE', lock.handed, 0, TURNS_MOST - 1)) do
+    local parked = read_ticket(lock, ticket)
+    if parked and parked.times > UNCLAIMED then unclaimed[#unclaimed + 1] = ticket end
+  end
+  return unclaimed
+end
+
 local newer
 home, newer = unpack(ARGV)
 local lock = open_whole(KEYS[1])
-for _, one in ipairs(cjson.decode(newer)) do
-  local name, task, was, terms = unpack(one)
-  local seen, at = pcall(open_whole, name)
-  local first, its
-  if seen then first, its = first_of(at) end
-  if first == task and its == was then
-    say(at, task, parse_terms(terms))
-    hand_on_later(at)
-  end
-end
+say_newer(newer)
 recall_and_hand_off(lock)
 local lines = {lock}
 for _, ticket in ipairs(keeping(lock)) do
@@ -108,14 +130,4 @@ for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do keep_key(key) en
 pcall(keep_reserved, lock)  -- a record that cannot be read costs a second message, and nothing else
 if redis.call('HLEN', lock.running) > lock.x + lock.s then tidy_claims(lock) end  -- more claims than leases
 
-local unclaimed = {}
-for _, ticket in ipairs(redis.call('ZRANGE', lock.handed, 0, TURNS_MOST - 1)) do
-  local parked = read_ticket(lock, ticket)
-  if parked and parked.times > UNCLAIMED then unclaimed[#unclaimed + 1] = ticket end
-end
-local first = {}
-for _, at in ipairs(lines) do
-  local task, terms = first_of(at)
-  if task then for _, part in ipairs({at.name, task, terms}) do first[#first + 1] = part end end
-end
-return {count_tickets(lock), turns, unreported(lock), unclaimed, circles, first}
+return {count_tickets(lock), turns, unreported(lock), turns_unclaimed(lock), circles, first_in(lines)}

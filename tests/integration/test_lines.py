@@ -756,7 +756,7 @@ class TestDamage:
         broker.ask("first")
         redis_client.delete(LOCK + end)
         redis_client.set(LOCK + end, "by hand", ex=60)
-        with pytest.raises(DamagedLockError, match="delete") as caught:
+        with pytest.raises(DamagedLockError, match="rename") as caught:
             broker.park("a")
         assert caught.value.lock == LOCK
         assert f"{LOCK + end!r} is a string, not a {kind}" in str(caught.value)
