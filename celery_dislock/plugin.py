@@ -66,7 +66,7 @@ STEPS = {
         "LockStep": "steps",
         "SweepStep": "steps",
         "StalledStep": "stalled",
-        "LeftStep": "left",
+        "BodyStep": "bodies",
         "WaitingStep": "waiting",
     },
     "consumer": {"ArrivalStep": "arrivals", "ReconnectStep": "timed"},

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from celery_dislock.locks.callers import Caller
+    from celery_dislock.locks.journal import Journal
     from celery_dislock.locks.lease import Attempt, Lease
-    from celery_dislock.locks.notes import Notes
     from celery_dislock.locks.runtime import Process, Runtime
     from celery_dislock.servers.view import Holder
 
@@ -390,7 +390,7 @@ class ReentrantLock:
         try:
             if blocking:
                 self._refuse_to_wait(caller, lock, timeout)
-            answer = self._ask(lock, attempt, process.notes, timeout, blocking=blocking)
+            answer = self._ask(lock, attempt, process.journal, timeout, blocking=blocking)
             if isinstance(answer, Conflict):
                 lock.channel.resolved(attempt, answer, "refused")
                 return answer
@@ -412,15 +412,20 @@ class ReentrantLock:
 
     @staticmethod
     def _ask(
-        lock: Lock, attempt: Attempt, notes: Notes | None, timeout: float | None, *, blocking: bool
+        lock: Lock,
+        attempt: Attempt,
+        journal: Journal | None,
+        timeout: float | None,
+        *,
+        blocking: bool,
     ) -> Lease | Conflict:
-        if notes is not None:
-            notes.asks(attempt, lock.names)
+        if journal is not None:
+            journal.asks(attempt, lock.names)
         try:
             return lock.acquire(attempt, timeout=timeout) if blocking else lock.try_acquire(attempt)
         finally:
-            if notes is not None:
-                notes.asked(attempt)
+            if journal is not None:
+                journal.asked(attempt)
 
     def _entered(
         self, held: CallerLease, entry: object, block: object, caller: Caller

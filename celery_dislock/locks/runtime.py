@@ -26,8 +26,8 @@ from celery_dislock.config.urls import lock_server
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.locks.channel import Channel, Watcher, nothing
 from celery_dislock.locks.interruption import is_pool_process, patched_by
+from celery_dislock.locks.journal import Journal
 from celery_dislock.locks.lock import Lock
-from celery_dislock.locks.notes import Notes
 from celery_dislock.locks.watchdog import FLUSH_WITHIN, Watchdog
 from celery_dislock.servers.bridge import current_call, in_thread, run_on_loop, wait_for
 from celery_dislock.servers.server import Outage
@@ -70,7 +70,7 @@ class Runtime(Generic[P]):
         orders: The keys of each task with several keys, in the order in which it takes their locks.
         unawaited_by: What runs tasks here and does not await their bodies, such as a worker's pool;
             None: bodies are awaited.
-        notes_in: The folder of the notes for a worker's main process; None: nobody reads any.
+        journals_in: The folder of the journals for a worker's main process; None: nobody reads any.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Runtime(Generic[P]):
         # arguments that were given.  One tuple, so that no thread finds options of other settings.
         self._plain: tuple[object, int, dict[str, Any], dict[Any, Plain]] = (None, 0, {}, {})
         self.unawaited_by: str | None = "no worker"
-        self.notes_in: str | None = None
+        self.journals_in: str | None = None
         self.orders: dict[str, Sequence[str]] = {}
 
     @property
@@ -145,8 +145,8 @@ class Runtime(Generic[P]):
             # No mutex: a fork could inherit it locked.  The object that loses this race has opened
             # no connection and started no thread yet.
             new = self.new_process()
-            if self.notes_in is not None and is_pool_process():
-                new.notes = Notes(self.notes_in)
+            if self.journals_in is not None and is_pool_process():
+                new.journal = Journal(self.journals_in)
             return self._by_pid.setdefault(pid, new)
 
     @alone
@@ -208,14 +208,14 @@ class Process:
         settings: The argument of that name.
         loop_store: The watchdog's store: one of its own beside greenlets, otherwise *store*.
         channel: Is told what happens to the locks of this process.
-        notes: Of what this process locks in plain Python, for the main process; None: none.
+        journal: Of what this process locks in plain Python, for the main process; None: none.
         watchers: Make the watchers of a process; the plugin sets them.
         watchdog_type: The class of the watchdog; the test kit sets it.
     """
 
     watchers: ClassVar[tuple[Callable[[Any], Watcher], ...]] = ()
     watchdog_type: ClassVar[type[Watchdog]] = Watchdog
-    notes: Notes | None = None
+    journal: Journal | None = None
 
     def __init__(
         self,

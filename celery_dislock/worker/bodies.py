@@ -2,7 +2,7 @@
 
 A task's own lock is released by its request; see :mod:`celery_dislock.tasks.request`.  Locks that a
 body takes by ``dislock.lock()``, also that of a task without a ``lock_key``, are known to their
-process alone, which has noted them; see :mod:`celery_dislock.locks.notes`.
+process alone, which has written them down; see :mod:`celery_dislock.locks.journal`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.locks.notes import read
+from celery_dislock.locks.journal import read
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.records import in_words
 from celery_dislock.tasks.request import is_alive
@@ -33,13 +33,13 @@ LOOK_EVERY = 0.25  # seconds
 logger = logging.getLogger("celery_dislock")
 
 
-class LeftStep(LastingStep):
+class BodyStep(LastingStep):
     """Bootstep of a prefork worker: releases what bodies had locked in processes that died."""
 
-    label = "Dislock left"
+    label = "Dislock bodies"
 
     def include_if(self, worker: WorkController) -> bool:
-        """Make the folder of the notes, before any pool process is forked."""
+        """Make the folder of the journals, before any pool process is forked."""
         self._runtime = runtime_of(worker.app)
         forks = getattr(worker.pool_cls, "uses_semaphore", False)  # prefork alone does
         if self._runtime.off or not forks:
@@ -49,9 +49,9 @@ class LeftStep(LastingStep):
         except OSError as exc:
             #: WARNING: A lock that a body takes by `dislock.lock()` is left to expire if its
             #: process dies. -> Give the worker a folder for temporary files.
-            logger.warning("Locks that bodies take are not noted for crash release: %s", exc)
+            logger.warning("Locks that bodies take are not written down for crash release: %s", exc)
             return False
-        self._runtime.notes_in = str(self._folder)
+        self._runtime.journals_in = str(self._folder)
         atexit.register(_remove, self._folder, os.getpid())
         return True
 
@@ -65,13 +65,13 @@ class LeftStep(LastingStep):
         self._store = self._runtime.new_process().store
 
     def work(self) -> float:
-        """Look for notes of processes that have ended."""
+        """Look for journals of processes that have ended."""
         for path in self._folder.iterdir():
             pid = int(path.name)
             if not is_alive(pid):
-                notes = read(path)
+                entries = read(path)
                 path.unlink(missing_ok=True)
-                for names, owner, holder in notes:
+                for names, owner, holder in entries:
                     self._release(names, owner, in_words(holder), pid)
         return LOOK_EVERY
 

@@ -10,12 +10,12 @@ import pytest
 from celery.concurrency import solo
 
 from celery_dislock import Dislock
-from celery_dislock.locks import notes
+from celery_dislock.locks import journal
 from celery_dislock.locks.callers import current_caller
-from celery_dislock.locks.notes import Notes
+from celery_dislock.locks.journal import Journal
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.worker import left
-from celery_dislock.worker.left import LeftStep
+from celery_dislock.worker import bodies
+from celery_dislock.worker.bodies import BodyStep
 
 SOON = 1.0  # seconds
 
@@ -24,7 +24,7 @@ SOON = 1.0  # seconds
 def dead(monkeypatch):
     """All processes live, but for these."""
     dead = set()
-    monkeypatch.setattr(left, "is_alive", lambda pid: pid not in dead)
+    monkeypatch.setattr(bodies, "is_alive", lambda pid: pid not in dead)
     return dead
 
 
@@ -32,20 +32,20 @@ def dead(monkeypatch):
 def locks(app, worker, dead, tmp_path, monkeypatch):
     """Locks of a pool process of a worker that looks after its processes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    step = LeftStep(worker)
+    step = BodyStep(worker)
     worker.steps = [step]
     assert step.include_if(worker)
     step.start(worker)
     locks = Dislock(app)
     monkeypatch.setattr("celery_dislock.locks.runtime.is_pool_process", lambda: True)
-    locks.runtime.process.notes = Notes(locks.runtime.notes_in)
+    locks.runtime.process.journal = Journal(locks.runtime.journals_in)
     yield locks
     current_caller().leases.clear()  # this process lives on
 
 
 def noted(locks):
-    """Return the owners in the notes of this process."""
-    return [one.owner for one in notes.read(Path(locks.runtime.notes_in, str(os.getpid())))]
+    """Return the owners in the journal of this process."""
+    return [one.owner for one in journal.read(Path(locks.runtime.journals_in, str(os.getpid())))]
 
 
 def test_its_locks_are_free_soon_after_its_death(locks, dead, lock_server, caplog):
@@ -61,11 +61,11 @@ def test_its_locks_are_free_soon_after_its_death(locks, dead, lock_server, caplo
     said = [one.getMessage() for one in caplog.records if "Released lock" in one.getMessage()]
     assert len(said) == 3
     assert f"of thread MainThread on {locks.runtime.process.host} (pid {os.getpid()})" in said[0]
-    assert not list(Path(locks.runtime.notes_in).iterdir())
+    assert not list(Path(locks.runtime.journals_in).iterdir())
 
 
 def test_what_has_ended_is_noted_no_more(locks, lock_server):
-    """Nor what was refused; so the notes stay short, whatever a process does."""
+    """Nor what was refused; so the journal stays short, whatever a process does."""
     with locks.lock("held") as lease:
         for nth in range(100):
             locks.lock(f"k{nth}").acquire()
@@ -88,9 +88,9 @@ def test_a_lock_server_that_is_away_keeps_nobody(locks, dead, lock_server, caplo
 
 
 @pytest.mark.parametrize("damage", [b"", b"[", b"7\n", b'["a"]\n', b'[["n", "o"]]\n', b"\xff\n"])
-def test_notes_that_cannot_be_read_are_none(locks, dead, lock_server, damage):
+def test_a_journal_that_cannot_be_read_is_empty(locks, dead, lock_server, damage):
     """As of a process that died before it had written any, or on a full disk."""
-    path = Path(locks.runtime.notes_in, "12345")
+    path = Path(locks.runtime.journals_in, "12345")
     path.write_bytes(damage)
     dead.add(12345)
     lock_server.advance(SOON)
@@ -111,11 +111,11 @@ def test_a_disk_that_is_full_stops_no_body(locks, monkeypatch):
 
 def test_it_is_for_prefork_and_where_there_is_a_folder(app, worker, monkeypatch, caplog):
     """Other pools have no process that dies alone; without a folder the log says so."""
-    step = LeftStep(worker)
+    step = BodyStep(worker)
     with monkeypatch.context() as patch:
         patch.setattr(worker, "pool_cls", solo.TaskPool)
         assert not step.include_if(worker)
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(OSError("none")))
     assert not step.include_if(worker)
     assert "not noted for crash release: none" in caplog.text
-    assert runtime_of(app).notes_in is None
+    assert runtime_of(app).journals_in is None

@@ -1,8 +1,9 @@
-"""What a pool process has locked in bodies, noted for the main process of its worker.
+"""The journal of a pool process: what it has locked in bodies, for its worker's main process.
 
 The main process can compute the key of a task, but not that of a lock that the task's body takes.
-So a pool process notes these locks in a file of its own, before it asks for one.  The main process
-reads the file when the process has died.  This costs no round trip, and both are on one machine.
+So a pool process writes these locks into a file of its own, before it asks for one.  The main
+process reads the file when the process has died.  This costs no round trip, and both are on one
+machine.
 
 The file has one line that counts, which one call writes: a process that is killed leaves it whole.
 It may name leases that have ended since: to release one again changes nothing, as its owner's name
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Attempt, Lease
 
 
-class Noted(NamedTuple):
+class Entry(NamedTuple):
     """
     A lock that a process has or has asked for.
 
@@ -39,9 +40,9 @@ class Noted(NamedTuple):
     holder: dict[str, Any]
 
 
-class Notes:
+class Journal:
     """
-    The notes of a pool process.
+    The journal of a pool process: what it has locked in bodies.
 
     Args:
         folder: The folder that the main process reads.
@@ -50,18 +51,18 @@ class Notes:
     def __init__(self, folder: str) -> None:
         self._path = Path(folder, str(os.getpid()))
         self._file: int | None = None
-        self._asking: dict[str, Noted] = {}
+        self._asking: dict[str, Entry] = {}
         self._leases: WeakSet[Lease] = WeakSet()
         self._mutex = threading.RLock()
 
     def asks(self, attempt: Attempt, names: Sequence[str]) -> None:
-        """Note what an attempt is about to ask for."""
+        """Write down what an attempt is about to ask for."""
         with self._mutex:
-            self._asking[attempt.owner] = Noted(names, attempt.owner, dict(attempt.holder))
+            self._asking[attempt.owner] = Entry(names, attempt.owner, dict(attempt.holder))
             self._write()
 
     def asked(self, attempt: Attempt) -> None:
-        """Keep the note of an attempt as long as its lease; drop it if it has got none."""
+        """Keep the entry of an attempt as long as its lease; drop it if it has got none."""
         with self._mutex:
             self._asking.pop(attempt.owner, None)
             if attempt.lease is not None:
@@ -69,7 +70,7 @@ class Notes:
 
     def _write(self) -> None:
         held = [
-            Noted(lease.lock.names, lease.owner, dict(lease.holder))
+            Entry(lease.lock.names, lease.owner, dict(lease.holder))
             for lease in self._leases
             if not lease.finished
         ]
@@ -82,10 +83,10 @@ class Notes:
             return
 
 
-def read(path: Path) -> list[Noted]:
-    """Return the notes that a process has left; empty if they cannot be read."""
+def read(path: Path) -> list[Entry]:
+    """Return the entries of a process; empty if they cannot be read."""
     try:
         line, _, _ = path.read_bytes().partition(b"\n")
-        return [Noted(*one) for one in json.loads(line)]
+        return [Entry(*one) for one in json.loads(line)]
     except (OSError, ValueError, TypeError):
         return []
