@@ -299,7 +299,9 @@ def attempt_of(caller: Caller, process: Process, lock: Lock, sender: object) -> 
     start, holder, text = _described(
         process.host, process.pid, caller.thread.ident, thread, timeout
     )
-    running = process.running(on_loop=caller.kind == "task") or _inherited()
+    running, around = process.running(on_loop=caller.kind == "task"), current.get()
+    if running is None and around is not None:  # in its context, as a thread of it
+        running = _running_around(around)
     if running is None:
         return Attempt(process.owner_name(start), holder, sender, text)
     task, task_id, worker = running
@@ -308,10 +310,9 @@ def attempt_of(caller: Caller, process: Process, lock: Lock, sender: object) -> 
     return Attempt(owner, describe(who, worker, process.pid, timeout), sender)
 
 
-def _inherited() -> tuple[str, object, str | None] | None:
-    """Return name, id and worker of the task in whose context this runs, as in a thread of it."""
-    around = current.get()
-    if around is None or around.lease is None or around.lease.finished:
+def _running_around(around: Attempt) -> tuple[str, object, str | None] | None:
+    """Return name, id and worker of the task of an attempt; None if it has no lease any more."""
+    if around.lease is None or around.lease.finished:
         return None
     return around.holder["task"], around.holder["id"], around.holder["worker"]
 

@@ -16,13 +16,15 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from celery_dislock.locks.lease import Attempt, Lease
+
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -55,18 +57,22 @@ class Journal:
         self._leases: WeakSet[Lease] = WeakSet()
         self._mutex = threading.RLock()
 
-    def asks(self, attempt: Attempt, names: Sequence[str]) -> None:
-        """Write down what an attempt is about to ask for."""
+    def around(self, ask: Callable[[Attempt], T], attempt: Attempt, names: Sequence[str]) -> T:
+        """
+        Write down what an attempt asks for, and let it ask.
+
+        The entry is kept as long as its lease; if it has got none, it is dropped.
+        """
         with self._mutex:
             self._asking[attempt.owner] = Entry(names, attempt.owner, dict(attempt.holder))
             self._write()
-
-    def asked(self, attempt: Attempt) -> None:
-        """Keep the entry of an attempt as long as its lease; drop it if it has got none."""
-        with self._mutex:
-            self._asking.pop(attempt.owner, None)
-            if attempt.lease is not None:
-                self._leases.add(attempt.lease)
+        try:
+            return ask(attempt)
+        finally:
+            with self._mutex:
+                self._asking.pop(attempt.owner, None)
+                if attempt.lease is not None:
+                    self._leases.add(attempt.lease)
 
     def _write(self) -> None:
         held = [

@@ -11,6 +11,7 @@ Every step that releases something is repeated once if a signal handler's except
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -44,8 +45,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from celery_dislock.locks.callers import Caller
-    from celery_dislock.locks.journal import Journal
-    from celery_dislock.locks.lease import Attempt, Lease
+    from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Process, Runtime
     from celery_dislock.servers.view import Holder
 
@@ -386,11 +386,12 @@ class ReentrantLock:
                 held.lease.ensure_held()
                 return self._entered(held, entry, block, caller)
             held.leave(entry)  # the last release was interrupted
-        attempt = attempt_of(caller, process, lock, self)
+        attempt, journal = attempt_of(caller, process, lock, self), process.journal
         try:
-            if blocking:
+            if blocking and (caller.leases or caller.kind == "task"):
                 self._refuse_to_wait(caller, lock, timeout)
-            answer = self._ask(lock, attempt, process.journal, timeout, blocking=blocking)
+            ask = partial(lock.acquire, timeout=timeout) if blocking else lock.try_acquire
+            answer = ask(attempt) if journal is None else journal.around(ask, attempt, lock.names)
             if isinstance(answer, Conflict):
                 lock.channel.resolved(attempt, answer, "refused")
                 return answer
@@ -405,27 +406,9 @@ class ReentrantLock:
 
     def _refuse_to_wait(self, caller: Caller, lock: Lock, timeout: float | None) -> None:
         """Raise an error if the caller would wait for itself, or warn if it may do so for ever."""
-        if caller.leases or caller.kind == "task":
-            caller.refuse_to_wait(lock)
-            if timeout is None and (hint := caller.hint(lock)):
-                warn_of_wait(self.key, caller.thread.name + caller.label, hint)
-
-    @staticmethod
-    def _ask(
-        lock: Lock,
-        attempt: Attempt,
-        journal: Journal | None,
-        timeout: float | None,
-        *,
-        blocking: bool,
-    ) -> Lease | Conflict:
-        if journal is not None:
-            journal.asks(attempt, lock.names)
-        try:
-            return lock.acquire(attempt, timeout=timeout) if blocking else lock.try_acquire(attempt)
-        finally:
-            if journal is not None:
-                journal.asked(attempt)
+        caller.refuse_to_wait(lock)
+        if timeout is None and (hint := caller.hint(lock)):
+            warn_of_wait(self.key, caller.thread.name + caller.label, hint)
 
     def _entered(
         self, held: CallerLease, entry: object, block: object, caller: Caller

@@ -117,5 +117,5 @@ def test_it_is_for_prefork_and_where_there_is_a_folder(app, worker, monkeypatch,
         assert not step.include_if(worker)
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(OSError("none")))
     assert not step.include_if(worker)
-    assert "not noted for crash release: none" in caplog.text
+    assert "not written down for crash release: none" in caplog.text
     assert runtime_of(app).journals_in is None
