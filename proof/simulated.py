@@ -231,6 +231,7 @@ class Process(Runtime[Any]):
 
     host, pid = "host", 1
     parking: Any = None  # if it is a worker's; see proof/working.py
+    journal: Any = None  # a pool process has one
 
     def __init__(
         self,
@@ -272,6 +273,9 @@ class Process(Runtime[Any]):
 
     def check_patching(self) -> None:
         """Greenlets stand for threads here."""
+
+    def running(self, *, on_loop: bool) -> None:
+        """No task's body runs around a lock of plain Python."""
 
     def publish(self, turns: Sequence[Turn]) -> None:
         """Publish parked tasks."""

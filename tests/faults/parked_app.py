@@ -136,7 +136,7 @@ def _has_released(lease, **_):
 
 
 @before(Lines, "sweep")
-def _sweeps(_lines, locks):
+def _sweeps(_lines, locks, _newer=None):
     record("sweep", "", locks=len(locks))
 
 

@@ -83,7 +83,7 @@ BROKEN = {
         "local runs = ",
     ),
     "a holder ends for a task that was dropped": (
-        "if superseded_by(lease.holder) == as_mark(one.task) then",
+        "if superseded_by(lease.holder) == one.task then",
         "if false then",
     ),
     "no holder ends for a newer task": (
