@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+HOST = "127.0.0.1"
 INFO = b"redis_version:8.0.0\r\nrole:master\r\n"  # a command that fakeredis does not know
 
 
@@ -118,11 +119,11 @@ class MemoryServer(TcpFakeServer):
     request_queue_size = 128
 
     def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port))
+        super().__init__((HOST, port))
         self.RequestHandlerClass = Connection
         self.daemon_threads = True
         self.clock = CLOCK.time
-        self.url = f"redis://127.0.0.1:{self.server_address[1]}/0"
+        self.url = f"redis://{HOST}:{self.server_address[1]}/0"
         self._away = False
         self._connected: WeakSet[socket.socket] = WeakSet()
         for name, module in list(sys.modules.items()):

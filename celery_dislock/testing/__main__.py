@@ -6,7 +6,6 @@ Broker, result backend and lock server for the processes of this machine, where 
 
 from __future__ import annotations
 
-import errno
 import signal
 import socket
 from contextlib import suppress
@@ -31,18 +30,16 @@ def main(port: int) -> None:
     It is for trying and for development. Use its URL as that of a Redis. Ctrl-C ends it.
     """
     try:
-        from celery_dislock.servers.memory import MemoryServer  # noqa: PLC0415 -- an extra
+        from celery_dislock.servers.memory import HOST, MemoryServer  # noqa: PLC0415 -- an extra
     except ImportError as exc:
         raise click.ClickException(str(exc)) from exc
-    if port and _answers(port):
-        raise click.ClickException(_taken(port))
+    if port and (why := _not_free(HOST, port)):
+        others = range(port + 1, PORT_MOST)
+        free = next((other for other in others if not _not_free(HOST, other)), 0)
+        raise click.ClickException(f"port {port}: {why}. Else give --port {free}")
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the server's threads are there
-    try:
-        server = MemoryServer(port)
-    except OSError as exc:
-        told = _taken(port) if exc.errno == errno.EADDRINUSE else f"port {port}: {exc.strerror}"
-        raise click.ClickException(told) from exc
+    server = MemoryServer(port)
     click.echo(
         f"Broker, result backend and lock server: {server.url}\n"
         "For trying and development, not for production: all is lost when it ends. Ctrl-C ends it."
@@ -53,16 +50,15 @@ def main(port: int) -> None:
     click.echo("Ended.")
 
 
-def _answers(port: int) -> bool:
-    """Tell whether somebody listens where clients go that ask for localhost."""
+def _not_free(host: str, port: int) -> str:
+    """Return why one cannot listen at a port, and be found there by its clients; "" if one can."""
     with suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
-        return True
-    return False
-
-
-def _taken(port: int) -> str:
-    free = next((other for other in range(port + 1, PORT_MOST) if not _answers(other)), 0)
-    return f"port {port} is taken, perhaps by a Redis that you can use; else give --port {free}"
+        return "it is taken, perhaps by a Redis that you can use"
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return ""
 
 
 if __name__ == "__main__":

@@ -6,9 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -22,29 +19,17 @@ from tests.acceptance.served_app import TICKS, made
 from tests.commands import Dislock
 from tests.forked import start_celery
 from tests.programs import run, run_code
+from tests.redis_server import free_port
+from tests.serving import SERVE, serving
 
 pytestmark = pytest.mark.xdist_group("served")
-SERVE = (sys.executable, "-m", "celery_dislock.testing")
-
-
-@contextmanager
-def serving(*options):
-    """Run the server; give its process, its URL and its first line."""
-    process = subprocess.Popen([*SERVE, *options], stdout=subprocess.PIPE, text=True)
-    try:
-        first = process.stdout.readline()
-        yield process, re.search(r"redis://\S+", first)[0]
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @pytest.fixture(scope="module")
 def fleet(workers, tmp_path_factory):
     """A server, a prefork worker, a beat, and an app that sends."""
     folder = tmp_path_factory.mktemp("served")
-    with serving("--port", "0") as (_, url):
+    with serving() as (_, url):
         env = {"SERVED_URL": url, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
         app = made(url)
 
@@ -159,7 +144,7 @@ def test_the_message_of_a_killed_worker_comes_again(fleet, key):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_says_what_it_is_and_ends_at_a_signal(number):
     """It keeps nothing, and says so; it ends with status 0, with clients and all."""
-    with serving("--port", "0") as (process, url), redis.Redis.from_url(url) as client:
+    with serving() as (process, url), redis.Redis.from_url(url) as client:
         client.set("k", "1")
         process.send_signal(number)
         assert process.wait(LIMIT) == 0
@@ -168,13 +153,13 @@ def test_it_says_what_it_is_and_ends_at_a_signal(number):
 
 def test_a_port_that_is_taken():
     """It names one that is free, and takes that."""
-    with socket.create_server(("127.0.0.1", 0)) as theirs:
-        port = theirs.getsockname()[1]
+    port = free_port(1)
+    with socket.create_server(("127.0.0.1", port)):
         said = run(*SERVE, "--port", str(port), status=1).stderr
-    assert f"port {port} is taken" in said
+    assert f"port {port}: it is taken" in said
     other = re.search(r"--port (\d+)", said)[1]
-    assert int(other) > port
-    with serving("--port", other) as (_, url), redis.Redis.from_url(url) as client:
+    assert int(other) == port + 1
+    with serving(other) as (_, url), redis.Redis.from_url(url) as client:
         assert client.ping()
 
 
