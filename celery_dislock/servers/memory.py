@@ -6,6 +6,7 @@ processes can reach it at its port while this one lives.
 
 from __future__ import annotations
 
+import select
 import socket
 import sys
 import threading
@@ -27,9 +28,10 @@ except ImportError as exc:
     raise ImportError(f"{remedy} ({exc})") from exc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
+HOST = "127.0.0.1"
 INFO = b"redis_version:8.0.0\r\nrole:master\r\n"  # a command that fakeredis does not know
 
 
@@ -56,7 +58,11 @@ CLOCK = Clock()  # of every fakeredis of the process
 
 
 class Connection(TCPFakeRequestHandler):
-    """A client's connection, which an error leaves open: fakeredis closes it."""
+    """
+    A client's connection.
+
+    What blocks for a client that has gone takes nothing for it: fakeredis would lose a message.
+    """
 
     disable_nagle_algorithm = True  # otherwise a reply of several parts takes 40 ms
 
@@ -77,11 +83,29 @@ class Connection(TCPFakeRequestHandler):
                 return exc
 
         client.read_response = read_response
+        self._take_nothing_for_the_dead(client.get_socket())
+
+    def _take_nothing_for_the_dead(self, commands: Any) -> None:
+        block = commands._blocking  # noqa: SLF001 -- of BLPOP and all that block
+
+        def blocking(timeout: float | None, take: Callable[[bool], Any], *shape: Any) -> Any:
+            def take_if_here(is_first: bool) -> Any:  # noqa: FBT001 -- fakeredis's
+                readable, _, _ = select.select([self.connection], [], [], 0)
+                if readable and not self.connection.recv(1, socket.MSG_PEEK):
+                    raise ConnectionResetError
+                return take(is_first)
+
+            return block(timeout, take_if_here, *shape)
+
+        commands._blocking = blocking  # noqa: SLF001
 
 
 class MemoryServer(TcpFakeServer):
     """
     A lock server of this process, which listens at once.
+
+    Args:
+        port: Port to listen at; 0: a free one.
 
     Attributes:
         clock: Returns UNIX time, and the seconds by which :meth:`advance` has moved it.
@@ -94,12 +118,12 @@ class MemoryServer(TcpFakeServer):
     # Clients that may connect at once.  With the default of 5, others would wait for a second.
     request_queue_size = 128
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0))
+    def __init__(self, port: int = 0) -> None:
+        super().__init__((HOST, port))
         self.RequestHandlerClass = Connection
         self.daemon_threads = True
         self.clock = CLOCK.time
-        self.url = f"redis://127.0.0.1:{self.server_address[1]}/0"
+        self.url = f"redis://{HOST}:{self.server_address[1]}/0"
         self._away = False
         self._connected: WeakSet[socket.socket] = WeakSet()
         for name, module in list(sys.modules.items()):

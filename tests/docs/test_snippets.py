@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.docs.page import DIRECTIVES, DOCS, PAGES, ROOT, RUN, SHOWN, Block, bl
 from tests.docs.terminal import LIMIT, POLL, Prompt, Terminal, pattern_of
 from tests.programs import find_redis_cli
 from tests.redis_server import RedisServer
+from tests.serving import serving
 
 HERE = Path(__file__).parent
 KEPT = ("HOME", "LANG", "TERM")  # of the environment's variables, and pip's
@@ -147,12 +149,26 @@ def dist(tmp_path_factory):
 
 
 @pytest.fixture
-def reader(servers, dist, tmp_path, page):
-    """A reader with an empty folder, this environment's programs, and an empty Redis."""
+def ports(servers):
+    """The ports of empty servers, by the ports that the pages name."""
     for server in servers.values():
         with server.client() as client:
             client.replicaof("NO", "ONE")
             client.flushall()
+    return {named: server.port for named, server in servers.items()}
+
+
+@pytest.fixture
+def served():
+    """Those of one who has no Redis, and starts the server for trying."""
+    with serving() as (_, url):
+        yield {PORTS[0]: urlsplit(url).port}
+
+
+@pytest.fixture
+def reader(request, dist, tmp_path, page):
+    """A reader with an empty folder, this environment's programs, and an empty Redis."""
+    ports = request.getfixturevalue(getattr(request, "param", "ports"))
     programs = tmp_path / "programs"
     programs.mkdir()
     for name in ("pip", "redis-cli"):
@@ -168,13 +184,12 @@ def reader(servers, dist, tmp_path, page):
         "PATH": path,
         "PIP_FIND_LINKS": str(dist),
         "PYTHONUNBUFFERED": "1",
-        "SHOP_BROKER_URL": servers[PORTS[0]].url,
-        "REDIS_PORT": str(servers[PORTS[0]].port),
+        "SHOP_BROKER_URL": f"redis://localhost:{ports[PORTS[0]]}/0",
+        "REDIS_PORT": str(ports[PORTS[0]]),
         "REDIS_CLI": find_redis_cli() if "redis-cli" in page.read_text("utf-8") else "",
     }
     if not page.is_relative_to(DOCS):
         environment["PYTHONPATH"] = str(ROOT)  # the other pages are read in the repository
-    ports = {named: server.port for named, server in servers.items()}
     reader = Reader(folder, ports, environment)
     yield reader
     reader.close()
@@ -204,4 +219,12 @@ def test_no_code_stands_outside_a_fence():
 @pytest.mark.parametrize("page", RUNNABLE, ids=names_of)
 def test_a_page_can_be_followed_from_top_to_bottom(reader, page):
     """What it says to type works, in order, and prints what it shows."""
+    reader.follow(page)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [DOCS / "tutorial.md"], ids=names_of)
+@pytest.mark.parametrize("reader", ["served"], indirect=True)
+def test_the_tutorial_needs_no_redis(reader, page):
+    """All of it goes as on a Redis, on the server that it says to start in its place."""
     reader.follow(page)

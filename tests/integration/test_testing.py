@@ -622,6 +622,45 @@ class TestOfSeveral:
         assert ran == [1]
 
 
+def test_a_task_is_unique_by_one_key_and_locked_by_another(server, app, dislock, ran):
+    """It takes the other lock in its body."""
+
+    @app.task(
+        base=SingletonTask,
+        lock_key="mail:<user>",
+        lock_unique_until="end",
+        lock_limit=None,
+        shared=False,
+    )
+    def mail(user):
+        with dislock.lock("smtp"):
+            server.assert_locked("smtp")
+            server.assert_free(f"mail:{user}")
+            ran.append(user)
+
+    assert [mail.delay(user).duplicate for user in (1, 1, 2)] == [False, True, False]
+    server.run_parked()
+    assert ran == [1, 2]
+    server.assert_free("smtp")
+
+
+def test_a_client_that_has_gone_takes_nothing():
+    """What comes while its BRPOP still waits stays for others, as on a Redis."""
+    server = MemoryServer()
+
+    def waits():
+        return any(one.condition._waiters for one in server.fake_server.dbs.values())
+
+    with redis.Redis.from_url(server.url) as client:
+        gone = redis.Redis.from_url(server.url, single_connection_client=True).connection
+        gone.send_command("BRPOP", "k", 60)
+        wait_for(waits)
+        gone.disconnect()
+        client.lpush("k", "message")
+        wait_for(lambda: not waits())
+        assert client.rpop("k") == b"message"
+
+
 class TheirServer(MemoryServer):
     """A server of a user's: it may have data."""
 
