@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,6 +94,16 @@ def shared_tasks_are_the_tests_own(monkeypatch):
 def messages_are_the_tests_own():
     """Brokers in memory share their queues, and keep what a test has left there."""
     memory.Channel.queues.clear()
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_the_tests_own():
+    """What is logged once per process is logged once per test, whichever tests ran before."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("celery_dislock.") and hasattr(module, "WARNED_MOST"):
+            for warns in vars(module).values():
+                if getattr(warns, "__name__", "").startswith("_warn_of"):
+                    warns.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -238,7 +238,8 @@ def test_a_lock_server_without_memory_is_an_outage_until_it_takes_a_key(
 ):
     """That it answers what it reads, as for a duplicate, ends nothing."""
     caplog.set_level("INFO", "celery_dislock")
-    task, full = unique(app, lock_key="edit:<doc>"), ResponseError("OOM command not allowed")
+    task = unique(app, lambda doc: doc, lock_key="edit:<doc>")
+    full = ResponseError("OOM command not allowed")
     task.delay(1)
     for doc in (2, 1, 3, 1, 4):
         if doc in {2, 3}:
@@ -254,7 +255,7 @@ def test_a_lock_server_without_memory_is_an_outage_until_it_takes_a_key(
 def test_a_key_that_is_damaged_is_no_outage(app, lock_server, broker, caplog):
     """The server answers, and other keys are well: each is asked for, and each failure is told."""
     lock_server.send("RPUSH", "dislock:{edit:1}:unique", "x")
-    task = unique(app, lock_key="edit:<doc>")
+    task = unique(app, lambda doc: doc, lock_key="edit:<doc>")
     assert [task.delay(key).duplicate for key in (1, 2, 2)] == [False, False, True]
     [message] = caplog.messages
     assert message.startswith("A message is sent without a reservation: ")
@@ -646,7 +647,7 @@ def test_a_message_that_is_revoked_frees_its_key_unless_it_runs(
 def test_a_revoke_does_not_fail_with_the_lock_server(app, lock_server, broker, monkeypatch, caplog):
     """Its key stays reserved until that expires; nor does it wait for every message."""
     monkeypatch.setattr(app.control, "broadcast", lambda *_, **__: None)
-    task = unique(app, lock_key="edit:<doc>")
+    task = unique(app, lambda doc: doc, lock_key="edit:<doc>")
     ids = [task.delay(number).id for number in range(3)]
     lock_server.away, before = True, lock_server.requests
     app.control.revoke(ids)
