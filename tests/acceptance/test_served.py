@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -57,6 +58,7 @@ def fleet(workers, tmp_path_factory):
             if beat is not None:
                 beat.send_signal(signal.SIGKILL)
                 beat.wait()
+            gc.collect()  # results that nobody awaits any more unsubscribe while there is a server
             close(app)
 
 
