@@ -23,7 +23,7 @@ local function rate_set(lock)
     end
     lock.rate = found and {
       until_ms = tonumber(until_ms), most = tonumber(most), window = tonumber(window), since = tonumber(since),
-      note = note,
+      note = note, lasts_us = redis.call('PTTL', lock.name .. RATE) * 1000,  -- below 0: until it is taken back
     }
   end
   return lock.rate
@@ -54,7 +54,12 @@ local function starts_in(lock, terms, others)
   local most, window = rate_of(lock, terms)
   if not most then return held_back end
   set_back(lock)
-  return math.max(held_back, due_in(lock.name, most, window, others))
+  local due = due_in(lock.name, most, window, others)
+  if set and set.most > 0 and set.lasts_us >= 0 then  -- then the code's rate holds again
+    local of_code = terms.most and due_in(lock.name, terms.most, terms.window, others) or 0
+    due = math.min(due, math.max(set.lasts_us, of_code))
+  end
+  return math.max(held_back, due)
 end
 
 -- The holder in a refusal if it is only too early.

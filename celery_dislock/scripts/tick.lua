@@ -22,7 +22,7 @@
 local entry, before = ARGV[5], ARGV[6]
 if not leads(KEYS[1]) then return {NOT_LEADING} end
 if before ~= '-' then
-  if limit_set(open(KEYS[1])) == 0 then return {PAUSED} end
+  if is_paused(open(KEYS[1])) then return {PAUSED} end
   if clock_is_wrong(ARGV[4]) then return {WRONG_CLOCK, string.format('%.0f', now_us)} end
   local by, last = read_run(redis.call('HGET', runs, entry))
   if by and by ~= token and tonumber(last) > tonumber(before) then return {SENT_SINCE, last} end

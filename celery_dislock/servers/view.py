@@ -218,7 +218,8 @@ class LockState(NamedTuple):
     @property
     def is_leaderless(self) -> bool:
         """Whether beats had the lock, and nobody holds it or has paused it."""
-        return self.ticked is not None and not (self.holders or self.is_paused)
+        is_held_back = self.rate is not None and self.rate.held_back > 0
+        return self.ticked is not None and not (self.holders or self.is_paused or is_held_back)
 
     @property
     def is_stuck(self) -> bool:

@@ -282,6 +282,8 @@ class Actions:
         """
         Admit another number of leases than the code says; 0 pauses the lock.
 
+        A pause for some time is a hold-back: in line it is known when it ends.
+
         Those who hold it keep it.  Those who wait and are parked stay in line, and are served when
         the limit admits them.
 
@@ -300,6 +302,11 @@ class Actions:
         """
         if (limit or 0) > 1:
             self._refuse_several(name, "limit", limit)
+        if limit == 0 and seconds is not None and self._process.store.lock_server.keeps_lines:
+            # A hold-back, whose end those in line know.  A limit that is set holds after it.
+            self.hold_back(name, seconds, note=note)
+            is_paused = look(self._process.store.lock_server, name).is_paused
+            return self._process.lines.limit(name, None) if is_paused else None
         return self._process.lines.limit(name, limit, ttl=seconds or 0.0, note=one_line(note))
 
     def rate(

@@ -19,6 +19,7 @@ from celery_dislock.config.terms import Rate, Terms
 from celery_dislock.exceptions import LockHeldError, SettingsError
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
+from celery_dislock.tasks.actions import Actions
 from tests.driven import KEY, LockServer, Shop, new_app
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
@@ -309,6 +310,56 @@ def test_a_lock_is_held_back(shop):
     assert "held back" in str(take(shop).error())
     shop.dislock.hold_back(KEY, 0)
     assert take(shop)
+
+
+def actions(shop):
+    return Actions(shop.app, shop.dislock.runtime.process)
+
+
+@pytest.mark.parametrize("options", [{"lock_limit": 1}, {"lock_rate": "9/s"}, {"lock_limit": 9}])
+def test_a_pause_for_a_time_ends_at_that_time(shop, options):
+    """Those in line know its end: the first starts then, and nobody calls them stuck meanwhile."""
+    starts = Starts(shop, **options)
+    actions(shop).limit(NAME, 0, seconds=4, note="by ana")
+    starts.send(3)
+    starts.run(3.9)
+    assert starts.times == []
+    (state,) = shop.dislock.lock_of(KEY).state()
+    assert (state.rate.note, state.is_stuck, state.limit) == ("by ana", False, None)
+    starts.run(0.5)
+    assert starts.times[0] == pytest.approx(4, abs=0.2)
+
+
+def test_a_pause_for_a_time_takes_the_place_of_one_without_an_end(shop):
+    """It ends at that time; another limit that people have set stays."""
+    for limit, left in ((0, None), (3, 3)):
+        actions(shop).limit(NAME, limit)
+        actions(shop).limit(NAME, 0, seconds=4)
+        (state,) = shop.dislock.lock_of(KEY).state()
+        assert (state.limit, state.rate.held_back) == (left, pytest.approx(4, abs=0.1))
+
+
+def test_one_turn_is_out_while_a_lock_is_held_back(shop):
+    """So it is if it has no limit and no rate, and a hundred stand in line."""
+    starts = Starts(shop, lock_limit=1000)
+    shop.dislock.hold_back(KEY, 12)
+    starts.send(100)
+    starts.run(5)
+    (state,) = shop.dislock.lock_of(KEY).state()
+    assert (len(state.turns), state.waiting) == (1, 99)
+    starts.run(8)
+    assert len(starts.times) == 100
+
+
+def test_the_end_of_a_rate_that_people_set_for_a_time_is_known(shop):
+    """Those in line start at that time by the rate of the code, and not with the next sweep."""
+    starts = Starts(shop, lock_rate="9/s")
+    actions(shop).rate(NAME, Rate(1, 3600.0), seconds=4)
+    starts.send(3)
+    starts.run(3.9)
+    assert len(starts.times) == 1
+    starts.run(0.5)
+    assert len(starts.times) == 3
 
 
 def test_a_rate_that_people_set_counts_in_place_of_the_codes(shop):

@@ -15,7 +15,7 @@ from celery.schedules import crontab
 from celery_dislock import beat
 from celery_dislock.exceptions import StoreError
 from celery_dislock.plugin import beat_command
-from celery_dislock.scripts import LIMIT
+from celery_dislock.scripts import LIMIT, RATE
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.view import is_beat
 from tests.integration.beats import STEP, TIMEOUT, Killed, World, broker_away, records
@@ -47,6 +47,11 @@ def fail_at(one, when, number=1, error=Killed):
 def limit(world, number):
     """Pause the lock with "0", resume it with an empty text."""
     world.server.run(LIMIT, ["dislock:{beat}"], number, 0, "")
+
+
+def hold_back(world, seconds):
+    """Pause the lock for a time, which an operator and a body may do; 0: resume it."""
+    world.server.run(RATE, ["dislock:{beat}"], "", seconds * 1000, 0, "")
 
 
 def run_until_due(world, every=2.0):
@@ -491,16 +496,18 @@ def test_a_handler_of_a_signal_does_not_release_in_the_middle_of_a_tick():
     assert not leader.leads
 
 
-def test_a_pause_stops_the_leader_too():
+@pytest.mark.parametrize(("pause", "by"), [(limit, ("0", "")), (hold_back, (100, 0))])
+def test_a_pause_stops_the_leader_too(pause, by):
     """It sends nothing and has no lease until the lock is resumed; what became due is sent once."""
     world = World({"often": 2.0})
     run_until_due(world)
     leader, sent = world.leader, len(world.sent)
-    limit(world, "0")
+    pause(world, by[0])
     world.run(3 * TIMEOUT)
     assert len(world.sent) == sent
     assert not leader.leads
-    limit(world, "")
+    assert not Overview(world.server, "dislock").lock("dislock:{beat}").is_leaderless
+    pause(world, by[1])
     world.run(2 * STEP)
     assert len(world.sent) == sent + 1
     world.run(4.0)

@@ -59,6 +59,7 @@ def pause(context: click.Context, /, which: WhichLock, **given: Any) -> None:
     """Let nobody take the lock of KEY.
 
     Who has the lock keeps it. Tasks that wait or are parked stay in line. Beats send nothing.
+    With --for it is held back, and who is in line starts at the end of that time.
     """
     _set(context, which, 0, **given)
 

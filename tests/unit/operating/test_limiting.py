@@ -62,8 +62,8 @@ def test_of_a_beat_it_is_told_that_a_pause_stops_it(dislock, server, known):
         ),
         (
             ["pause", "k", "--for", "10m", "--note", "stop\x1b"],
-            [0, "20 a minute", 600.0, "by me: stop\x1b", "by ana"],
-            f"Lock k is paused for 10 min. {KEEPS} It admitted 5.",
+            [5, "20 a minute", None, "", "by me: stop\x1b"],
+            f"Lock k is paused for 10 min. {KEEPS}",
             [r"paused lock 'k' for 10 min, with the note 'by me: stop\x1b'"],
         ),
         (
