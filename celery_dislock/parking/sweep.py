@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.parking.epoch import Epoch, log_loss
 from celery_dislock.parking.store import FIRST
 from celery_dislock.servers.records import describe, written
 from celery_dislock.servers.replies import Granted
@@ -58,11 +59,12 @@ class Round:
 
     Attributes:
         total: Number of lines, as the last page said.
+        parked: Number of tasks that are parked in the lines visited so far.
     """
 
     def __init__(self, lines: Lines, until: float) -> None:
         self.until = until
-        self.total = 0
+        self.total = self.parked = 0
         self._lines = lines
         self._cursor: bytes | None = None  # FIRST: all pages were read
         self._seen: set[str] = set()
@@ -126,6 +128,8 @@ class Sweep:
         self._every = every
         self._looks_first = looks_first
         self.tell: Callable[[Mapping[str, str]], None] = lambda _replaced: None
+        server, home = process.store.lock_server, process.store.home
+        self._epoch = Epoch(server, process.settings.dislock_prefix, home)
         self._round: Round | None = None  # None: a round begins with the next step
         self._sweeps = False  # whether this worker has the lease
 
@@ -157,26 +161,32 @@ class Sweep:
         """Sweep the lines that are next; return the time at which the step after that is due."""
         process, later = self._process, now + self._every
         if self._looks_first and self._round is None and not process.lines.page(FIRST, 1)[0]:
+            if self._epoch.is_known:
+                log_loss(self._epoch.look())
             return later
         ttl = 2 * self._every  # expires before the lease of a task that dies with this worker
         asked = [process.sweep_name], self._owner, ttl, self._holder
         if not isinstance(process.store.acquire(*asked), Granted):
             self._round, self._sweeps = None, False
+            log_loss(self._epoch.look())
             return later
         self._sweeps = True
         this = self._round = self._round or Round(process.lines, until=later)
-        self._sweep(this.take())
+        this.parked += self._sweep(this.take())
         left = this.steps_left
         if not left:
             self._round = None
+            log_loss(self._epoch.look(this.parked))
         return now + (this.until - now) / (left + 1)
 
-    def _sweep(self, found: Mapping[str, bytes]) -> None:
-        process, publisher = self._process, self._process.publisher
+    def _sweep(self, found: Mapping[str, bytes]) -> int:
+        """Sweep these lines; return how many tasks are parked in them."""
+        process, publisher, parked = self._process, self._process.publisher, 0
         for lock, swept in process.lines.sweep(list(found)).items():
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)
                 continue
+            parked += swept.parked
             if swept.replaced and (told := publisher.tell_replaced(lock, swept.replaced)):
                 self.tell(told)
             if swept.unclaimed:
@@ -192,6 +202,7 @@ class Sweep:
                 )
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
+        return parked
 
     def end(self) -> None:
         """Release the lease, so that another worker can sweep."""
