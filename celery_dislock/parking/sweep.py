@@ -24,6 +24,7 @@ from celery_dislock.config.terms import written as written_terms
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.broker import BACKEND_WITHIN
+from celery_dislock.parking.epoch import Epoch, log_loss
 from celery_dislock.parking.store import FIRST
 from celery_dislock.servers.records import describe, written
 from celery_dislock.servers.replies import Granted
@@ -68,11 +69,12 @@ class Round:
 
     Attributes:
         total: Number of lines, as the last page said.
+        parked: Number of tasks that are parked in the lines visited so far.
     """
 
     def __init__(self, lines: Lines, until: float) -> None:
         self.until = until
-        self.total = 0
+        self.total = self.parked = 0
         self._lines = lines
         self._cursor: bytes | None = None  # FIRST: all pages were read
         self._seen: set[str] = set()
@@ -139,6 +141,8 @@ class Sweep:
         self._looks_first = looks_first
         self.tell: Callable[[Mapping[str, str]], None] = lambda _replaced: None
         self.says: Callable[[str, str], Terms | None] = lambda _task, _key: None
+        server, home = process.store.lock_server, process.store.home
+        self._epoch = Epoch(server, process.settings.dislock_prefix, home)
         self._round: Round | None = None  # None: a round begins with the next step
         self._sweeps = False  # whether this worker has the lease
 
@@ -171,24 +175,29 @@ class Sweep:
         """Sweep the lines that are next; return the time at which the step after that is due."""
         process, later = self._process, now + self._every
         if self._looks_first and self._round is None and not process.lines.page(FIRST, 1)[0]:
+            if self._epoch.is_known:
+                log_loss(self._epoch.look())
             return later
         ttl = 2 * self._every  # expires before the lease of a task that dies with this worker
         asked = [process.sweep_name], self._owner, ttl, self._holder
         if not isinstance(process.store.acquire(*asked), Granted):
             self._round, self._sweeps = None, False
+            log_loss(self._epoch.look())
             return later
         self._sweeps = True
         this = self._round = self._round or Round(process.lines, until=later)
         page = this.take()
-        if newer := self._sweep(page):
-            self._sweep({lock: page[lock] for lock in newer}, newer)
+        if newer := self._sweep(this, page):
+            self._sweep(this, {lock: page[lock] for lock in newer}, newer)
         left = this.steps_left
         if not left:
             self._round = None
+            log_loss(self._epoch.look(this.parked))
         return now + (this.until - now) / (left + 1)
 
     def _sweep(
         self,
+        this: Round,
         found: Mapping[str, bytes],
         newer: Mapping[str, Sequence[Sequence[str]]] | None = None,
     ) -> Mapping[str, Sequence[Sequence[str]]]:
@@ -199,6 +208,8 @@ class Sweep:
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)
                 continue
+            if newer is None:
+                this.parked += swept.parked
             if swept.replaced:
                 its = lock, swept.replaced
                 if told := publisher.tell_replaced(*its, within=BACKEND_WITHIN):

@@ -15,6 +15,7 @@ from celery_dislock.scripts.names import (
     beat_of,
     crashes_of,
     done_of,
+    epoch_of,
     index_of_counts,
     index_of_lines,
     mark_of,
@@ -57,6 +58,7 @@ class Life:
         self._counts = f"{index_of_counts(prefix, tag)}:of"
         self._lines = index_of_lines(prefix, home)
         self._sweep = sweep_lock(prefix, tag)
+        self._epoch = epoch_of(prefix, tag)
         self._index = index_of_counts(prefix, tag)
 
     def keys(self) -> list[str]:
@@ -67,7 +69,7 @@ class Life:
             *(lock + end for end in KEY_TYPES),
             *(wake_list(lock, owner) for owner in "abcd"),
             *(mark_of(lock, "t"), crashes_of(lock, "t:0:0"), *done),
-            *(self._lines, self._sweep, self._index, self._counts),
+            *(self._lines, self._sweep, self._epoch, self._index, self._counts),
         ]
 
     def steps(self) -> Iterator[Step]:
@@ -79,6 +81,7 @@ class Life:
         yield scripts.COUNTS, [self._index], ()
         yield scripts.ENLIST, [self._lines], (self._lock,)
         yield scripts.LINES, [self._lines], (0, 1)
+        yield scripts.EPOCH, [self._epoch], ("", 0, 0, 0, "a")
         yield scripts.RELEASE, [self._sweep], ("a", 0)
         # A lease, and a beat that has another token.
         beat = [self._lock, beat_of(self._lock)]

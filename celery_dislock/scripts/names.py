@@ -63,6 +63,11 @@ def sweep_lock(prefix: str, home: str) -> str:
     return f"{prefix}:sweep:{{{home}}}"
 
 
+def epoch_of(prefix: str, home: str) -> str:
+    """Name the record by which workers know that the lock server has lost the lines of a broker."""
+    return f"{prefix}:epoch:{{{home}}}"
+
+
 def index_of_counts(prefix: str, tag: str = "counts") -> str:
     """Name the index of the workers that have counted something, for metrics."""
     return f"{prefix}:metrics:{{{tag}}}"

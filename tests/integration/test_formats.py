@@ -13,6 +13,7 @@ import pytest
 from celery_dislock.beat import DONE, SENT_SINCE
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LaterReleaseError
+from celery_dislock.parking.epoch import Epoch
 from celery_dislock.parking.store import Bounds
 from celery_dislock.scripts import RENEW_STALLED, TICK
 from celery_dislock.servers.replies import Replaced
@@ -257,6 +258,20 @@ def test_the_number_of_a_line_in_the_index_may_be_anything(broker, server):
     server.send("HSET", "dislock:lines:here", LOCK, "2 7 new")
     broker.ask("first")
     assert broker.park("a") == "parked"
+
+
+def test_an_epoch_is_compared_by_its_head_and_left_alone(broker, server):
+    """A record of a later version is not written here, and a loss is told by workers of then."""
+    name = "dislock:epoch:{here}"
+    known, new = (Epoch(server, "dislock", "here") for _ in range(2))
+    known.look(1)
+    kept = server.client().get(name).replace(b"1 ", b"2 ", 1) + b" new"
+    server.send("SET", name, kept)
+    assert (known.look(2), new.look(2), new.is_known, new.last_loss()) == (None, None, True, None)
+    later = kept.replace(kept.split()[1], b"ab")
+    server.send("SET", name, later)
+    assert known.look(2) is None
+    assert server.client().get(name) == later
 
 
 def test_beats_claim_by_when_an_entry_was_last_sent(broker, server):

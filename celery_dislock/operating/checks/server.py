@@ -6,6 +6,8 @@ import re
 from typing import TYPE_CHECKING
 
 from celery_dislock.operating.checks.table import Row, note, ok, serious, warning
+from celery_dislock.parking.epoch import REMEDY, Epoch
+from celery_dislock.words import for_people
 from celery_dislock.worker.startup import evicts, is_replica
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ IF_EMPTY = (
     "If it may come back without its data, do so only after the longest timeout is over: the "
     "bodies that run rely on their leases until then."
 )
+TOLD_FOR = 7 * 86400.0  # seconds for which a loss of data is told
 TOKENS_OFF = 0.1  # seconds between the clocks of independent servers
 KINDS_IN_WORDS = {
     "single": "a single server",
@@ -171,6 +174,19 @@ def writes(facts: Facts) -> Iterator[Finding]:
     yield from map(_refused, (one for one in facts.complaints if one.passes))
 
 
+def data(facts: Facts) -> Iterator[Finding]:
+    """Find that the server came back empty or with older data, and which tasks it has lost."""
+    if facts.away or not facts.server.keeps_lines:
+        return
+    loss = Epoch(facts.server, facts.prefix, facts.home).last_loss()
+    if loss is not None and loss.ago < TOLD_FOR:
+        yield (serious if loss.was > loss.left else warning)(
+            f"The lock server came back {loss.how} {for_people(loss.ago)} ago. Tasks that were "
+            f"parked at the last sweep before: {loss.was}; when a worker noticed it: {loss.left}.",
+            REMEDY,
+        )
+
+
 def _refused(one: Complaint) -> Finding:
     what, remedy = (f"{text[:1].upper()}{text[1:]}." for text in (one.what, one.remedy))
     return serious(what, remedy, one.servers)
@@ -221,6 +237,7 @@ CHECKS = (
     ("prefix", names),
     ("rights", rights),
     ("writes", writes),
+    ("data", data),
     ("sentinels", sentinels),
     ("server", members),
     ("clock", clocks),

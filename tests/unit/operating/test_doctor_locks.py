@@ -15,6 +15,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating.checks import facts
 from celery_dislock.operating.site import Site
+from celery_dislock.parking.epoch import Epoch
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines
 from celery_dislock.scripts.names import sweep_lock
@@ -387,3 +388,28 @@ def test_the_tasks_that_may_have_a_key(app):
         tasks = Site(None, app).tasks_of(key)
         assert [(one.unique_for, one.queue) for one in tasks] == found
         assert Site(None).tasks_of(key) == []
+
+
+@pytest.mark.parametrize(("parked", "level"), [(2, "serious"), (0, "warning")])
+def test_a_server_that_has_lost_its_data(doctor, server, parked, level):
+    """It is told for a week; serious is what has lost parked tasks."""
+    epoch = Epoch(server, "dislock", server.home)
+    epoch.look(parked)
+    assert doctor.found("data") == []
+    server.lose()
+    epoch.look(0)
+    server.advance(86400)
+    [(_, found, what)] = doctor.found("data")
+    assert found == level
+    assert "came back without its data 24 h 00 min ago. " in what
+    assert what.endswith(f" before: {parked}; when a worker noticed it: 0.")
+    server.advance(6 * 86400)
+    assert doctor.found("data") == []
+
+
+def test_several_independent_servers_have_no_lines_to_lose(doctor, server):
+    """Nothing is read of them."""
+    Epoch(server, "dislock", server.home).look(1)
+    server.keeps_lines = False
+    server.run = None  # a call would be a note
+    assert doctor.found("data") == []

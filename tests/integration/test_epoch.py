@@ -1,0 +1,336 @@
+"""A lock server that has lost data: who notices it, what is told, and what is taken for no loss."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from celery_dislock.parking import sweep as module
+from celery_dislock.parking.epoch import Epoch
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.scripts import EPOCH
+from celery_dislock.scripts.names import epoch_of
+from tests.commands import Dislock
+from tests.driven import Shop
+from tests.holding import name_of
+from tests.integration.parked import LOCK
+
+EVERY = 10.0  # seconds
+PARKED_FOR = 3600.0
+
+
+class Fleet:
+    """
+    Two workers that sweep in turns, and a third one whose tasks do not park.
+
+    Attributes:
+        first: The one that has the lease; then the one that stands by, and the third.
+    """
+
+    def __init__(self, shop, caplog):
+        self._shop, self._caplog = shop, caplog
+        self.first, self.second = (self.start(name) for name in ("w1@here", "w2@here"))
+        self.third = self.start("w3@here", looks_first=True)
+        self._task = shop.declare()
+
+    def start(self, name, **options):
+        """Start another worker."""
+        return self._shop.sweeper(name, clock=self._shop.clock, **options)
+
+    def park(self, *ids):
+        """Park tasks behind a holder that stays."""
+        self._shop.other.ask("holder", ttl=PARKED_FOR)
+        for task_id in ids:
+            self._shop.run(self._task, task_id)
+
+    def step(self, *workers):
+        """Let these look, or all; return what they log about a loss."""
+        self._caplog.clear()
+        for one in workers or (self.first, self.second, self.third):
+            one.step()
+            assert "failed" not in self._caplog.text
+        self._shop.server.advance(EVERY)
+        return [one.getMessage() for one in self._caplog.records if one.levelno == logging.ERROR]
+
+    @property
+    def loss(self):
+        """What doctor reads."""
+        return epoch(self._shop).last_loss()
+
+
+def epoch(shop):
+    """Return what a worker that starts now knows of the server."""
+    return Epoch(shop.server, "dislock", shop.home)
+
+
+@pytest.fixture
+def fleet(shop, caplog):
+    return Fleet(shop, caplog)
+
+
+@pytest.mark.parametrize("notices", ["first", "second", "third"])
+def test_a_server_that_was_emptied_is_told_of_by_one_worker(shop, fleet, notices):
+    """By who looks first: the sweeper, one that stands by, or one whose tasks do not park."""
+    fleet.park("1", "2")
+    assert fleet.step() == fleet.step() == []
+    shop.server.lose()
+    [told] = fleet.step(getattr(fleet, notices))
+    assert "came back without its data. Tasks that were parked at the last sweep before: 2" in told
+    assert "before: 2; now: 0. Tasks whose result says PARKED" in told
+    assert fleet.loss[:3] == ("without its data", 2, 0)
+    fleet.park("3")
+    assert fleet.step() == fleet.step() == []
+    assert fleet.loss[:3] == ("without its data", 2, 0)
+    assert fleet.loss.ago == pytest.approx(3 * EVERY, abs=0.1)
+
+
+@pytest.mark.parametrize("notices", ["first", "second", "third"])
+def test_a_replica_that_was_behind_is_told_of(shop, fleet, notices):
+    """Its record is older than the one that the workers remember."""
+    fleet.park("1")
+    fleet.step()
+    shop.server.replicate()
+    fleet.park("2", "3")
+    fleet.step()
+    shop.server.fail_over()
+    [told] = fleet.step(getattr(fleet, notices))
+    assert "came back with older data. " in told
+    assert "before: 3; now: 1. " in told
+    assert fleet.step() == []
+    assert fleet.loss[:3] == ("with older data", 3, 1)
+
+
+@pytest.mark.parametrize("kind", ["up to date", "restarted", "away", "set back", "moved"])
+def test_what_is_no_loss(shop, fleet, kind):
+    """A failover without a lag, an outage, a clock set back, workers at another server."""
+    fleet.park("1", "2")
+    assert fleet.step() == []
+    if kind == "up to date":
+        shop.server.replicate()
+        shop.server.fail_over()
+    elif kind == "restarted":
+        fleet.first.end()
+        fleet.first = fleet.start("w1@here")
+    elif kind == "away":
+        shop.server.away = True
+        fleet.first.step()
+        shop.server.advance(10 * EVERY)
+        shop.server.away = False
+    elif kind == "set back":
+        shop.server.advance(-600)
+    else:
+        shop.server.lose()
+        fleet.first, fleet.second = fleet.start("w1@here"), fleet.start("w2@here")
+        fleet.third = fleet.start("w3@here", looks_first=True)
+    for _ in range(3):
+        assert fleet.step() == []
+    assert fleet.loss is None
+
+
+def test_a_clock_that_was_set_back_hides_no_loss(shop, fleet):
+    """What the record says of the time of its sweep only grows."""
+    fleet.park("1")
+    fleet.step()
+    shop.server.advance(-600)
+    fleet.step()
+    shop.server.replicate()
+    fleet.park("2")
+    fleet.step()
+    shop.server.fail_over()
+    [told] = fleet.step()
+    assert "with older data. " in told
+    assert "before: 2; now: 1. " in told
+
+
+def test_who_knows_of_nothing_hides_no_loss(shop, fleet):
+    """A worker that starts after the loss, and sweeps first, lets the others find it."""
+    fleet.park("1", "2")
+    fleet.step()
+    shop.server.lose()
+    assert fleet.step(fleet.start("w4@here")) == []
+    [told] = fleet.step()
+    assert "came back with other data. " in told
+    assert "before: 2; now: 0. " in told
+    assert fleet.step() == []
+
+
+def test_who_takes_over_from_a_dead_sweeper_hides_no_loss(shop, fleet):
+    """A worker that starts at an older server looks once before it writes."""
+    fleet.park("1")
+    fleet.step()
+    shop.server.replicate()
+    fleet.park("2")
+    fleet.step()
+    shop.server.fail_over()
+    shop.server.advance(3 * EVERY)  # no lease of a sweeper is left
+    assert fleet.step(fleet.start("w4@here")) == []
+    [told] = fleet.step(fleet.second)
+    assert "with older data. " in told
+    assert "before: 2; now: 1. " in told
+
+
+def test_each_loss_is_told(shop, fleet):
+    """The second one is another, with its own numbers."""
+    fleet.park("1", "2")
+    fleet.step()
+    for parked in (2, 1):
+        shop.server.lose()
+        [told] = fleet.step()
+        assert "without its data. " in told
+        assert f"before: {parked}; now: 0. " in told
+        fleet.park("3")
+        assert fleet.step() == []
+    assert fleet.loss[:3] == ("without its data", 1, 0)
+
+
+def test_a_worker_whose_reply_was_lost_tells_it(shop, fleet):
+    """The call is sent again, and finds what the first one wrote."""
+    fleet.park("1")
+    fleet.step()
+    shop.server.lose()
+    run = shop.server.run
+
+    def twice(script, keys, *arguments):
+        if script is EPOCH:
+            run(script, keys, *arguments)
+        return run(script, keys, *arguments)
+
+    shop.server.run = twice
+    assert len(fleet.step()) == 1
+
+
+@pytest.mark.parametrize("record", ["", "1 x", "list"])
+def test_a_damaged_record_is_no_loss_and_stops_no_sweep(shop, fleet, record):
+    """It is written anew, whatever its type."""
+    fleet.park("1")
+    fleet.step()
+    name = epoch_of("dislock", shop.home)
+    shop.server.send("DEL", name)
+    shop.server.send(*(("RPUSH", name, "x") if record == "list" else ("SET", name, record)))
+    assert fleet.step() == fleet.step() == []
+    shop.server.lose()
+    assert "before: 1; now: 0. " in fleet.step()[0]
+
+
+def test_a_round_of_several_steps_is_counted_whole(shop, fleet, monkeypatch):
+    """A loss in the middle of a round is told with the number of the round before."""
+    monkeypatch.setattr(module, "PAGE", 1)
+    for key in "abc":
+        task = shop.declare(lock_key=key, name=f"shop.{key}")
+        shop.other.store.acquire([name_of(key)], "holder", PARKED_FOR, "{}")
+        shop.run(task, key)
+    sweep = fleet.start("w1@here")
+    until = shop.clock() + EVERY
+    while shop.clock() < until - 1e-3:
+        shop.server.advance(sweep.step())
+    fleet.step(sweep)
+    shop.server.lose()
+    told = [line for _ in range(5) for line in fleet.step(sweep)]
+    assert len(told) == 1
+    assert "before: 3; now: " in told[0]
+
+
+def test_an_app_without_lines_leaves_no_record(shop, fleet):
+    """A worker whose tasks do not park sends nothing more than before."""
+    before = shop.server.requests
+    fleet.third.step()
+    assert shop.server.requests == before + 1
+    assert shop.server.names() == set()
+
+
+def test_the_record_lives_as_long_as_lines_do(shop, fleet):
+    """Each look keeps it, so that it does not end while a worker remembers it."""
+    fleet.park("1")
+    fleet.step()
+    name = epoch_of("dislock", shop.home)
+    shop.server.advance(20 * 86400)
+    epoch(shop).look()
+    assert shop.server.ttls()[name] == 30 * 86400 * 1000
+
+
+@pytest.fixture
+def tell(own_redis_server, caplog):
+    """Park two tasks on a real server, with something after each; return what is told then."""
+
+    def run(*happens):
+        with Shop(url=own_redis_server.url) as shop:
+            store, task = runtime_of(shop.app).process.store, shop.declare()
+            workers = [shop.sweeper(name) for name in ("w1@here", "w2@here")]
+            for number, then in enumerate(happens):
+                store.acquire([LOCK], "holder", PARKED_FOR, "{}")
+                shop.run(task, str(number))
+                for worker in workers:
+                    worker.step()
+                then()
+            for worker in workers * 2:
+                worker.step()
+            told = Dislock(shop.app)("doctor", "--json", "--timeout", "0.1").stdout
+            for worker in workers:
+                worker.end()
+        found = [one for one in json.loads(told)["findings"] if one["check"] == "data"]
+        logged = [one for one in caplog.messages if "came back" in one]
+        return logged, [(one["level"], one["what"]) for one in found]
+
+    return run
+
+
+@pytest.mark.parametrize("way", ["flushed", "restarted"])
+def test_a_real_server_that_is_empty(own_redis_server, tell, way):
+    """By FLUSHALL, or by a restart without persistence: the log and doctor say so, once."""
+
+    def flush():
+        with own_redis_server.client() as client:
+            client.flushall()
+
+    def restart():
+        own_redis_server.kill()
+        own_redis_server.start()
+
+    [logged], [(level, what)] = tell(lambda: None, flush if way == "flushed" else restart)
+    assert "without its data. " in logged
+    assert "before: 2; now: 0. " in logged
+    assert level == "serious"
+    assert what.startswith("The lock server came back without its data ")
+    assert what.endswith(" before: 2; when a worker noticed it: 0.")
+
+
+def test_a_real_server_that_has_an_old_dump(own_redis_server, tell):
+    """It has the first task, and not the second."""
+
+    def save():
+        with own_redis_server.client() as client:
+            client.save()
+
+    def restore():
+        own_redis_server.kill()
+        own_redis_server.start()
+
+    [logged], [(level, what)] = tell(save, restore)
+    assert "with older data. " in logged
+    assert "before: 2; now: 1. " in logged
+    assert (level, "came back with older data" in what) == ("serious", True)
+
+
+def test_a_real_server_that_has_all_it_had(own_redis_server, tell):
+    """A restart with its data is no loss."""
+
+    def restart():
+        with own_redis_server.client() as client:
+            client.save()
+        own_redis_server.kill()
+        own_redis_server.start()
+
+    assert tell(restart, restart) == ([], [])
+
+
+def test_a_server_without_memory_keeps_the_record(own_redis_server):
+    """The sweep goes on there, so its record is written, too."""
+    with Shop(url=own_redis_server.url) as shop, own_redis_server.client() as client:
+        server = runtime_of(shop.app).process.store.lock_server
+        known = Epoch(server, "dislock", shop.home)
+        assert known.look(1) is None
+        client.config_set("maxmemory", 1)
+        assert known.look(2) is None
+        assert client.get(epoch_of("dislock", shop.home)).split()[3] == b"2"
