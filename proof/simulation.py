@@ -95,6 +95,7 @@ MARKS = (
     ":running",
     "dislock:lines:",
     "dislock:sweep:",
+    "dislock:epoch:",
     ":line",
     ":unique",
     ":newest",

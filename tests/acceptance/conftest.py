@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tests.acceptance.rabbitmq import RabbitServer
 
-MEANT_TO_STAY = re.compile(r"dislock:(sweep:|lines:|\{.*\}:(done:|crashes:|newest$))")
+MEANT_TO_STAY = re.compile(r"dislock:(sweep:|lines:|epoch:|\{.*\}:(done:|crashes:|newest$))")
 LOG_SHOWN = 20_000  # characters of each worker's log in the report of a failed test
 WORKERS = pytest.StashKey[dict[Worker, int]]()  # with the length of its log when the test began
 
