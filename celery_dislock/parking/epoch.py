@@ -11,8 +11,8 @@ left that has seen the record before.
 from __future__ import annotations
 
 import logging
+from secrets import token_hex
 from typing import TYPE_CHECKING, NamedTuple
-from uuid import uuid4
 
 from celery_dislock import scripts
 from celery_dislock.scripts.names import epoch_of
@@ -86,7 +86,7 @@ class Epoch:
         Raises:
             StoreError: The server did not answer.
         """
-        new = uuid4().hex
+        new = token_hex(16)
         counted = "" if parked is None else parked
         found = self._server.run(
             scripts.EPOCH, [self._name], *self._seen, self._parked, counted, new

@@ -58,7 +58,7 @@ class Life:
         self._counts = f"{index_of_counts(prefix, tag)}:of"
         self._lines = index_of_lines(prefix, home)
         self._sweep = sweep_lock(prefix, tag)
-        self._epoch = epoch_of(prefix, tag)
+        self._epoch = epoch_of(prefix, home)
         self._index = index_of_counts(prefix, tag)
 
     def keys(self) -> list[str]:

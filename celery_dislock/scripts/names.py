@@ -65,7 +65,7 @@ def sweep_lock(prefix: str, home: str) -> str:
 
 def epoch_of(prefix: str, home: str) -> str:
     """Name the record by which workers know that the lock server has lost the lines of a broker."""
-    return f"{prefix}:epoch:{{{home}}}"
+    return f"{prefix}:epoch:{home}"
 
 
 def index_of_counts(prefix: str, tag: str = "counts") -> str:

@@ -262,7 +262,7 @@ def test_the_number_of_a_line_in_the_index_may_be_anything(broker, server):
 
 def test_an_epoch_is_compared_by_its_head_and_left_alone(broker, server):
     """A record of a later version is not written here, and a loss is told by workers of then."""
-    name = "dislock:epoch:{here}"
+    name = "dislock:epoch:here"
     known, new = (Epoch(server, "dislock", "here") for _ in range(2))
     known.look(1)
     kept = server.client().get(name).replace(b"1 ", b"2 ", 1) + b" new"

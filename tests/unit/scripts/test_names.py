@@ -58,7 +58,7 @@ def test_the_names_of_keys_stay():
     assert names.aside_of("dislock:{k}") == "dislock:{k}:aside"
     assert names.index_of_lines("dislock", "home") == "dislock:lines:home"
     assert names.sweep_lock("dislock", "home") == "dislock:sweep:{home}"
-    assert names.epoch_of("dislock", "home") == "dislock:epoch:{home}"
+    assert names.epoch_of("dislock", "home") == "dislock:epoch:home"
     single = {end: kind for end, kind in ENDINGS.items() if not end.endswith(":")}
     assert {"": "hash", **single} == names.KEY_TYPES
 
