@@ -119,7 +119,7 @@ def test_what_is_no_loss(shop, fleet, kind):
         shop.server.advance(10 * EVERY)
         shop.server.away = False
     elif kind == "set back":
-        shop.server.advance(-600)
+        shop.server.stall(-600)
     else:
         shop.server.lose()
         fleet.first, fleet.second = fleet.start("w1@here"), fleet.start("w2@here")
@@ -133,7 +133,7 @@ def test_a_clock_that_was_set_back_hides_no_loss(shop, fleet):
     """What the record says of the time of its sweep only grows."""
     fleet.park("1")
     fleet.step()
-    shop.server.advance(-600)
+    shop.server.stall(-600)
     fleet.step()
     shop.server.replicate()
     fleet.park("2")
