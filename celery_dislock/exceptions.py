@@ -106,8 +106,6 @@ class LockHeldError(DislockError):
         renewed: Seconds since the holder's lease was renewed, or taken if it was not renewed since;
             None if that is not known, or the lease has a fixed expiry.
         hint: Text that says why the caller may be waiting for itself; empty: it does not.
-        conflict: The same as data: ``exc.conflict.holder["id"]`` is the id of the task that holds
-            the lock.  None for a LockTermsError.
     """
 
     key: str
@@ -122,7 +120,11 @@ class LockHeldError(DislockError):
 
     @property
     def conflict(self) -> Any:
-        """See the attributes."""
+        """
+        The same as data; None for a LockTermsError.
+
+        ``exc.conflict.holder["id"]`` is the id of the task that holds the lock.
+        """
         if self.about is None:
             return None
         times = {"held_for": self.held_for, "renewed": self.renewed}

@@ -118,7 +118,7 @@ class Holder(NamedTuple):
 
     @property
     def may_live(self) -> bool:
-        """Whether its body may still run: one that is overdue may be stopped or cut off."""
+        """Whether its body may still run; one that is overdue may be stopped or cut off."""
         return not (self.expiring or self.turn)
 
 
