@@ -16,7 +16,7 @@ from celery_dislock.messages.headers import REPLACED, notes_of
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock
 from celery_dislock.parking.answers import Done, Parked
-from celery_dislock.parking.store import Lines
+from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted, Handed
@@ -276,16 +276,90 @@ class TestPause:
         else:
             assert isinstance(worker.take("t", reservation=reservation), Conflict)
 
-    def test_it_ends_by_itself_if_it_was_set_for_a_time(self, worker, server):
-        """Who asks then is admitted; the sweep gives parked tasks their turn."""
-        worker.lines.limit(LOCK, 0, ttl=60)
+    def test_it_ends_at_its_time_if_it_was_set_for_one(self, worker, server):
+        """Who asks then is admitted; a parked task has its turn before, with the rest as delay."""
+        worker.actions.limit(LOCK, 0, seconds=60)
         worker.park("t")
-        server.advance(59)
+        server.advance(44)
         assert worker.lines.sweep([LOCK])[LOCK].parked == 1
-        assert worker.given() == []
+        assert worker.published == []
         server.advance(2)
-        worker.lines.sweep([LOCK])
+        worker.sweep()
+        assert [turn.delay for turn in worker.published] == [pytest.approx(14.0)]
+        server.advance(14)
+        assert isinstance(worker.claim("t"), Granted)
+
+    def test_a_line_behind_one_that_ends_is_not_stuck(self, worker, server):
+        """Neither at the moment of its end, nor before; people see until when, and why."""
+        worker.actions.limit(LOCK, 0, seconds=60, note="by ana")
+        worker.park("t")
+        worker.park("u")
+        for second in range(60):
+            state = worker.overview.lock(LOCK)
+            assert (state.rate.held_back, state.rate.note) == (60 - second, "by ana")
+            assert not state.is_stuck
+            server.advance(1)
+            worker.sweep()
         assert worker.given() == ["t"]
+        assert not worker.overview.lock(LOCK).is_stuck
+        assert isinstance(worker.claim("t"), Granted)
+
+    @pytest.mark.parametrize(("before", "then"), [(0, None), (3, 3), (None, None)])
+    def test_one_that_ends_leaves_a_limit_and_a_rate(self, worker, server, before, then):
+        """It takes the place of a pause without an end alone, and they hold after it."""
+        worker.actions.limit(LOCK, before)
+        worker.actions.rate(LOCK, Rate(5, 60.0))
+        worker.actions.limit(LOCK, 0, seconds=60)
+        state = worker.overview.lock(LOCK)
+        assert (state.limit, state.rate.held_back, str(state.rate.rate)) == (then, 60, "5 a minute")
+        assert isinstance(worker.take("a"), Conflict)
+        server.advance(60)
+        assert isinstance(worker.take("a"), Granted)
+
+    def test_one_without_an_end_stays_when_a_task_holds_the_lock_back(self, worker, server):
+        """The end of an answer 429 is not the end of what an operator has paused."""
+        worker.lines.limit(LOCK, 0)
+        worker.actions.hold_back(LOCK, 60)
+        server.advance(61)
+        assert isinstance(worker.take("a"), Conflict)
+
+    @pytest.mark.parametrize("seconds", [None, 60])
+    def test_nobody_is_told_to_end_for_a_newer_one(self, worker, seconds):
+        """The newest could not run: until the pause ends, what runs is left alone."""
+
+        def cancels(task, sent, message=b""):
+            bounds = Bounds(most=1, overflow="replace")
+            ticket = Ticket(
+                f"{task}:0:0", False, message, terms=(Terms(),), bounds=bounds, sent=sent
+            )
+            return worker.lines.park([LOCK], f"{task}@w:1/1", LONG, "{}", ticket)
+
+        assert isinstance(cancels("old", 1), Granted)
+        worker.actions.limit(LOCK, 0, seconds=seconds)
+        answer = cancels("new", 2, b'1 {"sent":2,"until":"","exchange":""}\n')
+        assert (type(answer), answer.told) == (Parked, ())
+
+    def test_one_that_ends_is_ended_at_once(self, worker):
+        """`resume` gives those in line their turns."""
+        worker.actions.limit(LOCK, 0, seconds=3600)
+        worker.park("t")
+        worker.actions.rate(LOCK, None)
+        assert worker.given() == ["t"]
+        assert isinstance(worker.claim("t"), Granted)
+
+    @pytest.mark.parametrize(("seconds", "answer"), [(9, Conflict), (60, Parked)])
+    def test_a_turn_that_was_given_before_one_that_ends(self, worker, server, seconds, answer):
+        """It is kept if the pause ends soon, and else the task is back at its place in line."""
+        worker.take("a")
+        worker.park("t")
+        worker.release("a")
+        assert worker.given() == ["t"]
+        worker.actions.limit(LOCK, 0, seconds=seconds)
+        assert isinstance(worker.claim("t"), answer)
+        server.advance(seconds)
+        worker.sweep()
+        assert worker.given() == ([] if answer is Conflict else ["t"])
+        assert isinstance(worker.claim("t", 3), Granted)
 
     def test_a_limit_that_cannot_be_read_admits_nobody(self, worker, server):
         """A later version may have written it: the lock is damaged, and says so."""
@@ -486,3 +560,12 @@ class TestActions:
         assert Overview(store.lock_server, "dislock").lock(LOCK).limit_note == "by ana"
         assert actions.limit(LOCK, None) == 0
         assert isinstance(store.acquire([LOCK], "a", LONG, "{}"), Granted)
+
+    def test_a_pause_that_ends_holds_on_several_servers(self, quorum):
+        """Nobody stands in line there, so each server ends it by its own clock."""
+        store, actions, _ = quorum
+        overview = Overview(store.lock_server, "dislock")
+        actions.limit(LOCK, 0, seconds=60)
+        state = overview.lock(LOCK)
+        assert (state.is_paused, 0 < state.limit_remaining <= 60) == (True, True)
+        assert isinstance(store.acquire([LOCK], "a", LONG, "{}"), Conflict)
