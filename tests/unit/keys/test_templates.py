@@ -497,7 +497,7 @@ class TestCallables:
         [
             (None, "a key is a str, not None"),
             ({"a"}, "a key is a str, not set"),
-            (iter("ab"), "a key is a str, not str_ascii_iterator"),
+            (iter([]), "a key is a str, not list_iterator"),
             (["a", 7], "a key is a str, not int"),
             (["a", None], "a key is a str, not None"),
             ([["a"]], "a key is a str, not list"),
