@@ -52,7 +52,17 @@ LOOK_EVERY = 0.5  # seconds between two looks at what is waited for
 LEFT_WITHIN = 120.0  # seconds until what stays for a dead process has expired
 # Kept for copies of messages that may still come, or of the whole app.  A waiter that was killed
 # stays in a line that had parked tasks.
-STAYS = (":done:", ":running", ":unique", ":line", ":newest", ":unsent:", ":beat", "dislock:lines:")
+STAYS = (
+    ":done:",
+    ":running",
+    ":unique",
+    ":line",
+    ":newest",
+    ":unsent:",
+    ":beat",
+    "dislock:lines:",
+    "dislock:epoch:",
+)
 
 
 def run(
