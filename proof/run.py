@@ -24,7 +24,7 @@ from proof.history import History, read
 from proof.nemesis import HARMLESS, HOUR, LONG_PAUSE, Fault, Group, make_faults, of_processes
 from proof.previous import MISSING, unpack
 from proof.processes import BEAT, COROUTINES, LOCKING, SENDING, WORKER, Processes
-from proof.servers import KINDS, ttls
+from proof.servers import KINDS, STAYS, ttls
 from proof.site import TICKS, Site
 from tests.acceptance.rabbitmq import find_rabbitmq, running
 from tests.redis_server import RedisServer
@@ -50,19 +50,6 @@ ANSWERS_WITHIN = 0.1  # seconds
 SEEN = 0.2  # seconds between two looks at whether a failover is under way
 LOOK_EVERY = 0.5  # seconds between two looks at what is waited for
 LEFT_WITHIN = 120.0  # seconds until what stays for a dead process has expired
-# Kept for copies of messages that may still come, or of the whole app.  A waiter that was killed
-# stays in a line that had parked tasks.
-STAYS = (
-    ":done:",
-    ":running",
-    ":unique",
-    ":line",
-    ":newest",
-    ":unsent:",
-    ":beat",
-    "dislock:lines:",
-    "dislock:epoch:",
-)
 
 
 def run(

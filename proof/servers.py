@@ -33,6 +33,20 @@ SETTLED_WITHIN = 60.0  # seconds until the Sentinels agree on a master after a f
 COMES_WITHIN = 0.3  # seconds in which commands come to a fault that waits for one
 FULL = {"maxmemory": "1"}
 ROOMY = {"maxmemory": "0", "maxmemory-policy": "noeviction"}
+# Keys that are kept for copies of messages that may still come, or for the whole app.  A waiter
+# that was killed stays in a line that had parked tasks.
+STAYS = (
+    ":done:",
+    ":running",
+    ":unique",
+    ":line",
+    ":newest",
+    ":unsent:",
+    ":beat",
+    "dislock:lines:",
+    "dislock:epoch:",
+    "dislock:sweep:",
+)
 
 
 class LockServers(ExitStack):

@@ -53,6 +53,7 @@ from proof.controls import CONTROLS
 from proof.leases import Durations, cap_of
 from proof.order import Order
 from proof.rates import Rates
+from proof.servers import STAYS
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
 from proof.takeovers import DROPPED, TakeOvers
 from proof.working import WIDE, Copy, Worker, driven
@@ -89,18 +90,6 @@ FAULTS = ("replies", "late", "kill", "freeze", "failover", "limit", "free", "slo
 HARMLESS = {"late", "freeze", "slow", "limit"}  # no lease suffers
 UNIQUE_FOR = 3600.0  # seconds for which a key is reserved at most, if its end is lost
 HOW = {"replies": ("lost", "fails", "unsent"), "late": ("late", "late")}  # requests go wrong
-# Keys that outlive what they tell of.  A waiter that died stays in a line that had parked tasks.
-MARKS = (
-    ":done:",
-    ":running",
-    "dislock:lines:",
-    "dislock:sweep:",
-    "dislock:epoch:",
-    ":line",
-    ":unique",
-    ":newest",
-    ":unsent:",
-)
 GROUPS: dict[str, list[dict[str, Any]]] = {  # of options that may be used for one lock
     "exclusive": [{}],
     "shared": [{"lock_mode": "shared"}, {"lock_mode": "shared"}, {}],
@@ -721,7 +710,7 @@ class History:
         if self.violation:
             raise BrokenPromiseError(self.violation)
         self.net.advance(KEPT_UNIT if self.several else 100.0)  # places of those that died
-        left = [name for name in self.keys() if not any(mark in name for mark in MARKS)]
+        left = [name for name in self.keys() if not any(one in name for one in STAYS)]
         if left:
             raise BrokenPromiseError(f"these keys are left: {left}, of {self.net.contents()}")
         # A late request may reserve the key of a task that has ended; so may a copy that is put

@@ -1,11 +1,14 @@
-"""What the lines of parked tasks answer."""
+"""What the lines of parked tasks answer, and how the sweep's replies are read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.servers.records import Conflict
+from celery_dislock.keys.names import task_id_of
+from celery_dislock.keys.templates import key_of
+from celery_dislock.servers.records import Conflict, locks_of, text
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,3 +80,37 @@ class Dropped(NamedTuple):
 
     message: bytes  # empty: the task's record could not be read, and is set aside
     ours: bool  # True: the caller reports the task's end; False: a sweep of the message's broker
+
+
+def _circle(told: Sequence[bytes]) -> Circle:
+    """Parse a circle that was opened; see ``_circles.lua``."""
+    began_anew, *parts = told
+    tasks = {
+        text(ticket): f"{plain(text(name))}[{task_id_of(text(ticket))}]"
+        for ticket, name, _ in zip(*[iter(parts)] * 3, strict=True)
+    }
+    orders = [", ".join(map(key_of, locks_of(stations))) for stations in parts[2::3]]
+    ordered = zip(tasks.values(), orders, strict=True)
+    return Circle(tasks[text(began_anew)], tuple(f"{task} ({keys})" for task, keys in ordered))
+
+
+def messages(reply: Sequence[bytes]) -> dict[str, bytes]:
+    """Parse tickets and their messages."""
+    return dict(zip(map(text, reply[::2]), reply[1::2], strict=True))
+
+
+def swept(
+    parked: int,
+    replaced: Sequence[bytes],
+    unclaimed: Sequence[bytes],
+    circles: Sequence[Sequence[bytes]],
+    first: Sequence[bytes],
+) -> Swept:
+    """Parse a reply of sweep.lua, without its turns."""
+    return Swept(
+        parked,
+        messages(replaced),
+        tuple(map(text, unclaimed)),
+        tuple(map(_circle, circles)),
+        tuple(First(*map(text, one)) for one in zip(*[iter(first)] * 3, strict=True)),
+    )

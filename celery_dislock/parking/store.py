@@ -19,20 +19,19 @@ from kombu.utils.json import dumps
 from celery_dislock import scripts
 from celery_dislock.config.terms import ALONE, written
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
-from celery_dislock.parking.answers import Circle, Done, Dropped, First, Full, Later, Parked, Swept
+from celery_dislock.parking.answers import Done, Dropped, Full, Later, Parked, messages, swept
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
-from celery_dislock.servers.records import Conflict, holder_of, locks_of, text
+from celery_dislock.servers.records import Conflict, holder_of, text
 from celery_dislock.servers.replies import Granted, Replaced, turns
-from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.config.terms import Terms
+    from celery_dislock.parking.answers import Swept
     from celery_dislock.servers.replies import Turn
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.server import Server
@@ -394,14 +393,7 @@ class Lines:
             if isinstance(reply, DamagedLockError):
                 found[lock] = reply
             if not isinstance(reply, StoreError):
-                parked, replaced, unclaimed, circles, first = self._published(reply)
-                found[lock] = Swept(
-                    parked,
-                    _messages(replaced),
-                    tuple(map(text, unclaimed)),
-                    tuple(map(_circle, circles)),
-                    tuple(First(*map(text, one)) for one in zip(*[iter(first)] * 3, strict=True)),
-                )
+                found[lock] = swept(*self._published(reply))
         return found
 
     def _published(self, reply: Sequence[Any]) -> list[Any]:
@@ -427,7 +419,7 @@ def _answer(reply: Sequence[Any]) -> Granted | Conflict | Done | Later:
         case [scripts.REFUSED, _, lock, place, *lease]:
             return Conflict.of(text(lock), *lease, place=place)
         case [scripts.PARKED, _, lock, place, *lease, replaced, told]:
-            its = _messages(replaced) if replaced else {}
+            its = messages(replaced) if replaced else {}
             told = tuple(map(holder_of, told))
             return Parked.of(text(lock), *lease, place=place, replaced=its, told=told)
         case [scripts.FULL, _, lock, waiting, *lease]:
@@ -435,23 +427,6 @@ def _answer(reply: Sequence[Any]) -> Granted | Conflict | Done | Later:
         case [scripts.REPLACED_BY, _, by]:
             raise Replaced(text(by))
     return Later() if reply[0] == scripts.LATER else Done()
-
-
-def _circle(told: Sequence[bytes]) -> Circle:
-    """Parse a circle that was opened; see ``_circles.lua``."""
-    began_anew, *parts = told
-    tasks = {
-        text(ticket): f"{plain(text(name))}[{task_id_of(text(ticket))}]"
-        for ticket, name, _ in zip(*[iter(parts)] * 3, strict=True)
-    }
-    orders = [", ".join(map(key_of, locks_of(stations))) for stations in parts[2::3]]
-    ordered = zip(tasks.values(), orders, strict=True)
-    return Circle(tasks[text(began_anew)], tuple(f"{task} ({keys})" for task, keys in ordered))
-
-
-def _messages(reply: Sequence[bytes]) -> dict[str, bytes]:
-    """Parse tickets and their messages."""
-    return dict(zip(map(text, reply[::2]), reply[1::2], strict=True))
 
 
 def log_unrunnable(what: str, lock: str, why: object, error: StoreError | None = None) -> None:
