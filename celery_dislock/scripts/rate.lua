@@ -6,15 +6,16 @@
 --           back_ms    > 0: nobody starts for this time   0: owners may start at once   empty: this stays as it is
 --           ttl_ms     > 0: how long the rate lasts   0: until it is taken back; of no effect without a rate
 --           note       text for people; if it is empty, a rate that stays as it is keeps its own note
---           home       the caller's broker; left out: it cannot publish
+--           home       the caller's broker; left out or empty: it cannot publish
+--           pauses     1: this is an operator's pause with an end: one without an end is taken back   left out: it is not
 --
 -- Returns   {before, turns}   before: the rate that was set until now, as in ARGV[1]; empty: none
 -- Touches all keys of the lock.  See _rate.lua for what it writes.  Owners that hold the lock keep it.
 
 -- include: _parked
 
-local rate, back_ms, ttl_ms, note
-rate, back_ms, ttl_ms, note, home = unpack(ARGV)
+local rate, back_ms, ttl_ms, note, pauses
+rate, back_ms, ttl_ms, note, home, pauses = unpack(ARGV)
 local lock = open_whole(KEYS[1])
 
 local set = rate_set(lock) or {until_ms = 0, most = 0, window = 0}
@@ -37,5 +38,9 @@ else
   if lasts > 0 then redis.call('PEXPIRE', key, lasts) end
 end
 lock.rate = nil
+if pauses and limit_set(lock) == 0 then
+  redis.call('DEL', lock.name .. LIMIT)
+  lock.set = false
+end
 recall_and_hand_off(lock)
 return {before, turns}

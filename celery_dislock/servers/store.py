@@ -276,7 +276,14 @@ class Store:
         return bool(self._end(scripts.FREE, [lock], owner, token, self.home))
 
     def rate(
-        self, lock: str, rate: str, held_back: float | None, ttl: float = 0.0, note: str = ""
+        self,
+        lock: str,
+        rate: str,
+        held_back: float | None,
+        ttl: float = 0.0,
+        note: str = "",
+        *,
+        pauses: bool = False,
     ) -> Rate | None:
         """
         Let a lock be taken more or less often, or by nobody for some time; return what was set.
@@ -287,9 +294,10 @@ class Store:
             held_back: Seconds for which nobody starts; None: as it is.
             ttl: Seconds for which the rate lasts; 0: until it is taken back.
             note: Text for people.
+            pauses: Whether this is an operator's pause, which takes back one without an end.
         """
         back = "" if held_back is None else milliseconds(held_back)
-        call = (rate, back, milliseconds(ttl), note, self.home)
+        call = (rate, back, milliseconds(ttl), note, self.home, *([1] if pauses else []))
         before, given = self.lock_server.run(scripts.RATE, [lock], *call)
         if given and self._hand_over is not None:
             self._hand_over(turns(given))

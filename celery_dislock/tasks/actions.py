@@ -304,9 +304,8 @@ class Actions:
             self._refuse_several(name, "limit", limit)
         if limit == 0 and seconds is not None and self._process.store.lock_server.keeps_lines:
             # A hold-back, whose end those in line know.  A limit that is set holds after it.
-            self.hold_back(name, seconds, note=note)
-            is_paused = look(self._process.store.lock_server, name).is_paused
-            return self._process.lines.limit(name, None) if is_paused else None
+            self._process.store.rate(name, "", seconds, note=one_line(note), pauses=True)
+            return None
         return self._process.lines.limit(name, limit, ttl=seconds or 0.0, note=one_line(note))
 
     def rate(
