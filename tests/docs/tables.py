@@ -186,7 +186,10 @@ def errors() -> str:
         had = dict.fromkeys(
             attribute
             for its in reversed(one.__mro__)
-            for attribute in section(vars(its).get("__doc__"), "Attributes")
+            for attribute in (
+                *section(vars(its).get("__doc__"), "Attributes"),
+                *(name for name, value in vars(its).items() if isinstance(value, property)),
+            )
             if attribute != "raw"
         )
         rows.append(
