@@ -552,7 +552,7 @@ unique_to_a_fixed_end = locked(
     "unique_to_a_fixed_end",
     lock_key="fixed:<key>",
     lock_expire=LONG,
-    lock_unique_for=BRIEF,
+    lock_unique_for=2 * BRIEF,
     **UNTIL_END,
 )
 unique_and_limited = locked("unique_and_limited", do_little, rate_limit="1/h", **UNTIL_END)
