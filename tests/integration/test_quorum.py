@@ -15,10 +15,13 @@ from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, runs, swallow_reply
 from tests.holding import Holding, all_locks, wait_for
 from tests.integration.servers import HOLDER, LOCK, LONG, WITHIN, round_trip, several, take
+from tests.pace import REPLY
 from tests.redis_server import RedisServer
 
-TRANSPORT = {"socket_timeout": 0.3}  # how long a server that is frozen is waited for at first
-PATIENT = {"socket_timeout": 2.0}  # where one that is slow must not be taken for one that is away
+TRANSPORT = {"socket_timeout": REPLY}  # how long a server that is frozen is waited for at first
+PATIENT = {
+    "socket_timeout": 4 * REPLY
+}  # where one that is slow must not be taken for one that is away
 
 DOWN = {"dead": (RedisServer.kill, RedisServer.start), "frozen": (RedisServer.pause, None)}
 
