@@ -55,7 +55,7 @@ from tests.integration.servers import (
 )
 from tests.integration.test_async_servers import used
 from tests.leaks import SECRET
-from tests.pace import REPLY
+from tests.pace import LEASE, REPLY
 from tests.programs import missing
 from tests.redis_server import RedisServer, ServerFailed, free_port
 
@@ -407,7 +407,7 @@ class TestAMasterThatReturns:
             alone.close()
             assert renewed(one) is False
             assert one.extend([LOCK], "a/1", LONG) is False
-            lease = holding.take("export:7", timeout=3.0)
+            lease = holding.take("export:7", timeout=LEASE)
             assert exists(new, LOCK)
             assert isinstance(other.acquire([LOCK], "b/1", LONG, HOLDER), Conflict)
             holding.wait_renewed(lease)
@@ -457,7 +457,7 @@ def renewed(store):
     """Renew a lease of a/1 as the watchdog does, which tries again where there is no answer."""
     while True:
         with contextlib.suppress(StoreError):
-            answer = store.renew([([LOCK], "a/1", LONG)], within=1.0)[0]
+            answer = store.renew([([LOCK], "a/1", LONG)], within=2 * REPLY)[0]
             assert isinstance(answer, bool), answer
             return answer
 
@@ -577,7 +577,7 @@ class TestCluster:
         cluster.masters[0].pause()
         try:
             for _ in range(2):
-                away, *renewals = store.renew(leases, within=1.0)
+                away, *renewals = store.renew(leases, within=2 * REPLY)
                 assert isinstance(away, StoreError)
                 assert renewals == [True, True]
             failed = []
