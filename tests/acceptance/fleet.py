@@ -19,6 +19,7 @@ from kombu.transport import redis as redis_transport
 from celery_dislock.servers.view import parse_reservation
 from tests.acceptance import scenarios
 from tests.forked import start_celery
+from tests.pace import PACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,7 +143,7 @@ class Fleet:
 
     def leases(self) -> list[Any]:
         """Return what these workers tell of the tasks that they run, if they do within moments."""
-        within = {"limit": len(self.workers), "timeout": 2.0}
+        within = {"limit": len(self.workers), "timeout": 2.0 * PACE}
         answers = self._tell("broadcast", "dislock", reply=True, **within) or ()
         if len(answers) < len(self.workers):
             return [{"held": None}]

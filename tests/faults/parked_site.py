@@ -15,6 +15,7 @@ from celery import Celery
 from tests.acceptance.fleet import ROOT, Worker
 from tests.forked import OTHER_RELEASE
 from tests.holding import name_of, wait_for
+from tests.pace import LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tests.redis_server import RedisServer
 
 LIMIT = 60.0  # seconds until a condition must hold
-TIMEOUT = 3.0  # seconds: lock_watchdog_timeout, so that all lines are looked at once a second
+TIMEOUT = 1.2 * LEASE  # lock_watchdog_timeout: all lines are looked at about once a second
 
 
 @dataclass

@@ -13,6 +13,7 @@ from redis.crc import key_slot
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from tests.holding import wait_for
+from tests.pace import REPLY
 from tests.redis_server import RedisServer, free_port
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ WITHIN = 10.0  # seconds
 MASTER_NAME = "locks"
 FAST_SYNC = ["--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0"]
 FAST_SYNC += ["--repl-ping-replica-period", "1"]
-DOWN_AFTER = 500  # milliseconds of silence until a Sentinel calls the master down
+DOWN_AFTER = round(REPLY * 1000)  # milliseconds of silence until a Sentinel calls the master down
 
 
 class Certificates(NamedTuple):
