@@ -21,6 +21,7 @@ from tests.leaks import Watch, remember
 from tests.orphans import pytest_configure, pytest_unconfigure  # noqa: F401 -- hooks
 from tests.programs import find_redis, not_tried
 from tests.redis_server import Client, RedisServer, ServerMissing, find_server
+from tests.unclosed import note_connections, pytest_runtest_teardown  # noqa: F401 -- a hook
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +37,9 @@ TURN = {"acceptance": 0, "faults": 0, "docs": 0, "smoke": 0, "integration": 1, "
 LEFT_SOCKETS = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
 )
+
+if redis.VERSION[:2] != (5, 0):
+    note_connections()
 
 # The browser tests need the extra "site", which `make site` installs.
 collect_ignore = [] if find_spec("playwright") else ["site"]

@@ -19,6 +19,7 @@ from kombu.transport import redis as redis_transport
 from celery_dislock.servers.view import parse_reservation
 from tests.acceptance import scenarios
 from tests.forked import start_celery
+from tests.groups import kill_group
 from tests.pace import PACE
 
 if TYPE_CHECKING:
@@ -113,10 +114,7 @@ class Worker:
 
     def kill(self) -> None:
         """End the worker and its pool with SIGKILL, as a power cut does."""
-        # The group outlives its leader if pool processes are left behind.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        kill_group(self.process)
 
 
 class Fleet:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -81,9 +79,7 @@ class Site:
     def close(self) -> None:
         """End all workers, and the connections."""
         for worker in self.workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
+            worker.kill()
         self._client.close()
         self.redis.close()
 
