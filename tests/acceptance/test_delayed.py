@@ -12,7 +12,7 @@ from tests.acceptance.delayed_app import LIMIT, QUEUES, SHORT, close, made
 from tests.acceptance.fleet import Worker, value_of, wait_for
 from tests.redis_server import RedisServer
 
-# One process of the test run has the RabbitMQ.
+# The acceptance tests on RabbitMQ share one, in one process of the test run.
 KINDS = [
     pytest.param("quorum", marks=pytest.mark.xdist_group("rabbitmq")),
     pytest.param("classic", marks=pytest.mark.xdist_group("rabbitmq")),
