@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Keep the tests of a file in one process, if several run; the largest groups come first.
 
     Groups are those of pytest-xdist's ``--dist loadgroup``.  The acceptance tests have their own;
-    so have all that use the one RabbitMQ.
+    so have all that use RabbitMQ, which takes long to start: two, which come before all others.
     """
 
     def group(item: pytest.Item) -> str:
@@ -63,13 +63,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         if tier == "acceptance":
             item.add_marker(tier)
         else:
-            own = "rabbitmq" if "rabbitmq" in item.fixturenames else places[item.path].as_posix()
+            of_faults = "rabbitmq" in item.fixturenames
+            own = "rabbitmq of faults" if of_faults else places[item.path].as_posix()
             item.add_marker(pytest.mark.xdist_group(own))
         if redis.VERSION[:2] == (5, 0):
             item.add_marker(LEFT_SOCKETS)
     yield
     sizes = Counter(map(group, items))
-    items.sort(key=lambda item: (TURN[places[item.path].parts[0]], -sizes[group(item)]))
+
+    def turn(item: pytest.Item) -> tuple[int, bool, int]:
+        on_rabbitmq = group(item).startswith("rabbitmq")
+        return TURN[places[item.path].parts[0]], not on_rabbitmq, -sizes[group(item)]
+
+    items.sort(key=turn)
 
 
 def pytest_report_header() -> str:

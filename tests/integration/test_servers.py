@@ -6,6 +6,7 @@ import inspect
 import queue
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -34,14 +35,17 @@ from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
 from proof.proxy import Proxy, runs
 from tests.holding import PATIENCE, Holding, all_locks, wait_for
+from tests.integration import servers
 from tests.integration.acl import RULES
 from tests.integration.servers import (
+    BUS,
     FAST_SYNC,
     HOLDER,
     LOCK,
     LONG,
     MASTER_NAME,
     WITHIN,
+    Node,
     RedisCluster,
     SentinelServer,
     TlsServer,
@@ -553,6 +557,19 @@ class TestReplicas:
         with pytest.raises(StoreError, match="only 1 of 2 replicas"):
             take(store, "a/1")
         store.close()
+
+
+@pytest.mark.parametrize("distance", [0, BUS], ids=["the node", "its bus"])
+def test_a_node_starts_elsewhere_if_a_port_is_taken(redis_program, tmp_path, monkeypatch, distance):
+    """Between the choice of its ports and its start, another process may have taken one."""
+    taken, other = free_port(BUS), free_port(BUS)
+    choices = iter([taken, other])
+    monkeypatch.setattr(servers, "free_port", lambda *_: next(choices))
+    with (
+        socket.create_server(("127.0.0.1", taken + distance)),
+        Node(tmp_path, args=["--cluster-enabled", "yes"]) as node,
+    ):
+        assert node.port == other
 
 
 class TestCluster:
