@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from tests.acceptance.rabbitmq import RabbitServer
 
 TESTS = Path(__file__).parent
-# Which tests start first: those that wait longest, largest group first.
 NOT_OF_TESTS = {"celery.app.builtins", "celery_dislock.plugin"}  # modules that extend all apps
+PARTS = {"docs/test_snippets.py": 2, "faults/test_simulation.py": 4}
+# Which tests start first: those that wait longest, largest group first.
 TURN = {"acceptance": 0, "faults": 0, "docs": 0, "smoke": 0, "integration": 1, "unit": 2, "site": 3}
 
 # redis-py 5.0 leaves connections to the garbage collector, those of Celery and kombu, too.
@@ -51,6 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
     Groups are those of pytest-xdist's ``--dist loadgroup``.  The acceptance tests have their own;
     so have all that use RabbitMQ, which takes long to start: two, which come before all others.
+    The tests of a file of :data:`PARTS` take long, and are dealt out to several.
     """
 
     def group(item: pytest.Item) -> str:
@@ -58,6 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         return mark.args[0] if mark else item.nodeid
 
     places = {path: path.relative_to(TESTS) for path in {item.path for item in items}}
+    seen: Counter[str] = Counter()
     for item in items:
         tier = places[item.path].parts[0]
         if tier == "acceptance":
@@ -65,6 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         else:
             of_faults = "rabbitmq" in item.fixturenames
             own = "rabbitmq of faults" if of_faults else places[item.path].as_posix()
+            seen[own] += 1
+            if own in PARTS:
+                own = f"{own} {seen[own] % PARTS[own]}"
             item.add_marker(pytest.mark.xdist_group(own))
         if redis.VERSION[:2] == (5, 0):
             item.add_marker(LEFT_SOCKETS)
