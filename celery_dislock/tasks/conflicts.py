@@ -252,8 +252,6 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     bounds = Bounds(
         options.lock_queue_limit or 0, options.lock_queue_bytes, options.lock_queue_overflow
     )
-    if options.cancels:
-        bounds = bounds._replace(most=1, overflow="replace")
     try:
         # may_run=False: the task may be in line already, and would run a second time at its turn.
         answer = asking.answer(partial(asking.parking.park, conflict, bounds), may_run=False)
