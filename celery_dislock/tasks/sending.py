@@ -128,8 +128,8 @@ class Sending(NamedTuple):
 
     def _send(self, **options: Any) -> Any:
         declared = self.guard.options
-        # With these options, the message that was sent last counts, so each says when it was sent.
-        if declared.lock_queue_overflow == "replace" or declared.cancels:
+        # With this option, the message that was sent last counts, so each says when it was sent.
+        if declared.lock_queue_overflow == "replace":
             given = dict(options.get("headers") or {})  # Celery takes pairs, too
             running = Delivery.of(running_request(self.task))
             again = running is not None and running.id == options.get("task_id")

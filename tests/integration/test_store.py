@@ -60,6 +60,28 @@ class TestAcquire:
         wait_until_gone(redis_client)
 
 
+@pytest.mark.parametrize("task", ["7", "a:7"])
+@pytest.mark.parametrize(
+    ("holder", "is_copy"),
+    [
+        ("{}@w1:1/1", True),
+        ("~{}@w1:1/1", True),  # left to expire
+        ("{}:~1@w1:1:MainThread/", True),  # of a lock that its body takes
+        ("{}:2:0#", True),  # its own turn
+        ("11/dislock:{{b}}{}:0:0##", True),  # kept for it, as it waits for the next lock
+        ("b:{}@w1:1/1", False),
+        ("{}7@w1:1/1", False),
+        ("w1:1:MainThread/{}@", False),
+        ("{}:2:0:0:0#", False),
+    ],
+)
+def test_a_refusal_says_whether_the_same_task_is_in_the_way(task, holder, is_copy):
+    """A copy of it must not be skipped: its message may be the only one of that work."""
+    store = LuaServer().store()
+    take(store, holder.format(task))
+    assert store.acquire([LOCK], f"{task}@w2:2/1", LONG, HOLDER).is_copy is is_copy
+
+
 @pytest.mark.parametrize("terms", [Terms("shared"), Terms("exclusive", 2)], ids=str)
 def test_a_release_ends_no_lease_of_another_owner(terms):
     """Of those who hold a lock together one is done."""

@@ -12,6 +12,7 @@ from celery_dislock import SingletonTask
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LockHeldError, StoreError
 from celery_dislock.messages.message import Message
+from celery_dislock.operating.checks.troubles import troubles_of
 from celery_dislock.operating.site import Site, UniqueTask
 from celery_dislock.operating.why import asked
 from celery_dislock.operating.why.sentences import at, nth
@@ -524,8 +525,9 @@ def test_its_message_waits_in_its_queue_or_is_lost(
     why, app, server, workers, monkeypatch, messages
 ):
     """The queue is that of the app's task with this key."""
+    unique = {"lock_unique_until": "end", "lock_unique_for": 20.0}
 
-    @app.task(base=SingletonTask, name="m", lock_key="k", lock_unique_until="end", shared=False)
+    @app.task(base=SingletonTask, name="m", lock_key="k", shared=False, **unique)
     def mail(): ...
 
     app.conf.task_routes = {"m": "mail"}
@@ -554,6 +556,19 @@ def test_a_message_that_the_broker_delays_is_not_lost(why, server, monkeypatch):
     assert answer["remedy"].startswith("It starts by itself then. If it was purged: ")
 
 
+def test_what_is_due_later_for_one_task_of_its_key_is_not_lost(why, server, monkeypatch):
+    """Which of the tasks it is cannot be told; doctor and lists go by the same time."""
+    tasks = [UniqueTask(["k"], "end", hours * 3600.0, "mail") for hours in (1, 2)]
+    monkeypatch.setattr(Site, "tasks_of", lambda *_: tasks)
+    monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
+    for since, state in ((900.0, "not due"), (4500.0, "sent")):  # the first, with an ETA in an hour
+        kept = RESERVED._replace(since=since, remaining=7200.0 - since)
+        server.put(lock("k", reservation=kept))
+        assert why()["state"] == state
+        found = troubles_of(lock("k", reservation=kept), Site(server))
+        assert [one.name for one in found] == ([] if state == "not due" else ["unmet"])
+
+
 @pytest.mark.parametrize("key", ["1|2", "mail:Ann O'Neil", "export:$(id);#`id`", "TICKET:7", "KEY"])
 def test_a_shell_reads_each_command_as_it_is_meant(why, server, key):
     """Keys and ids come from anybody, and people paste what they are told."""
@@ -569,7 +584,7 @@ def test_a_shell_reads_each_command_as_it_is_meant(why, server, key):
 
 def test_what_is_reserved_for_several_keys_is_freed_by_its_task(why, server, monkeypatch):
     """Their name for people is no key of a lock."""
-    monkeypatch.setattr(Site, "tasks_of", lambda *_: [UniqueTask(["a"], "end", 60.0, "mail")])
+    monkeypatch.setattr(Site, "tasks_of", lambda *_: [UniqueTask(["a"], "end", 20.0, "mail")])
     monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
     name = "dislock:{a}:and:0123456789abcdef0123456789abcdef"
     server.put(lock("a and others", name=name, reservation=RESERVED))

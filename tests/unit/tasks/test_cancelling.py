@@ -280,6 +280,14 @@ def test_what_cannot_be_used_with_it(options, conf, named):
         task_options("t", {"lock_key": "k", **CANCEL, **options}, conf)
 
 
+@pytest.mark.parametrize("conf", [{}, {"dislock_queue_limit": 5, "dislock_queue_overflow": "skip"}])
+def test_it_is_a_line_of_one_with_replacement(conf):
+    """Whatever an app says of its other lines."""
+    conf = {"dislock_on_conflict": "cancel", **conf}
+    options = task_options("t", {"lock_key": "k"}, conf)
+    assert (options.lock_queue_limit, options.lock_queue_overflow) == (1, "replace")
+
+
 def test_a_callable_cannot_choose_it(app):
     """The messages of its task do not say when they were sent."""
     task = declare(app, never, lock_on_conflict=lambda *_: "cancel")
