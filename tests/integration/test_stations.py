@@ -157,6 +157,27 @@ def test_a_newcomer_does_not_pass_who_waits(fleet):
     assert fleet.given() == ["a1"]
 
 
+def test_readers_share_both_locks_and_a_writer_is_alone_in_both(fleet):
+    """A writer of one document is in front of its later readers, and waits for all others."""
+    index, a, b = (
+        name_of("index"),
+        [name_of("a"), name_of("index")],
+        [name_of("b"), name_of("index")],
+    )
+    reads = Terms("shared"), Terms("shared")
+    fleet.send("first", [index])
+    for task, locks in (("r1", a), ("r2", a), ("r3", b)):
+        fleet.send(task, locks, *reads)
+    fleet.send("writes", a)
+    fleet.send("late", a, *reads)
+    fleet.end("first")
+    for together in (["r1", "r2", "r3"], ["writes"], ["late"]):
+        assert fleet.given() == together
+        assert all(isinstance(fleet.claim(task), Granted) for task in together)
+        for task in together:
+            fleet.end(task)
+
+
 def test_what_comes_later_is_given_back_with_what_was_lost(fleet):
     """Without a sweep for long, a task loses what it has passed first; others have the rest."""
     locks = [tenant("a"), name_of("disk"), API]
