@@ -425,7 +425,6 @@ leave_each_time = locked("leave_each_time", leave_process, lock_crash_limit=2, *
 crash_freely = locked("crash_freely", kill_process, **SURVIVING)
 
 # The lease ends before the body does.
-run_past_cap = locked("run_past_cap", **CAPPED)
 stop_at_cap = locked("stop_at_cap", lock_on_cap="raise", **CAPPED)
 resist_errors = locked("resist_errors", resist_an_error, lock_on_cap="terminate", **CAPPED)
 resist_everything = locked("resist_everything", resist_all, lock_on_cap="terminate", **CAPPED)
