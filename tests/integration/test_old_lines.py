@@ -38,8 +38,7 @@ def test_what_has_ended_itself_leaves_no_mark():
 def turn(shop):
     """A task that has its turn, in the queue; return its notes."""
     task = shop.declare()
-    with shop.held():
-        shop.run(task)
+    shop.park(task)
     return shop.sent[0]
 
 
