@@ -81,8 +81,7 @@ class TestTurns:
     @pytest.mark.usefixtures("held")
     def test_each_turn_is_twice_as_long_and_none_longer_than_five_minutes(self, broker, server):
         """A slow broker gets the more time the oftener it was too slow, within bounds."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         lasted = []
         for _ in range(10):
             (reserved,) = broker.store.holders(LOCK)
@@ -100,8 +99,7 @@ class TestTurns:
     @pytest.mark.parametrize("turns", [1, 3])
     def test_a_turn_that_is_kept_is_not_given_again(self, broker, server, turns):
         """It lasts while a worker keeps it, and ends, as long as its first, when none does."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         for length in (TURN, 2 * TURN)[: turns - 1]:
             server.advance(length)
             broker.sweep()
@@ -123,8 +121,7 @@ class TestTurns:
     @pytest.mark.usefixtures("held")
     def test_what_is_kept_gets_no_shorter(self, broker, server):
         """A later turn lasts longer than the first, and is not cut to that."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         for length in (TURN, 2 * TURN):
             server.advance(length)
             broker.sweep()
@@ -157,8 +154,7 @@ class TestTurns:
     @pytest.mark.parametrize("marked", [True, False])
     def test_a_copy_does_not_run_beside_it_nor_before_its_result(self, broker, held, marked):
         """Its own task is named as the holder, and it has no place: so the copy comes again."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         broker.claim("a")
         for at in ("its body", "its result"):
             for ask in (broker.ask, broker.park):
@@ -257,8 +253,7 @@ class TestTurns:
     @pytest.mark.parametrize("place", [0.0, 60.0])
     def test_a_newcomer_does_not_pass_one_whose_turn_has_run_out(self, broker, held, server, place):
         """Nobody has swept yet: the lock is free, and the parked task is first all the same."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         server.advance(TURN + 1)
         assert not broker.wait("new@w:1/1", place)
         assert broker.swept()[0] == 1
@@ -284,9 +279,7 @@ class TestTurns:
 
     def test_who_is_revoked_when_its_record_is_lost_lets_the_next_in(self, broker, held):
         """At once, and not only when somebody sweeps."""
-        for task in "ab":
-            broker.park(task)
-        broker.end("first")
+        broker.line_up(*"ab")
         assert broker.given() == ["a"]
         broker.lose("a")
         assert broker.leave("a") is False
@@ -474,9 +467,7 @@ class TestSweep:
 
     def test_a_claim_whose_copy_never_came_is_forgotten(self, broker, held, server):
         """After seven days no broker delivers it any more; others that run stay."""
-        broker.park("a")
-        broker.park("b")
-        broker.end("first")
+        broker.line_up("a", "b")
         broker.claim("a", ttl=10)
         server.advance(10)
         broker.sweep()
@@ -488,8 +479,7 @@ class TestSweep:
 
     def test_who_has_not_claimed_many_turns_is_told(self, broker, held, server):
         """From the fourth turn on: somebody finds out whether it still can be claimed."""
-        broker.park("head")
-        broker.end("first")
+        broker.line_up("head")
         for turn in range(6):
             assert broker.swept()[2] == (["head"] if turn >= 3 else [])
             server.advance(TURN * 2**turn)
@@ -499,8 +489,7 @@ class TestSweep:
         self, broker, held, server, is_swept
     ):
         """The sweep keeps it for two hours, in which a copy may come; without one it ends, too."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         broker.claim("a")
         broker.end("a", 2, settles=TURN)  # its result is on its way
         server.advance(TURN)
@@ -533,9 +522,7 @@ class TestMarks:
 
     def test_it_ends_after_two_hours(self, broker, held, server):
         """Until then a copy does not run; the list of lines is left for a month."""
-        for task in "ab":
-            broker.park(task)
-        broker.end("first")
+        broker.line_up(*"ab")
         for task in "ab":
             broker.run(task)
         assert (left(server), broker.records().done) == (set(), {"a", "b"})
@@ -564,8 +551,7 @@ class TestMarks:
 
     def test_a_claim_that_was_left_keeps_no_copy_from_running(self, broker, held, server):
         """Nobody has its lease: its reply was lost, or its process has died."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         assert broker.claim("a", ttl=TURN) == "granted"
         assert broker.leave("a", RUNS) is False
         server.advance(TURN + 1)
@@ -859,9 +845,7 @@ class TestSetAside:
 
     def test_what_cannot_claim_its_turn_is_kept_with_its_record(self, broker, held):
         """All that there was of it; the next has its turn."""
-        broker.park("head")
-        broker.park("next")
-        broker.end("first")
+        broker.line_up("head", "next")
         record = broker.record_of("head")
         assert broker.leave("head", ASIDE) is True
         assert broker.records().aside == {"head": record}

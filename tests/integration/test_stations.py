@@ -106,6 +106,14 @@ def of(task):
     return [tenant(task[0]), API]
 
 
+def give_a_turn(fleet):
+    """Let the task a1 wait for its tenant, and have its turn."""
+    fleet.send("h1", [tenant("a")])
+    fleet.send("a1", of("a1"))
+    fleet.end("h1")
+    assert fleet.given() == ["a1"]
+
+
 def test_a_task_passes_its_locks_and_runs(fleet):
     """It waits for its tenant, then for the API, and keeps the first meanwhile."""
     assert isinstance(fleet.send("a1", of("a1"), *TWO), Granted)
@@ -369,10 +377,7 @@ A1_DIED = Ending(ticket="a1:0:0", settles=None)
 
 def test_a_dead_process_gives_back_the_locks_of_its_ticket(fleet):
     """Also those that the code does not name any more."""
-    fleet.send("h1", [tenant("a")])
-    fleet.send("a1", of("a1"))
-    fleet.end("h1")
-    assert fleet.given() == ["a1"]
+    give_a_turn(fleet)
     fleet.claim("a1")
     fleet.send("b1", of("b1"))
     assert fleet.store.release_dead([tenant("a")], "a1@w:1/", A1_DIED) == 2
@@ -381,10 +386,7 @@ def test_a_dead_process_gives_back_the_locks_of_its_ticket(fleet):
 
 def test_a_copy_of_a_dead_task_waits_at_the_lock_that_is_taken(fleet):
     """It runs again under both, and comes before those who came later."""
-    fleet.send("h1", [tenant("a")])
-    fleet.send("a1", of("a1"))
-    fleet.end("h1")
-    assert fleet.given() == ["a1"]
+    give_a_turn(fleet)
     fleet.claim("a1")
     fleet.store.release_dead(of("a1"), "a1@w:1/", A1_DIED)
     fleet.send("b1", of("b1"))
@@ -568,10 +570,7 @@ def test_a_member_that_nobody_has_written_holds_up_nobody(fleet, member):
 
 def test_a_turn_waits_while_another_lock_of_its_ticket_cannot_be_read(fleet):
     """Its message comes with the keys of newer code, so nobody looks at that lock first."""
-    fleet.send("h1", [tenant("a")])
-    fleet.send("a1", of("a1"))
-    fleet.end("h1")
-    assert fleet.given() == ["a1"]
+    give_a_turn(fleet)
     fleet.server.send("HSET", API, "x", "?")
     assert isinstance(fleet.claim("a1"), Parked)
     fleet.server.send("HDEL", API, "x")
