@@ -32,6 +32,7 @@ from celery.exceptions import Ignore, Reject
 
 from celery_dislock import Dislock, Key, LockLostError, SingletonTask, current_lease
 from celery_dislock.signals import lock_released
+from tests.pace import LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from celery_dislock import Lease
 
 LONG = 60.0  # seconds: longer than any test waits for a lock to be free
-BRIEF = 1.5  # seconds: a lease that is renewed twice a second
+BRIEF = LEASE  # seconds: a lease that is renewed about once a second
 STEADY = 9.0  # seconds: a lease that is renewed now and then, and outlives a short outage
 GATE_POLL = 0.02  # seconds between two looks at a gate
 PAUSE = 0.5  # seconds between a result and the end of its execution
@@ -512,7 +513,7 @@ unique_to_a_fixed_end = locked(
     "unique_to_a_fixed_end",
     lock_key="fixed:<key>",
     lock_expire=LONG,
-    lock_unique_for=BRIEF,
+    lock_unique_for=2 * BRIEF,
     **UNTIL_END,
 )
 unique_and_limited = locked("unique_and_limited", do_little, rate_limit="1/h", **UNTIL_END)

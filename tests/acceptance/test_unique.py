@@ -15,7 +15,7 @@ from celery.exceptions import TaskRevokedError
 from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, value_of, wait_for
 from tests.acceptance.scenarios import BRIEF
 
 EDITIONS = 20
@@ -87,13 +87,13 @@ class TestRevoked:
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGQUIT], ids=["warm", "soft"])
 def test_what_runs_in_a_worker_that_shuts_down_keeps_its_key(start_fleet, scene, how):
     """Its timer has ended, or stands still; nobody else renews what has no lease to renew."""
-    fleet = start_fleet("prefork", conf={"worker_soft_shutdown_timeout": 4 * BRIEF})
+    fleet = start_fleet("prefork", conf={"worker_soft_shutdown_timeout": 6 * BRIEF})
     (worker,) = fleet.workers
     result = scene.begin(fleet, scenarios.unique_to_a_fixed_end)
     worker.process.send_signal(how)
     worker.wait_until_it_says("Warm" if how == signal.SIGTERM else "Initiating Soft")
     since = time.monotonic()
-    wait_for("it outlives its time", lambda: time.monotonic() > since + 2 * BRIEF)
+    wait_for("it outlives its time", lambda: time.monotonic() > since + 3 * BRIEF)
     its = Scene(f"fixed:{scene.key}", scene.redis)
     assert its.reserved_for == result.id
     scene.open_gate()
@@ -164,7 +164,7 @@ class TestWaitingForAnother:
         fleet.workers[0].kill()
         for again in duplicates:
             with pytest.raises(NoResultError, match="its worker was killed"):
-                again.get(timeout=LIMIT)
+                value_of(again)
         for one, _ in sent:
             one.wait_until_free()
             one.wait_until_unreserved()
