@@ -158,16 +158,11 @@ class TestParking:
         assert shop.run(task).result["holder"] == "task 9, whose turn it is"
 
     @pytest.mark.parametrize("why", ["ignored", "away"])
-    def test_it_is_parked_though_no_state_is_stored(self, shop, monkeypatch, caplog, why):
+    def test_it_is_parked_though_no_state_is_stored(self, shop, backend_away, caplog, why):
         """The work counts, not what is told of it; the log says what is missing."""
-
-        def store_result(*_, **__):
-            raise ConnectionError("backend is away")
-
         task = shop.declare(ignore_result=why == "ignored")
         with shop.held():
-            with monkeypatch.context() as patch:
-                patch.setattr(shop.app.backend, "store_result", store_result)
+            with backend_away("store_result"):
                 result = shop.run(task)
             assert (shop.line, result.state) == (["2"], "PENDING")
             told = "[2] is parked, and its result does not say so: backend is away"
@@ -864,21 +859,15 @@ class TestGivingTurns:
         shop.work()
         assert shop.app.AsyncResult("2").state == (stored or "PENDING")
 
-    def test_a_backend_that_is_away_keeps_the_next_from_nothing(self, shop, monkeypatch, caplog):
+    def test_a_backend_that_is_away_keeps_the_next_from_nothing(self, shop, backend_away, caplog):
         """The result stays as it is, and the log says so."""
-        task, store = shop.declare(), shop.app.backend.mark_as_failure
-
-        def away(task_id, *given, **more):
-            if task_id == "2":
-                raise ConnectionError("backend is away")
-            return store(task_id, *given, **more)
-
-        with shop.held():
-            result = shop.run(task)
-            shop.run(task, "3")
-            shop.other.spoil("2")
-            monkeypatch.setattr(shop.app.backend, "mark_as_failure", away)
-        shop.work()
+        task = shop.declare()
+        with backend_away("mark_as_failure"):
+            with shop.held():
+                result = shop.run(task)
+                shop.run(task, "3")
+                shop.other.spoil("2")
+            shop.work()
         assert (shop.ran, result.state) == (["3"], "PARKED")
         assert (
             "Parked task 2:0:0 cannot be run, and its result does not say so: backend"
@@ -945,24 +934,12 @@ class TestWhoLostItsPlace:
             for one in shop.queue
         ]
 
-    def test_one_that_could_not_be_told_is_told_by_a_sweep(self, shop, monkeypatch, caplog):
+    def test_one_that_could_not_be_told_is_told_by_a_sweep(self, shop, backend_away, caplog):
         """It leaves only after it was told, and keeps no other from it, nor does a damaged one."""
         task = shop.declare(**REPLACING)
-
-        def away(*_, **__):
-            raise ConnectionError("backend is away")
-
         with shop.held():
             first = shop.run(task)
-            store = shop.app.backend.store_result
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    shop.app.backend,
-                    "store_result",
-                    lambda task_id, *given, **options: (
-                        away() if task_id == "2" else store(task_id, *given, **options)
-                    ),
-                )
+            with backend_away("store_result"):
                 shop.run(task, "3")
             assert first.state == "PARKED"
             told = f"[2] lost its place in line {NAMED}; its result will say so when the sweep"
