@@ -98,12 +98,15 @@ class TestTurns:
     @pytest.mark.usefixtures("held")
     @pytest.mark.parametrize("turns", [1, 3])
     def test_a_turn_that_is_kept_is_not_given_again(self, broker, server, turns):
-        """It lasts while a worker keeps it, and ends, as long as its first, when none does."""
+        """It lasts while a worker keeps it, gets no shorter, and ends when none does."""
         broker.line_up("a")
         for length in (TURN, 2 * TURN)[: turns - 1]:
             server.advance(length)
             broker.sweep()
         assert broker.given() == ["a"] * turns
+        until = broker.records().until["a"]
+        assert broker.keep("a")
+        assert broker.records().until["a"] == until
         for _ in range(100):
             server.advance(TURN - 1)
             assert broker.keep("a")
@@ -117,17 +120,6 @@ class TestTurns:
         broker.sweep()
         assert broker.given() == ["a"]
         broker.run("a")
-
-    @pytest.mark.usefixtures("held")
-    def test_what_is_kept_gets_no_shorter(self, broker, server):
-        """A later turn lasts longer than the first, and is not cut to that."""
-        broker.line_up("a")
-        for length in (TURN, 2 * TURN):
-            server.advance(length)
-            broker.sweep()
-        before = broker.records().until["a"]
-        assert broker.keep("a")
-        assert broker.records().until["a"] == before
 
     @pytest.mark.usefixtures("held")
     def test_only_a_turn_is_kept(self, broker, server):
@@ -310,14 +302,6 @@ class TestBesideThoseWhoWaitInASlot:
         broker.store.release_dead([LOCK], "w1@w:1/")
         assert broker.line() == ["w2@w:1/1"]
 
-    def test_a_dead_waiter_is_passed_over(self, broker, held, server):
-        """Its place is over: the turn is the parked task's behind it."""
-        broker.wait("w1", place=1)
-        broker.park("a")
-        server.advance(1)
-        broker.end("first")
-        assert broker.given() == ["a"]
-
     def test_a_task_does_not_pass_a_waiter_at_a_lock_that_nobody_has(self, broker, server):
         """The holder's lease has run out, and nobody has handed the lock on yet."""
         broker.ask("first", ttl=10)
@@ -339,13 +323,17 @@ class TestBesideThoseWhoWaitInASlot:
         assert not broker.wait("stopped", ttl=1)
         assert broker.store.wait(LOCK, "stopped", 1.0) is None
 
-    def test_who_gives_up_lets_the_parked_have_their_turn(self, broker, server):
-        """The lock is free, and the waiter in front of it leaves."""
+    @pytest.mark.parametrize("how", ["dies", "gives up"])
+    def test_the_parked_task_behind_a_waiter_that_leaves_has_its_turn(self, broker, server, how):
+        """Its place is over, or it leaves the line in front of a lock that is free."""
         broker.ask("first", ttl=10)
-        broker.wait("w1")
+        broker.wait("w1", place=1 if how == "dies" else LONG)
         broker.park("a")
-        server.advance(10)
-        broker.store.release([LOCK], "w1")
+        server.advance(1 if how == "dies" else 10)
+        if how == "dies":
+            broker.end("first")
+        else:
+            broker.store.release([LOCK], "w1")
         assert broker.given() == ["a"]
 
     def test_a_waiter_does_not_take_a_turn_that_it_cannot_publish(self, broker, server):
