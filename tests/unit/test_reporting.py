@@ -35,25 +35,21 @@ def run(app, error, logged="", task_id="1"):
     export.apply(task_id=task_id)
 
 
-@pytest.mark.parametrize("error", [Ignore("why"), Reject("why"), Retry("why", when=2)])
-def test_celerys_line_is_left_out_where_ours_has_told_it(app, both, error):
-    """Whatever the exception; ours has the task's name and id."""
-    run(app, error, "does not run")
-    assert both.messages == ["Task shop.export[1] does not run"]
-
-
 @pytest.mark.parametrize(
-    ("error", "line"),
+    ("error", "logged", "line"),
     [
-        (Ignore("why"), "Task shop.export[1] ignored"),
-        (Retry("why", when=2), "Task shop.export[1] retry: why"),
-        (ValueError("why"), "Task shop.export[1] raised unexpected: ValueError('why')"),
+        (Ignore("why"), "does not run", "does not run"),
+        (Reject("why"), "does not run", "does not run"),
+        (Retry("why", when=2), "does not run", "does not run"),
+        (Ignore("why"), "", "ignored"),
+        (Retry("why", when=2), "", "retry: why"),
+        (ValueError("why"), "", "raised unexpected: ValueError('why')"),
     ],
 )
-def test_celerys_line_stays_about_a_bodys_own_exceptions(app, both, error, line):
-    """Only we know what ours have told."""
-    run(app, error)
-    assert both.messages == [line]
+def test_celerys_line_is_left_out_where_ours_has_told_it(app, both, error, logged, line):
+    """Whatever the exception; that of a body's own stays, as only we know what ours have told."""
+    run(app, error, logged)
+    assert both.messages == [f"Task shop.export[1] {line}"]
 
 
 def test_celerys_line_stays_where_ours_is_hidden(app, both):

@@ -70,21 +70,20 @@ def test_what_is_refused_by_the_lock(app, broker, until, lock_key, strategy, goe
         assert task.delay().duplicate is (left is not None)
 
 
-@pytest.mark.parametrize(("asked", "ignored"), [(None, True), (True, True), (False, False)])
-def test_no_result_is_stored_where_it_is_ignored(app, asked, ignored):
+@pytest.mark.parametrize(
+    ("request_", "options", "ignored"),
+    [
+        ({}, {}, True),
+        ({"ignore_result": True}, {}, True),
+        ({"ignore_result": False}, {}, False),
+        ({}, {"store_errors_even_if_ignored": True}, False),  # as Celery does
+    ],
+)
+def test_no_result_is_stored_where_it_is_ignored(app, request_, options, ignored):
     """The message says whether its result is wanted; where it does not, the task's option does."""
-    request = {} if asked is None else {"ignore_result": asked}
     with held(app):
-        deliver(refused(app, "skip", ignore_result=True), "2", **request)
+        deliver(refused(app, "skip", ignore_result=True, **options), "2", **request_)
     assert stored(app)[0] == ("PENDING" if ignored else "REVOKED")
-
-
-def test_an_error_is_stored_where_it_is_wanted_though_results_are_ignored(app):
-    """As Celery stores that of a task that is revoked."""
-    task = refused(app, "skip", ignore_result=True, store_errors_even_if_ignored=True)
-    with held(app):
-        deliver(task, "2")
-    assert stored(app)[0] == "REVOKED"
 
 
 def test_each_conflict_is_signalled_once(app, receiving, broker):
