@@ -242,30 +242,25 @@ def test_it_keeps_what_it_has_passed(why, server):
         assert answer["sentence"].endswith("; it keeps 'a' meanwhile.")
 
 
-def test_it_waits_in_its_slot(why, server):
-    """Where, and behind whom."""
-    server.put(lock("k", holders=[holder()]))
-    owner = f"{ID}@celery@w2:8/cd.1"
-    about = '{"task":"shop.wait","id":"id-9","worker":"celery@w2","pid":8}'
-    server.send("HSET", "dislock:{k}:places", owner, f"1 {9 * 10**13} 30000 x:1 {about}")
-    server.send("ZADD", "dislock:{k}:line", server.now_us, owner)
-    slot = "waits in its slot on celery@w2 (pid 8), alone in line for lock 'k'"
-    says(why(), "waiting in its slot", f"shop.wait[{ID}] {slot}, {HELD}.")
-
-
-@pytest.mark.parametrize("locked", [True, False])
-def test_its_body_waits_for_a_lock(why, server, locked):
-    """Whether it holds a lock of its own or not; it is not told that it takes none."""
-    own = {"owner": f"{ID}@celery@w2:8/cd.1", "task": "shop.wait", "id": ID}
-    held = [lock("own", holders=[holder(**own)])] if locked else []
-    server.put(lock("k", holders=[holder()]), *held)
-    owner = f"{ID}:~cd.2@w2:8:9/"
+@pytest.mark.parametrize(
+    ("owner", "own", "where"),
+    [
+        (f"{ID}@celery@w2:8/cd.1", [], "slot"),
+        (f"{ID}:~cd.2@w2:8:9/", [], "body"),
+        (f"{ID}:~cd.2@w2:8:9/", [{"owner": f"{ID}@celery@w2:8/cd.1", "id": ID}], "body"),
+    ],
+    ids=["in its slot", "in its body, without a lock", "in its body, with a lock of its own"],
+)
+def test_it_waits_in_its_slot_or_its_body(why, server, owner, own, where):
+    """Where, and behind whom; it is not told that it takes no lock."""
+    locks = [lock("own", holders=[holder(task="shop.wait", **one)]) for one in own]
+    server.put(lock("k", holders=[holder()]), *locks)
     about = f'{{"task":"shop.wait","id":"{ID}","worker":"celery@w2","pid":8}}'
     server.send("HSET", "dislock:{k}:places", owner, f"1 {9 * 10**13} 30000 x:1 {about}")
     server.send("ZADD", "dislock:{k}:line", server.now_us, owner)
-    body = "waits in its body on celery@w2 (pid 8), alone in line for lock 'k'"
+    waits = f"waits in its {where} on celery@w2 (pid 8), alone in line for lock 'k'"
     for args in ((), ("--key", "k")):
-        says(why(ID, *args), "waiting in its slot", f"shop.wait[{ID}] {body}, {HELD}.")
+        says(why(ID, *args), "waiting in its slot", f"shop.wait[{ID}] {waits}, {HELD}.")
 
 
 def test_a_task_that_has_lost_its_place_gets_it_again(why, server):
@@ -312,7 +307,9 @@ LOST = "It cannot be put back, as its message is lost: "
 BEGAN = "1 BEGAN000 BEGAN {} x:1"  # and for how many seconds its result may be on its way
 
 
-def test_it_was_set_aside_and_some_workers_lack_its_task(why, server, workers, app, monkeypatch):
+def test_it_was_set_aside_and_some_workers_lack_its_task(
+    why, server, store, workers, app, monkeypatch
+):
     """They are named: put back, it would come to one of them, and be set aside again."""
     asked_of = []
 
@@ -337,6 +334,8 @@ def test_it_was_set_aside_and_some_workers_lack_its_task(why, server, workers, a
     assert answer["remedy"] == told
     monkeypatch.setattr(app.control, "inspect", lambda *_, **__: 1 / 0)
     assert why()["remedy"] == f"When a worker can run it: {put_back}"
+    store("FAILURE", KeyError("shop.gone"))
+    says(why(), "set aside", ": 'shop.gone'.")
 
 
 @pytest.mark.parametrize(
@@ -352,7 +351,7 @@ def test_it_was_set_aside_and_some_workers_lack_its_task(why, server, workers, a
     ],
     ids=["aside", "lost", "no message", "replaced", "its process has died", "settles", "no time"],
 )
-def test_what_its_lock_keeps_of_it(why, server, store, part, record, state, sentence, remedy):
+def test_what_its_lock_keeps_of_it(why, server, part, record, state, sentence, remedy):
     """Of what has lost its place: why, if a result says so, and how to put it back."""
     began = server.now_ms - 60_000
     server.send("HSET", f"dislock:{{k}}:{part}", f"{ID}:0:0", record.replace("BEGAN", f"{began}"))
@@ -360,9 +359,6 @@ def test_what_its_lock_keeps_of_it(why, server, store, part, record, state, sent
     says(answer, state, sentence)
     assert answer["remedy"].startswith(LOST if LOST in remedy else "")
     assert answer["remedy"].endswith(remedy.removeprefix(LOST))
-    if part == "aside":
-        store("FAILURE", KeyError("shop.gone"))
-        says(why(), "set aside", ": 'shop.gone'.")
 
 
 def test_its_done_mark_tells_that_it_is_over(why, server):

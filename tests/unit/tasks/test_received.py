@@ -149,7 +149,7 @@ def test_a_caller_knows_the_key_that_the_worker_will_build(serializer, arguments
     ids=["int", "str", "float", "bool", "None", "an object that cannot be sent"],
 )
 def test_what_no_serializer_changes_is_not_serialized(value, serializer):
-    """Most arguments are text and numbers; what cannot be serialized, as of an eager task, stays."""
+    """Most arguments are text and numbers; what cannot be sent, as of an eager task, stays."""
     args, kwargs = [value], {"z": value}
     assert Received(BUILDERS, SIGNATURE).of(args, kwargs, serializer) == (args, kwargs)
 

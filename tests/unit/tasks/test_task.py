@@ -317,6 +317,8 @@ def test_a_method_that_does_not_take_what_the_task_takes_is_refused(app, takes):
         ({"lock_key": None, "lock": "export"}, "lock_key"),
         ({"lock_key": None, "timeout": "export"}, "lock_watchdog_timeout"),
         ({"lock_key": None, "ttl": "export"}, "lock_expire"),
+        # What a decorator is given is an option, also if it is a callable.
+        ({"lock_key": None, "lock_keys": lambda n: f"export:{n}"}, "did you mean 'lock_key'"),
         # Somebody means lock_at_least_for, and would lose the method.
         ({"lock_for": 5}, "lock_for=5: no such option"),
         # A coroutine would be no key, and no strategy.
