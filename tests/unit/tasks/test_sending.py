@@ -23,6 +23,10 @@ from tests.unit.deliveries import deliver, noted
 
 LOCK = "dislock:{k}"
 EDITIONS = 60
+OUTAGE = [
+    "Messages of unique tasks are sent without reservations",
+    "Messages of unique tasks are reserved again.",
+]
 
 
 def by_doc(self, doc): ...
@@ -227,10 +231,7 @@ def test_a_lock_server_that_is_away_is_left_alone_for_a_while(task, lock_server,
     lock_server.advance(5)
     lock_server.away = False
     assert [task.delay().duplicate for _ in range(2)] == [False, True]
-    assert [message.split(":")[0] for message in caplog.messages] == [
-        "Messages of unique tasks are sent without reservations",
-        "Messages of unique tasks are reserved again.",
-    ]
+    assert [message.split(":")[0] for message in caplog.messages] == OUTAGE
 
 
 def test_a_lock_server_without_memory_is_an_outage_until_it_takes_a_key(
@@ -246,10 +247,7 @@ def test_a_lock_server_without_memory_is_an_outage_until_it_takes_a_key(
             lock_server.strike(store_error(lock_server.name, full))
         assert task.delay(doc).duplicate is (doc == 1)
         lock_server.advance(5)
-    assert [message.split(":")[0] for message in caplog.messages] == [
-        "Messages of unique tasks are sent without reservations",
-        "Messages of unique tasks are reserved again.",
-    ]
+    assert [message.split(":")[0] for message in caplog.messages] == OUTAGE
 
 
 def test_a_key_that_is_damaged_is_no_outage(app, lock_server, broker, caplog):
