@@ -36,27 +36,24 @@ def run(app, error, logged="", task_id="1"):
 
 
 @pytest.mark.parametrize(
-    ("error", "logged", "line"),
+    ("error", "logged", "level", "line"),
     [
-        (Ignore("why"), "does not run", "does not run"),
-        (Reject("why"), "does not run", "does not run"),
-        (Retry("why", when=2), "does not run", "does not run"),
-        (Ignore("why"), "", "ignored"),
-        (Retry("why", when=2), "", "retry: why"),
-        (ValueError("why"), "", "raised unexpected: ValueError('why')"),
+        (Ignore("why"), "does not run", logging.INFO, "does not run"),
+        (Reject("why"), "does not run", logging.INFO, "does not run"),
+        (Retry("why", when=2), "does not run", logging.INFO, "does not run"),
+        # Only we know what ours have told: Celery's stays about a body's own.
+        (Ignore("why"), "", logging.INFO, "ignored"),
+        (Retry("why", when=2), "", logging.INFO, "retry: why"),
+        (ValueError("why"), "", logging.INFO, "raised unexpected: ValueError('why')"),
+        # A logger that shows no INFO of ours shows that of Celery.
+        (Ignore(), "does not run", logging.WARNING, "ignored"),
     ],
 )
-def test_celerys_line_is_left_out_where_ours_has_told_it(app, both, error, logged, line):
-    """Whatever the exception; that of a body's own stays, as only we know what ours have told."""
+def test_celerys_line_is_left_out_where_ours_has_told_it(app, both, error, logged, level, line):
+    """Whatever the exception; ours has the task's name and id."""
+    logging.getLogger("celery_dislock").setLevel(level)
     run(app, error, logged)
     assert both.messages == [f"Task shop.export[1] {line}"]
-
-
-def test_celerys_line_stays_where_ours_is_hidden(app, both):
-    """A logger that shows no INFO of ours shows that of Celery."""
-    logging.getLogger("celery_dislock").setLevel(logging.WARNING)
-    run(app, Ignore(), "does not run")
-    assert both.messages == ["Task shop.export[1] ignored"]
 
 
 @pytest.mark.parametrize(
