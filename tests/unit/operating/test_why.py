@@ -103,6 +103,7 @@ def test_it_runs(why, server, held, waiting, sentence, rests_on, remedy):
     says(answer, "overdue" if held is OVERDUE else "running", sentence)
     assert rests_on in " ".join(answer["rests_on"])
     assert answer["remedy"].startswith(remedy)
+    assert TO_FREE in answer["remedy"]
     assert answer["about"]["worker"] == "celery@w1"
     assert answer["about"].get("superseded") == held.get("superseded")
 

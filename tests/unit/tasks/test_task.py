@@ -327,7 +327,10 @@ def test_a_method_that_does_not_take_what_the_task_takes_is_refused(app, takes):
         # A function that is given to the decorator is no method.
         ({"body": body, "lock_key": by_method}, r"this one takes \(self, corp_id\)$"),
     ],
-    ids=str,
+    ids=[
+        *("key", "lock", "timeout", "ttl", "misspelt", "lock_for", "a key that nobody awaits"),
+        *("a strategy that nobody awaits", "a method"),
+    ],
 )
 def test_an_option_that_a_task_cannot_have_is_refused(app, options, words):
     """When the task is bound; one by a name that others use is answered with ours."""
