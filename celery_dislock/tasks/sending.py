@@ -362,6 +362,7 @@ class Sender:
         return found
 
     def _duplicate(self, sending: Sending, first: First, options: Mapping[str, Any]) -> Any:
+        self._runtime.process.channel.deduplicated(sending.task, first.key, first.id)
         if sending.guard.options.lock_on_duplicate == "raise":
             raise DuplicateTaskError(first.key, first.id)
         known, result = self._sent.get(first.id, (None, None))

@@ -32,6 +32,7 @@ from celery.exceptions import Ignore, Reject
 
 from celery_dislock import Dislock, Key, LockLostError, SingletonTask, current_lease
 from celery_dislock.signals import lock_released
+from tests.pace import LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from celery_dislock import Lease
 
 LONG = 60.0  # seconds: longer than any test waits for a lock to be free
-BRIEF = 1.5  # seconds: a lease that is renewed twice a second
+BRIEF = LEASE  # seconds: a lease that is renewed about once a second
 STEADY = 9.0  # seconds: a lease that is renewed now and then, and outlives a short outage
 GATE_POLL = 0.02  # seconds between two looks at a gate
 PAUSE = 0.5  # seconds between a result and the end of its execution

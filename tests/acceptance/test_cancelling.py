@@ -29,6 +29,7 @@ from tests.acceptance.scenarios import (
     build_undisturbed,
 )
 from tests.commands import Dislock
+from tests.pace import REPLY
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.acceptance
@@ -298,7 +299,7 @@ def test_beside_a_release_with_another_strategy(start_fleet, scene):
 def test_an_outage_in_between(start_fleet, redis_program, tmp_path, scene):
     """The lock server does not answer while the newest has come: it takes over after that."""
     with RedisServer(tmp_path / "locks") as locks:
-        conf = {"dislock_transport_options": {"socket_timeout": 0.3}}
+        conf = {"dislock_transport_options": {"socket_timeout": REPLY}}
         fleet = start_fleet("prefork", "--dislock", "--dislock-url", locks.url, conf=conf)
         old = scene.begin(fleet, build)
         locks.pause()

@@ -30,9 +30,9 @@ from celery_dislock import (
 )
 from celery_dislock.exceptions import LockTermsError
 from tests.holding import wait_for
+from tests.pace import LEASE
 
 LIMIT = 30.0  # seconds
-SHORT = 1.0  # seconds: a lease that soon ends if nobody renews it
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ class TestLoops:
             assert around.cancelled_caught
             await use(lock)
             with pytest.raises(LockLostError), anyio.fail_after(LIMIT):
-                async with dislock.async_lock("k", watchdog_timeout=SHORT):
+                async with dislock.async_lock("k", watchdog_timeout=LEASE):
                     await asyncio.to_thread(dislock.lock_of("k").free)
                     await anyio.sleep_forever()
             await use(lock)
@@ -353,7 +353,7 @@ class TestOwners:
         kept = []
 
         async def numbers():
-            async with dislock.async_lock("k", watchdog_timeout=SHORT):
+            async with dislock.async_lock("k", watchdog_timeout=LEASE):
                 yield 1
 
         async def first():

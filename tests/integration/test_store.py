@@ -21,6 +21,7 @@ from tests.holding import all_locks, wait_for
 from tests.integration.lua_server import LuaServer
 from tests.integration.servers import HOLDER, LOCK, LONG, WITHIN, take
 from tests.integration.test_async_servers import used
+from tests.pace import REPLY
 from tests.redis_server import RedisServer
 
 OTHER = "dislock:{other}"
@@ -292,7 +293,7 @@ class TestInterruptedConnection:
 
     def test_a_late_reply_is_nobodys(self, own_redis_server):
         """A reply that comes after its timeout is not taken for the next command's."""
-        store = Store(own_redis_server.url, {"socket_timeout": 0.2})
+        store = Store(own_redis_server.url, {"socket_timeout": REPLY})
         take(store, "a/1")
         renew(store, "a/1")
         own_redis_server.pause()

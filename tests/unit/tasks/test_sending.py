@@ -17,6 +17,7 @@ from redis.exceptions import ResponseError
 from celery_dislock import DuplicateTaskError, LockLostError, SingletonTask, StoreError
 from celery_dislock.keys.names import ticket_of
 from celery_dislock.servers.connections import store_error
+from celery_dislock.signals import task_deduplicated
 from tests.declaring import declare, never
 from tests.driven import new_app, reservation
 from tests.unit.deliveries import deliver, noted
@@ -145,6 +146,25 @@ def test_a_duplicate_knows_of_results_that_are_not_stored(task, broker, first, s
     task.apply_async(ignore_result=not first)
     result = task.apply_async(ignore_result=not second)
     assert (result.first.has_result, result.ignored) == (first, not second)
+
+
+@pytest.mark.parametrize("on_duplicate", ["return", "raise"])
+def test_a_duplicate_has_a_signal(app, broker, on_duplicate):
+    """With the task, its key and the id of the message that stays; the first one has none."""
+    task, heard = unique(app, lock_on_duplicate=on_duplicate), []
+
+    def hear(sender, **told):
+        heard.append((sender, told["key"], told["task_id"]))
+
+    task_deduplicated.connect(hear)
+    try:
+        first = task.delay()
+        assert heard == []
+        with contextlib.suppress(DuplicateTaskError):
+            task.delay()
+    finally:
+        task_deduplicated.disconnect(hear)
+    assert heard == [(task, "k", first.id)]
 
 
 def test_a_duplicate_has_the_class_that_its_caller_asks_for(app, task, broker):
