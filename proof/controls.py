@@ -22,7 +22,7 @@ from celery_dislock.scripts import (
     FREE,
     GIVE_BACK,
     LEAVE,
-    LIMIT,
+    OVERRIDE,
     PARK,
     PARK_UNIQUE,
     PUT_BACK,
@@ -55,7 +55,7 @@ def _rewrite(scripts: Sequence[Script], old: str, new: str) -> None:
 # All scripts that can hand a lock on.
 HAND_ON = (
     *(ACQUIRE, ACQUIRE_UNIQUE, PARK, PARK_UNIQUE, RELEASE, RELEASE_UNIQUE, RELEASE_DEAD),
-    *(DROP, FREE, GIVE_BACK, LEAVE, LIMIT, PUT_BACK, SWEEP),
+    *(DROP, FREE, GIVE_BACK, LEAVE, OVERRIDE, PUT_BACK, SWEEP),
 )
 
 

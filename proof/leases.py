@@ -165,9 +165,9 @@ class Durations:
 
     def _terms(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> None:
         """Note the limits that are asked for, or set by an operator."""
-        if script is scripts.LIMIT:
+        if script is scripts.OVERRIDE and "limit" in arguments:
             lock = self.locks[keys[0]]
-            lock.most = max(lock.most, arguments[0] or 0)
+            lock.most = max(lock.most, arguments[-1] or 0)
         elif script in ACQUIRES or script in PARKS:
             words = arguments[3].split(",")  # their terms
             for name, word in zip(keys, words * len(keys), strict=False):

@@ -52,8 +52,8 @@ class Rates:
         self, script: Script, keys: Sequence[str], arguments: Sequence[Any], _reply: Any
     ) -> None:
         """Judge a request that has reached the server."""
-        if script is scripts.RATE:
-            self._held_back[keys[0]] = self.net.now_ms + named(script, arguments)["back_ms"]
+        if script is scripts.OVERRIDE and "back" in arguments:
+            self._held_back[keys[0]] = self.net.now_ms + named(script, arguments)["ttl_ms"]
         for name in [key for key in self.net.touched(keys) if key.endswith("}")]:
             owners = {one for one in self.net.leases(name) if one[-1] != "#" and one[0] != "~"}
             new = owners - self._owners[name]

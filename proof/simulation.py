@@ -46,6 +46,7 @@ from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.messages.headers import REPLACED
 from celery_dislock.parking.sweep import Sweep
+from celery_dislock.servers.overrides import BARRED
 from celery_dislock.tasks.request import release_after_death
 from celery_dislock.worker import stalled
 from proof import simulated_sending
@@ -425,7 +426,7 @@ class History:
     def step_limit(self, key: str, limit: int | None) -> None:
         """An operator sets a limit, or takes it back."""
         name = lock_name(key)
-        self.processes[0].lines.limit(name, limit)
+        self.processes[0].store.override(name, limit=limit)
         self.limits.setdefault(name, []).append(limit or 0)
         if limit == 0:
             self.paused.setdefault(name, self.net.now_ms / 1000)
@@ -434,7 +435,7 @@ class History:
 
     def step_hold_back(self, key: str, seconds: float) -> None:
         """A body has been told to wait, and nobody starts for some seconds."""
-        self.processes[0].store.rate(lock_name(key), "", seconds)
+        self.processes[0].store.override(lock_name(key), seconds, back=BARRED)
 
     def step_free(self, key: str) -> None:
         """An operator frees a lock."""

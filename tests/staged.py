@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pytest
     from celery import Celery
 
-    from celery_dislock.servers.rates import RateState
+    from celery_dislock.servers.overrides import RateState
 
 FAR = 9 * 10**13  # Redis TIME in ms, of 14 digits: long after each test
 KEPT_MS = 30 * 86_400_000  # of what beats have sent; see _names.lua
@@ -223,11 +223,9 @@ class Staged(LockServer):
         if state.limit is not None:
             since = self._since(state.limit_age or 0.0)
             since = since if state.limit_since is None else round(state.limit_since * 1000)
-            record = f"1 {state.limit} {since} {state.limit_note}"
-            super().send("SET", f"{state.name}:limit", record)
-            if state.limit_remaining is not None:
-                ttl = round(state.limit_remaining * 1000)
-                super().send("PEXPIRE", f"{state.name}:limit", ttl)
+            self._set(
+                state.name, "limit", state.limit, since, state.limit_remaining, state.limit_note
+            )
         if state.rate is not None:
             self._rate(state.name, state.rate)
         if state.ticked is not None:
@@ -235,14 +233,20 @@ class Staged(LockServer):
             ttl = KEPT_MS - round(state.ticked * 1000)
             super().send("PEXPIRE", f"{state.name}:beat", ttl)
 
+    def _set(
+        self, name: str, what: str, value: object, since: int, lasts: float | None, note: str
+    ) -> None:
+        until = 0 if lasts is None else self._since(-lasts)
+        line = f"2 {what} {value} {since} {until} {note}\n".encode()
+        before = super().send("GET", f"{name}:limit") or b""
+        super().send("SET", f"{name}:limit", before + line)
+
     def _rate(self, name: str, one: RateState) -> None:
-        if one.is_set or one.held_back:
-            word = one.rate.word.replace("/", " ") if one.is_set and one.rate else "0 0"
-            ends, since = self._since(-one.held_back), self._since(one.age or 0.0)
-            super().send("SET", f"{name}:rate", f"1 {ends} {word} {since} {one.note}")
-            lasts = one.remaining if one.is_set else one.held_back
-            if lasts is not None:
-                super().send("PEXPIRE", f"{name}:rate", round(lasts * 1000))
+        since = self._since(one.age or 0.0)
+        if one.is_set and one.rate:
+            self._set(name, "rate", one.rate.word, since, one.remaining, one.note)
+        if one.held_back:
+            self._set(name, "back", "-", since, one.held_back, one.back_note)
         if one.rate is not None and (one.early or not one.is_set) and not one.held_back:
             start = self._since(one.rate.window - one.early) * 1000
             starts = [start] * one.rate.most if one.early else [start]

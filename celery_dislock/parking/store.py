@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.server import Server
 
 
-DIGITS_MOST = 15  # of a limit
 # How a task leaves its line; see leave.lua.
 OVER, ENDED, RUNS, ASIDE, UNREAD = "over", "ended", "runs", "aside", "unread"
 ASIDE_PAGE = 20  # tickets that were set aside: how many are read in one round trip, with messages
@@ -343,27 +342,6 @@ class Lines:
             _, cursor, page = self.page(cursor or FIRST, NAMES_TOGETHER)
             yield from (name for name in page if name not in seen)
             seen.update(page)
-
-    def limit(
-        self, lock: str, limit: int | None, *, ttl: float = 0.0, note: str = ""
-    ) -> int | None:
-        """
-        Admit another number of leases than the code says, and hand the lock on if it admits more.
-
-        Args:
-            lock: Name of the lock in Redis.
-            limit: Number of exclusive leases, >= 0; 0 admits no shared lease either.  None: what
-                the code says holds again.
-            ttl: Seconds for which the limit lasts; 0: until it is taken back.
-            note: Text for people.
-
-        Returns:
-            The limit that was set until now; None if there was none.
-        """
-        wanted = "" if limit is None else limit
-        call = (wanted, milliseconds(ttl), note, self._home)
-        (before,) = self._published(self._server.run(scripts.LIMIT, [lock], *call))
-        return int(before) if 0 < len(before) <= DIGITS_MOST else None
 
     def sweep(
         self, locks: Sequence[str], newer: Mapping[str, Sequence[Sequence[str]]] | None = None

@@ -15,12 +15,6 @@ local function leads(lock)
   return lease and lease.expires > now and lease.token == token
 end
 
--- Whether an operator lets nobody start, or nobody until a time.
-local function is_paused(lock)
-  local set = rate_set(lock)
-  return limit_set(lock) == 0 or set and set.until_ms > now
-end
-
 local function clock_is_wrong(apart_us) return math.abs(beat_us - now_us) > tonumber(apart_us) end
 
 local RECORD_MOST = 100  -- bytes; an entry's own record has some 50

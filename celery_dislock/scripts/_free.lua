@@ -5,10 +5,10 @@
 
 local NO_RATE = '^[xs]:%d+$'  -- terms without a rate; see _terms.lua
 
--- Whether a lock has no lease, none of the other keys that are given, and no limit or rate of an operator.  If the slot
--- moves, the answer is no: a key may be on the other node.
+-- Whether a lock has no lease, none of the other keys that are given, and nothing that an operator has set.  If the
+-- slot moves, the answer is no: a key may be on the other node.
 local function is_free(lock, ...)
-  local seen, there = pcall(redis.call, 'EXISTS', lock, lock .. LIMIT, lock .. RATE, ...)
+  local seen, there = pcall(redis.call, 'EXISTS', lock, lock .. LIMIT, ...)
   return seen and there == 0
 end
 

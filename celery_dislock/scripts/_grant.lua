@@ -31,15 +31,6 @@ local function leases_of(lock, start)
   return found
 end
 
--- The limit that an operator has set, and its note; nothing if the code's limit holds.  See limit.lua.
-local function limit_set(lock)
-  if lock.set == nil then lock.set = unless_hidden(pcall(redis.call, 'GET', lock.name .. LIMIT)) end
-  if not lock.set then return nil end
-  local limit, since, note = string.match(lock.set, '^%d+ (%d+) (%d+) (.*)$')
-  if not limit or #limit > 15 or #since > TIME_DIGITS then error('dislock: a limit in it cannot be read', 0) end
-  return tonumber(limit), note
-end
-
 -- Whether a limit may be on the other node, because the slot of the lock moves.  Asks for two keys, as line_exists().
 local function is_hidden(lock)
   if lock.hidden == nil then lock.hidden = not pcall(redis.call, 'EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
@@ -64,7 +55,7 @@ local function check_keys(lock, hashes)
   for _, key in ipairs({lock.line, lock.handed}) do unless_hidden(pcall(redis.call, 'ZCARD', key)) end
   for _, ending in ipairs(hashes) do unless_hidden(pcall(redis.call, 'HLEN', lock.name .. ending)) end
   unless_hidden(pcall(redis.call, 'LINDEX', lock.name .. STARTS, 0))
-  rate_set(lock)
+  overrides(lock)
 end
 
 -- Returns a token higher than all that this script has seen of the lock, as text.

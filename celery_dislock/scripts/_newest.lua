@@ -64,8 +64,7 @@ do
     canceller = canceller or newest(lock, 'waits')
     if not canceller then return {} end
     local terms, set, oldest, goes, told = parse_terms(canceller.terms), limit_set(lock), nil, {}, {}
-    local held = rate_set(lock)
-    if not terms or set == 0 or held and held.until_ms > now or has_room(count_leases(lock), terms, set) then return told end
+    if not terms or is_paused(lock) or has_room(count_leases(lock), terms, set) then return told end
     for owner, lease in pairs(lock.leases) do
       local runs = not is_parked(owner) and string.byte(owner, 1) ~= RUNS_OUT and not has_gate(lease)
       if runs and lease.mode ~= terms.mode then goes[#goes + 1] = lease

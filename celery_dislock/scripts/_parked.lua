@@ -53,7 +53,7 @@ local claimer                   -- {lock, ticket} that claims its turn here: its
 local opened, behind = {}, {}   -- the locks of this script by name, and those that are still to be handed on
 local moves = 0                 -- calls of go_on() that this script has made
 
--- As check_keys(), at all keys of the lock but its limit.
+-- As check_keys(), at all keys of the lock.
 local function check_all_keys(lock)
   check_keys(lock, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE, NEWEST})
   local total = unless_hidden(pcall(redis.call, 'HGET', lock.tickets, TOTAL))
@@ -69,7 +69,6 @@ local function open_whole(name)
   local lock = open(name)
   line_exists(lock)
   check_all_keys(lock)
-  limit_set(lock)
   opened[name] = lock
   return lock
 end

@@ -1,6 +1,6 @@
 -- _shown.lua: what people are shown of waiters and parked tasks, without the parts that are too long.
 
--- include: _lease
+-- include: _override
 
 local HEAD_MOST = 65536  -- bytes of a record that come before its message: hundreds of locks
 local HEADER_MOST = 16384  -- bytes of a message's head; a head that is cut off is shown as one that cannot be read
@@ -21,4 +21,13 @@ local function show_waiter(lock, member)
   if not beside then return show_ticket(lock.name, ticket) end
   local seen, record = pcall(show_ticket, beside, ticket)
   return seen and record or '\n'
+end
+
+-- All that is set for a lock: {name, value, since_ms, until_ms, note, ...}
+local function show_overrides(lock)
+  local shown = {}
+  for _, set in pairs(overrides(lock)) do
+    for _, part in ipairs({set.name, set.value, set.since, set.until_ms, set.note}) do shown[#shown + 1] = part end
+  end
+  return shown
 end

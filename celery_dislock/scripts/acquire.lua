@@ -94,12 +94,11 @@ for nth, key in ipairs(KEYS) do
   local lock = open(key)
   locks[nth] = lock
   check_keys(lock, {PLACES})
-  limit_set(lock)
   if not lease_of(lock, owner) then
     admits(lock, terms_of(nth))
     -- A hidden limit keeps the asker out.  This command answers with the error of a slot that moves, and the client
     -- asks again.
-    if lock.hidden and not lock.set then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
+    if lock.hidden and not next(lock.set) then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
   end
 end
 

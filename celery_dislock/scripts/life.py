@@ -108,10 +108,9 @@ class Life:
         yield scripts.DROP, lock, (home, "t:0:0", '"note":1')
         yield scripts.LEAVE, lock, (home, "u:0:0", "aside", "")
         yield scripts.ASIDE, lock, (0, 1, "u:0:0")
-        yield scripts.LIMIT, lock, ("", 0, "", home)
         # Some starts of a lock with a rate, of which not all are kept.
-        yield scripts.RATE, lock, ("1/1000", TTL_MS, 0, "", home)
-        yield scripts.RATE, lock, ("0/0", 0, 0, "", home)
+        yield scripts.OVERRIDE, lock, (home, TTL_MS, "", "rate", "1/1000", "pause", "-")
+        yield scripts.OVERRIDE, lock, (home, 0, "", "rate", "", "pause", "")
         yield from ((scripts.ACQUIRE, lock, (one, TTL_MS, "{}", RATED, 0, 1)) for one in "efgh")
         yield scripts.TAKE_OVER, lock, ("b", "c", "{}")
         # A task with a reservation.

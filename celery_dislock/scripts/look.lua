@@ -5,7 +5,7 @@
 -- ARGV[2]   most    places to tell; also of those that have their turn
 --                   -1: the leases alone, which are there while a cluster moves the slot
 --
--- Returns   {now_ms, leases, waiting, line, turns, aside, reservation, ticked_ms, rate, limit, limit_ms}
+-- Returns   {now_ms, leases, waiting, line, turns, aside, reservation, ticked_ms, rate, overrides}
 --   now_ms         Redis TIME
 --   leases         {owner, expires_ms, token, mode, holder, acquired_ms, ...}   six for each live lease
 --   waiting        how many stand in line
@@ -15,13 +15,12 @@
 --   turns          {ticket, ends_ms, record, ...}     of parked tasks that have their turn
 --   aside          how many tickets were set aside
 --   ticked_ms      since a beat that leads has claimed or noted a tick; -1: no beat has, for thirty days
---   rate           {set, set_ms, in_effect, early_ms}
---                  set           the record of _rate.lua, as an operator or a body has set it
---                  set_ms        how long that lasts, as limit_ms
+--   rate           {in_effect, early_ms, held_back}
 --                  in_effect     "most/window_ms" of the first in line, or else of the last starts; or empty
 --                  early_ms      until the next start may be; 0: now
---   reservation, limit   the records of _unique.lua and limit.lua; empty: there is none
---   limit_ms       how long the limit lasts; negative: it does not end, or there is none
+--                  held_back     name of what is set that holds it back; empty: nothing
+--   reservation    the record of _unique.lua; empty: there is none
+--   overrides      what people have set, as show_overrides() returns it
 -- Touches the lock, its line and what belongs to it, and the tickets beside other locks that stand in this line;
 -- changes nothing.
 
@@ -59,9 +58,9 @@ end
 local seen, there = true, 0
 if most >= 0 then
   seen, there = pcall(redis.call, 'EXISTS',
-    lock.line, lock.handed, name .. ASIDE, name .. UNIQUE, name .. BEAT, name .. LIMIT, name .. RATE, name .. STARTS)
+    lock.line, lock.handed, name .. ASIDE, name .. UNIQUE, name .. BEAT, name .. LIMIT, name .. STARTS)
 end
-if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', -1, {'', -2, '', 0}, '', -2} end
+if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', -1, {'', 0, ''}, {}} end
 
 -- The terms of a parked task at this lock, given its record; nothing if they cannot be read.
 local function terms_here(record)
@@ -94,9 +93,8 @@ return {
   redis.call('GET', name .. UNIQUE) or '',
   ends_ms < 0 and -1 or KEPT_MS - ends_ms,
   {
-    redis.call('GET', name .. RATE) or '', redis.call('PTTL', name .. RATE),
     most and string.format('%.0f/%.0f', most, window) or '',
-    math.ceil(starts_in(lock, terms, lock.gates) / 1000),
+    math.ceil(starts_in(lock, terms, lock.gates) / 1000), (held_back(lock) or {name = ''}).name,
   },
-  redis.call('GET', name .. LIMIT) or '', redis.call('PTTL', name .. LIMIT),
+  show_overrides(lock),
 }

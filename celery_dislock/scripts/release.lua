@@ -26,7 +26,7 @@ end
 -- The usual cases are answered before the rest is defined.  The first case: one lease ends now, and nobody waits.
 local name, record = KEYS[1]
 if #KEYS == 1 and ticket == '' and at_least_ms <= 0 then
-  local seen, others = pcall(redis.call, 'EXISTS', name .. LINE, name .. NEVER, name .. HANDED, name .. LIMIT, name .. RATE)
+  local seen, others = pcall(redis.call, 'EXISTS', name .. LINE, name .. NEVER, name .. HANDED, name .. LIMIT)
   record = seen and others <= 1 and redis.call('HGET', name, owner)
   local ends = others == 0 and ends_at(record)
   if ends and ends > now then

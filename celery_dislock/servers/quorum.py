@@ -30,9 +30,9 @@ from celery_dislock.servers.connections import (
     is_answer,
     one_of,
 )
+from celery_dislock.servers.overrides import overrides_of
 from celery_dislock.servers.peers import GRACE, LEAST, Names, Peer, ask_all
 from celery_dislock.servers.server import Member, Server, is_lost
-from celery_dislock.servers.view import LIMIT_RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -280,7 +280,7 @@ class Quorum(Server):
 
     def _decide(self, script: Script, replies: Sequence[Any]) -> Any:
         answered, majority = self._require_majority(replies), self._majority
-        if script is scripts.LIMIT:  # what was set before on any server has been replaced there
+        if script is scripts.OVERRIDE:  # what was set before on any server has been replaced there
             return next((reply for reply in answered if reply[0]), answered[0])
         if script is scripts.LOOK:
             return merge_looks(answered, majority)
@@ -375,13 +375,12 @@ def merge_looks(answers: Sequence[list[Any]], majority: int) -> list[Any]:
             remaining = sorted((lease[0] for lease in found), reverse=True)[majority - 1]
             token = max(int(lease[1]) for lease in found)
             merged += [owner, now + remaining, token, *found[0][2:]]
-    limits: dict[bytes, list[tuple[bytes, int]]] = {}
-    for *_, limit, limit_ms in answers:
-        found = LIMIT_RECORD.fullmatch(limit)
-        limits.setdefault(found[1] if found else limit, []).append((limit, limit_ms))
+    limits: dict[bytes | None, list[list[Any]]] = {}
+    for *_, overrides in answers:
+        limit = overrides_of(overrides).get("limit")
+        limits.setdefault(limit and limit.value, []).append(overrides)
     agreed = next((found for found in limits.values() if len(found) >= majority), [])
-    others = len(answers) - len(agreed)
-    return [now, merged, *answers[0][2:-2], *(agreed or [(b"", -1)])[0], others]
+    return [now, merged, *answers[0][2:-1], (agreed or [[]])[0], len(answers) - len(agreed)]
 
 
 def merge_counts(answers: Sequence[list[Any]]) -> list[Any]:

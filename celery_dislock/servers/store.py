@@ -14,7 +14,7 @@ from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.connecting import BLOCKING
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.kinds import server_for
-from celery_dislock.servers.rates import rate_of
+from celery_dislock.servers.overrides import overrides_of
 from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import (
     FirstInLine,
@@ -32,9 +32,10 @@ from celery_dislock.servers.view import LEASES_ALONE, look
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.config.terms import Rate, Terms
+    from celery_dislock.config.terms import Terms
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connecting import Driver
+    from celery_dislock.servers.overrides import Override
     from celery_dislock.servers.records import Conflict
     from celery_dislock.servers.replies import Looked, Turn
     from celery_dislock.servers.requests import Ending, Execution, LateRelease
@@ -275,33 +276,31 @@ class Store:
         """
         return bool(self._end(scripts.FREE, [lock], owner, token, self.home))
 
-    def rate(
-        self,
-        lock: str,
-        rate: str,
-        held_back: float | None,
-        ttl: float = 0.0,
-        note: str = "",
-        *,
-        pauses: bool = False,
-    ) -> Rate | None:
+    def override(
+        self, lock: str, ttl: float = 0.0, note: str = "", **values: str | int | None
+    ) -> dict[str, Override]:
         """
-        Let a lock be taken more or less often, or by nobody for some time; return what was set.
+        Set something for a lock in place of what its code says, and hand the lock on.
 
         Args:
             lock: Name of the lock in Redis.
-            rate: The rate as :attr:`Rate.word`.  NO_RATE: what the code says.  Empty: as it is.
-            held_back: Seconds for which nobody starts; None: as it is.
-            ttl: Seconds for which the rate lasts; 0: until it is taken back.
+            ttl: Seconds for which it lasts; 0: until it is taken back.
             note: Text for people.
-            pauses: Whether this is an operator's pause, which takes back one without an end.
+            values: ``limit``, a number of exclusive leases, where 0 admits no shared lease either;
+                ``rate``, as :attr:`Rate.word`; or BARRED, so that nobody starts: ``pause``, which
+                takes back a limit of 0, or ``back``.  None: it is taken back.
+
+        Returns:
+            All that was set until now, by name.
         """
-        back = "" if held_back is None else milliseconds(held_back)
-        call = (rate, back, milliseconds(ttl), note, self.home, *([1] if pauses else []))
-        before, given = self.lock_server.run(scripts.RATE, [lock], *call)
-        if given and self._hand_over is not None:
-            self._hand_over(turns(given))
-        return rate_of(before)
+        given = [
+            part for name, one in values.items() for part in (name, "" if one is None else one)
+        ]
+        call = (self.home, milliseconds(ttl), note, *given)
+        before, turned = self.lock_server.run(scripts.OVERRIDE, [lock], *call)
+        if turned and self._hand_over is not None:
+            self._hand_over(turns(turned))
+        return overrides_of(before)
 
     def renew(
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float

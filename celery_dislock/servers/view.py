@@ -18,7 +18,7 @@ from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.keys.templates import key_of
 from celery_dislock.scripts import LOOK
-from celery_dislock.servers.rates import rate_state
+from celery_dislock.servers.overrides import overrides_of, rate_state
 from celery_dislock.servers.records import (
     LEADER,
     bounded_text,
@@ -33,14 +33,13 @@ from celery_dislock.words import as_argument
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from celery_dislock.servers.rates import RateState
+    from celery_dislock.servers.overrides import RateState
     from celery_dislock.servers.server import Server
 
 LEASES_ALONE = -1  # an argument of look.lua
 OVERDUE_FROM = RENEWALS_MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
 
 # Later versions of a record begin with the same fields; what comes after them is not known here.
-LIMIT_RECORD = re.compile(rb"\d{1,9} %b %b (.*)" % (COUNT, MS), re.DOTALL)
 _RESERVED = re.compile(
     rb"\d{1,9} (\S) %b (\S+)(?: %b \d+ \S+ %b [01] (\S{1,100}))? .*" % (MS, MS, COUNT)
 )
@@ -277,12 +276,9 @@ def state_of(server: str, name: str, reply: Sequence[Any], first: int = 0) -> Lo
 
 
 def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
-    now_ms, leases, waiting, line, turns, aside, unique, ticked, rate, limit, limit_ms, *differs = (
-        reply
-    )
-    limited = LIMIT_RECORD.fullmatch(limit)
-    if limit and not limited:
-        raise ValueError("its limit")
+    now_ms, leases, waiting, line, turns, aside, unique, ticked, rate, shown, *differs = reply
+    overrides = overrides_of(shown)
+    limit = overrides.get("limit")
     return LockState(
         key=shown_key(name),
         name=name,
@@ -299,13 +295,13 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
         aside=aside,
         reservation=parse_reservation(now_ms, unique),
         ticked=ticked / 1000 if ticked >= 0 else None,
-        limit=int(limited[1]) if limited else None,
-        limit_remaining=limit_ms / 1000 if limited and limit_ms >= 0 else None,
-        limit_since=int(limited[2]) / 1000 if limited else None,
-        limit_note=bounded_text(text(limited[3])) or "" if limited else "",
+        limit=int(limit.value) if limit else None,
+        limit_remaining=(limit.until - now_ms) / 1000 if limit and limit.until else None,
+        limit_since=limit.since / 1000 if limit else None,
+        limit_note=limit.note if limit else "",
         limit_differs=differs[0] if differs else 0,
-        limit_age=(now_ms - int(limited[2])) / 1000 if limited else None,
-        rate=rate_state(now_ms, *rate),
+        limit_age=(now_ms - limit.since) / 1000 if limit else None,
+        rate=rate_state(now_ms, overrides, *rate),
     )
 
 

@@ -20,7 +20,7 @@ from celery_dislock.messages.headers import REPLACED
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.store import UNREAD
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.rates import NO_RATE
+from celery_dislock.servers.overrides import BARRED, rate_of
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.view import look
 from celery_dislock.servers.waiters import parked_message
@@ -302,11 +302,11 @@ class Actions:
         """
         if (limit or 0) > 1:
             self._refuse_several(name, "limit", limit)
+        what: dict[str, Any] = {"limit": limit}
         if limit == 0 and seconds is not None and self._process.store.lock_server.keeps_lines:
-            # A hold-back, whose end those in line know.  A limit that is set holds after it.
-            self._process.store.rate(name, "", seconds, note=one_line(note), pauses=True)
-            return None
-        return self._process.lines.limit(name, limit, ttl=seconds or 0.0, note=one_line(note))
+            what = {"pause": BARRED}  # its end is known in line; a limit that is set holds after it
+        before = self._process.store.override(name, seconds or 0.0, one_line(note), **what)
+        return int(before["limit"].value) if "limit" in before and "limit" in what else None
 
     def rate(
         self, name: str, rate: Rate | None, *, seconds: float | None = None, note: str = ""
@@ -328,8 +328,9 @@ class Actions:
             StoreError: The server did not answer.  The rate may have been set.
         """
         self._refuse_several(name, "rate", rate)
-        word, back = (NO_RATE, 0.0) if rate is None else (rate.word, None)
-        return self._process.store.rate(name, word, back, seconds or 0.0, one_line(note))
+        what = dict.fromkeys(("rate", "pause", "back")) if rate is None else {"rate": rate.word}
+        before = self._process.store.override(name, seconds or 0.0, one_line(note), **what)
+        return rate_of(before["rate"].value) if "rate" in before else None
 
     def hold_back(self, name: str, seconds: float, *, note: str = "") -> None:
         """
@@ -337,14 +338,16 @@ class Actions:
 
         Args:
             name: The lock's name in Redis.
-            seconds: For how long, >= 0; it replaces an earlier time.  0: they may start at once.
+            seconds: For how long, >= 0; it replaces an earlier time, but not that of an operator's
+                pause.  0: they may start at once.
             note: As for :meth:`limit`.
 
         Raises:
             SettingsError, StoreError: As for :meth:`rate`.
         """
         self._refuse_several(name, "hold_back", seconds)
-        self._process.store.rate(name, "", seconds, note=one_line(note))
+        back = BARRED if seconds else None
+        self._process.store.override(name, seconds, one_line(note), back=back)
 
     def _refuse_several(self, name: str, what: str, value: object) -> None:
         if not self._process.store.lock_server.keeps_lines:

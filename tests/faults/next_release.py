@@ -40,7 +40,7 @@ CHANGES = {
         "{'1', last,": "{'2', last,",
         "version ~= '1'": "version ~= '1' and version ~= '2'",
     },
-    "scripts/limit.lua": {"'1 %s %.0f '": "'2 %s %.0f '"},
+    "scripts/override.lua": {"'2 %s %s": "'3 %s %s"},
 }
 
 

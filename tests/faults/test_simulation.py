@@ -213,7 +213,7 @@ def test_a_delivery_that_is_over_claims_no_turn_late():
     broker.park("task")
     broker.end("before")
     assert broker.given() == ["task"]
-    broker.lines.limit(LOCK, 0, ttl=2 * TURN)
+    broker.store.override(LOCK, ttl=2 * TURN, limit=0)
     server.advance(TURN + 1)  # its turn is over, and the lock is paused
     assert isinstance(broker.park("task", copy=2, marked=True), Parked)
     server.advance(2 * TURN)  # it is paused no more, and nobody has swept yet

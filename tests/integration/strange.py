@@ -28,7 +28,7 @@ def damage(client: Any) -> None:
         client.hset(name_of(f"unreadable-{number}"), "owner", record)
     for number, holder in enumerate(STRANGE):
         client.hset(name_of(f"strange-{number}"), "owner", f"1 {FAR} 5 {FAR} x {holder}")
-    client.set(name_of("limited") + ":limit", f"1 {'9' * 15} {'9' * 15} why")
+    client.set(name_of("limited") + ":limit", f"1 {'9' * 15} {'9' * 14} why")
     line, tickets = name_of("lined") + ":line", name_of("lined") + ":tickets"
     headers = ['"text"', '{"id": NaN, "task": NaN}', '{"id": "\\ud800x", "task": "\\ud800"}', "[]"]
     for number, one in enumerate(headers):

@@ -240,11 +240,11 @@ class History:
             self.publish()
 
     def pause(self):
-        self.lines.limit(LOCK, 0)
+        self.store.override(LOCK, limit=0)
         self.swept = False
 
     def resume(self):
-        self.lines.limit(LOCK, None)
+        self.store.override(LOCK, limit=None)
         self.publish()
 
     def sweep(self):

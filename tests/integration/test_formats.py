@@ -206,15 +206,15 @@ def test_a_done_mark_counts_by_its_key_alone(broker, server):
 def test_a_limit_counts_by_its_number(broker, server, limit, admitted):
     """What a later release adds to it is passed over."""
     broker.ask("first")
-    server.send("SET", f"{LOCK}:limit", f"2 {limit} {server.now_ms} new more text")
+    server.send("SET", f"{LOCK}:limit", f"3 limit {limit} {server.now_ms} 0 new more text")
     assert broker.wait("me@w:1/1", place=0) is admitted
-    assert broker.lines.limit(LOCK, None) == limit
+    assert broker.store.override(LOCK, limit=None)["limit"].value == str(limit).encode()
 
 
 def test_a_rate_counts_by_its_numbers(broker, server):
     """What a later release adds to it is passed over."""
     now = server.now_ms
-    server.send("SET", f"{LOCK}:rate", f"2 0 1 60000 {now} new more text")
+    server.send("SET", f"{LOCK}:limit", f"3 rate 1/60000 {now} 0 new more text")
     assert broker.ask("first") == "granted"
     assert not broker.wait("me@w:1/1", place=0)
 
@@ -222,7 +222,7 @@ def test_a_rate_counts_by_its_numbers(broker, server):
 def test_a_rate_of_then_holds_a_lock_back(broker, server):
     """Until the time that its head says."""
     until = server.now_ms + 5000
-    server.send("SET", f"{LOCK}:rate", f"2 {until} 0 0 {server.now_ms} new more text", "PX", 9000)
+    server.send("SET", f"{LOCK}:limit", f"3 back - {server.now_ms} {until} new more text")
     assert not broker.wait("me@w:1/1", place=0)
     server.advance(5)
     assert broker.wait("me@w:1/1", place=0)

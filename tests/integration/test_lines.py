@@ -987,7 +987,7 @@ CALLS = {
     "leave": lambda broker: broker.leave("b"),
     "set aside": lambda broker: broker.leave("b", ASIDE),
     "drop": lambda broker: broker.lines.drop(LOCK, "b:0:0", '"why":""'),
-    "limit": lambda broker: broker.lines.limit(LOCK, 5, ttl=60),
+    "limit": lambda broker: broker.store.override(LOCK, ttl=60, limit=5),
     "free": lambda broker: broker.store.free(LOCK, "ran@w:1/1", broker.token),
     "give back": lambda broker: broker.give_back("a"),
     "keep": lambda broker: broker.lines._server.run(scripts.KEEP_TURN, [LOCK], "a:0:0"),

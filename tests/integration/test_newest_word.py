@@ -121,12 +121,12 @@ def test_a_claim_brings_the_newest_word(shop):
 def test_whatever_changes_holds_for_those_in_line(shop, was, becomes, begin):
     """A limit, a rate that comes or goes and the mode: as many begin as the new code admits."""
     task = shop.declare(**was)
-    shop.other.lines.limit(LOCK, 0)
+    shop.other.store.override(LOCK, limit=0)
     for nth in range(5):
         shop.run(task, f"t{nth}")
     shop.declare(**becomes)
     shop.sweep()
-    shop.other.lines.limit(LOCK, None)
+    shop.other.store.override(LOCK, limit=None)
     shop.sweep()
     (state,) = shop.dislock.lock_of(KEY).state()
     assert (len(state.turns), state.waiting) == (begin, 5 - begin)

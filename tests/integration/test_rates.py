@@ -303,7 +303,11 @@ def test_a_lock_is_held_back(shop):
     starts.run(29)
     assert starts.times == []
     (state,) = shop.dislock.lock_of(KEY).state()
-    assert (state.rate.note, state.is_stuck, state.waiting + len(state.turns)) == ("429", False, 2)
+    assert (state.rate.back_note, state.is_stuck, state.waiting + len(state.turns)) == (
+        "429",
+        False,
+        2,
+    )
     starts.run(25)
     assert len(starts.times) == 2
     shop.dislock.hold_back(KEY, 30)
@@ -338,18 +342,18 @@ def test_the_end_of_a_rate_that_people_set_for_a_time_is_known(shop):
 def test_a_rate_that_people_set_counts_in_place_of_the_codes(shop):
     """What an operator sets holds at once, and until it is taken back."""
     store = shop.dislock.runtime.process.store
-    assert store.rate(NAME, "1/60000", None) is None
+    assert store.override(NAME, rate="1/60000") == {}
     assert [bool(take(shop, rate="9/s")) for _ in range(2)] == [True, False]
-    assert str(store.rate(NAME, "0/0", None)) == "1 a minute"
+    assert store.override(NAME, rate=None)["rate"].value == b"1/60000"
     assert take(shop, rate="9/s")
 
 
 def test_a_rate_that_people_set_forgets_no_starts_of_the_codes(shop):
     """After it was taken back, the rate of the code counts what began meanwhile."""
     store = shop.dislock.runtime.process.store
-    store.rate(NAME, "1/30000", None)
+    store.override(NAME, rate="1/30000")
     assert take(shop, rate="2/25s")
-    store.rate(NAME, "0/0", None)
+    store.override(NAME, rate=None)
     shop.server.stall(5)
     assert take(shop, rate="1/4s")
     assert not take(shop, rate="2/25s")
@@ -393,12 +397,12 @@ def test_a_unique_task_has_a_rate(shop):
 def test_a_pause_and_a_rate_are_both_kept(shop):
     """Nobody starts at a pause; after it, no window has more than the rate."""
     starts = Starts(shop, lock_rate="2/2s")
-    lines = shop.dislock.runtime.process.lines
-    lines.limit(NAME, 0)
+    store = shop.dislock.runtime.process.store
+    store.override(NAME, limit=0)
     starts.send(5)
     starts.run(3)
     assert starts.times == []
-    lines.limit(NAME, None)
+    store.override(NAME, limit=None)
     starts.run(8)
     assert len(starts.times) == 5
     assert most_in_a_window(starts.times, 2.0) == 2
@@ -490,7 +494,7 @@ def test_a_program_waits_for_several_keys_and_counts_one_start_of_each(shop):
     assert [take("a"), take("a")] == [True, False]  # its start is 11 s old
 
 
-@pytest.mark.parametrize("ending", [":starts", ":rate"])
+@pytest.mark.parametrize("ending", [":starts", ":limit"])
 def test_a_damaged_rate_stops_nobody_in_the_middle(shop, ending):
     """Of a key of another type an acquisition is told before anything is changed."""
     name = f"{NAME}{ending}"

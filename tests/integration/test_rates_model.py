@@ -25,6 +25,7 @@ from itertools import count
 import pytest
 
 from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms, written
+from celery_dislock.servers.overrides import BARRED
 from celery_dislock.servers.records import Conflict
 from tests.integration.lua_server import LuaServer
 from tests.integration.model_runs import break_rule
@@ -213,26 +214,26 @@ class History:
 
     def pause(self):
         lasts = 1 + self.rng.random() * 20
-        self.line.lines.limit(LOCK, 0)
+        self.line.store.override(LOCK, limit=0)
         self.closed.append((self.clock, self.clock + lasts))
         self.publish()
         self.at(self.clock + lasts, self.resume)
 
     def resume(self):
-        self.line.lines.limit(LOCK, None)
+        self.line.store.override(LOCK, limit=None)
         self.closed = [(since, min(until, self.clock)) for since, until in self.closed]
         self.publish()
 
     def hold_back(self):
         lasts = 1 + self.rng.random() * 20
         self.closed = [(since, min(until, self.clock)) for since, until in self.closed]
-        self.line.store.rate(LOCK, "", lasts)
+        self.line.store.override(LOCK, lasts, back=BARRED)
         self.closed.append((self.clock, self.clock + lasts - 0.01))
         self.publish()
 
     def set_rate(self):
         """An operator wants fewer starts than any code says."""
-        self.line.store.rate(LOCK, "1/26000", None, 20)
+        self.line.store.override(LOCK, 20, rate="1/26000")
         self.publish()
 
     def set_back(self):

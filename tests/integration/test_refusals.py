@@ -78,7 +78,7 @@ def test_a_copy_is_told_for_how_long_its_task_has_held_the_lock(broker, hold, be
     hold(owner_of("t", 1))
     if beside:
         hold("b/1", held_for=0)
-        broker.lines.limit(LOCK, 3)
+        broker.store.override(LOCK, limit=3)
         refused = broker.store.acquire([LOCK], owner_of("t", 2), LONG, "{}")
         assert (refused.owner, *told(refused)) == (owner_of("t", 1), *BOTH)
     for refused in (broker.ask("t", 2), broker.park("t", 2)):

@@ -724,7 +724,7 @@ class TestCluster:
         store = connect(cluster.url)
         lines = Lines(store.lock_server, "dislock", "home", lambda _turns: None)
         lock = name_on(cluster.masters, 0, f"paused-{moved}")
-        lines.limit(lock, 0)
+        store.override(lock, limit=0)
         store.remember(lock, "1", "what moves first", LONG)
         first = [f"{lock}:limit" if moved == "limit" else f"{lock}:mark:1"]
         with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
@@ -735,7 +735,7 @@ class TestCluster:
                 assert isinstance(lines.park([lock], "1@w/1", LONG, HOLDER, ticket), Conflict)
             assert list(store.holders(lock)) == []
         assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
-        lines.limit(lock, None)
+        store.override(lock, limit=None)
         take(store, "b/1", lock=lock)
         assert store.release([lock], "b/1") is True
 

@@ -401,11 +401,11 @@ def test_a_paused_tenant_leaves_the_api_to_others(fleet):
     two = Terms(limit=10), Terms(limit=2)
     for task in ("x1", "y1", "a1", "a2", "a3", "b1"):
         fleet.send(task, of(task), *two)
-    fleet.lines.limit(tenant("a"), 0)
+    fleet.store.override(tenant("a"), limit=0)
     fleet.end("x1")
     fleet.end("y1")
     assert fleet.run_all() == ["b1"]
-    fleet.lines.limit(tenant("a"), None)
+    fleet.store.override(tenant("a"), limit=None)
     assert fleet.run_all() == ["a1", "a2", "a3"]
 
 
@@ -449,7 +449,7 @@ def test_a_limit_that_is_raised_lets_all_wait_for_it_pass(fleet):
         fleet.send(f"a{nth}", of("a"), *two)
     for nth in range(3):
         fleet.send(f"b{nth}", of("b"), *two)
-    fleet.lines.limit(API, 50)
+    fleet.store.override(API, limit=50)
     assert sorted(fleet.given()) == ["a0", "a1", "a2", "b0", "b1", "b2"]
 
 
@@ -469,7 +469,7 @@ def test_a_turn_that_a_lower_limit_has_no_room_for_goes_back_in_line(fleet):
         fleet.send(task, [API], Terms(limit=2))
     fleet.send("a1", [API], Terms(limit=2))
     fleet.end("x1")
-    fleet.lines.limit(API, 1)
+    fleet.store.override(API, limit=1)
     assert isinstance(fleet.claim("a1", [API], Terms(limit=2)), Parked)
     fleet.given()
     fleet.end("x2")

@@ -304,7 +304,7 @@ class History:
 
     def limit(self, key, limit):
         self.limits[key] = max(self.limits.get(key, 0), limit or 0)
-        self.lines.limit(name_of(key), limit)
+        self.store.override(name_of(key), limit=limit)
         self.publish()
 
     def fail_over(self):

@@ -19,9 +19,8 @@ LINE, PLACES, HANDED = f"{LOCK}:line", f"{LOCK}:places", f"{LOCK}:handed"
 NOW = START * 1000  # milliseconds
 US = START * 1_000_000
 TOKEN = US - 9_000_000
-LIMIT = f"{LOCK}:limit"
-RATE, STARTS = f"{LOCK}:rate", f"{LOCK}:starts"
-HELD_BACK = {RATE: f"1 {NOW + 9000} 0 0 {NOW} by hand"}
+LIMIT, STARTS = f"{LOCK}:limit", f"{LOCK}:starts"
+HELD_BACK = {LIMIT: f"2 back - {NOW} {NOW + 9000} by hand"}
 PAUSED, FOR_TWO = {LIMIT: f"1 0 {NOW} by hand"}, {LIMIT: f"1 2 {NOW} "}
 HEAD = "#KEYS == 1 and "
 
@@ -112,8 +111,6 @@ OTHER_RELEASES = {
     "the first comes too early": state(
         places=[("a", place(limit="1:1/60000")), *TWO], keys={STARTS: [f"{US - 9}", "1 1 60000"]}
     ),
-    "a rate of another format": state(places=TWO, keys={RATE: "2 0"}),
-    "a rate of another type": state(places=ONE, keys={RATE: ["a"]}),
     "no line": state(),
     "no line, and a lease that has ended": state(lock={"me": lease(0)}),
     "a line of another type": state(keys={LINE: ["a"]}),
@@ -236,8 +233,7 @@ NOT_FREE = {
     "paused": PAUSED,
     "for two": FOR_TWO,
     "held back": HELD_BACK,
-    "a rate by hand": {RATE: f"1 0 3 60000 {NOW} "},
-    "a rate of another format": {RATE: "2 0"},
+    "a rate by hand": {LIMIT: f"2 rate 3/60000 {NOW} 0 "},
     "a limit of another type": {LIMIT: ["a"]},
 }
 TOO_EARLY = {

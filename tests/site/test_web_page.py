@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import StoreError
-from celery_dislock.servers.rates import RateState
+from celery_dislock.servers.overrides import RateState
 from tests.pages import serving, staged
 from tests.site.conftest import SIZES
 from tests.site.test_pages import RULES
@@ -333,7 +333,7 @@ def test_rates_are_told_set_and_taken_back(opened):
     note = {"note": "by ana: 429", "age": 60.0}
     page = opened(
         lock("code", rate=rate, waiting=1),
-        lock("held", rate=RateState(None, 0.0, held_back=90.0, **note)),
+        lock("held", rate=RateState(None, 0.0, held_back=90.0, age=60.0, back_note="by ana: 429")),
         lock("set", rate=rate._replace(is_set=True, remaining=600.0, **note)),
     )
     tab = page.tab

@@ -16,7 +16,7 @@ from celery.schedules import crontab
 from celery_dislock import beat
 from celery_dislock.exceptions import StoreError
 from celery_dislock.plugin import beat_command
-from celery_dislock.scripts import LIMIT, RATE
+from celery_dislock.scripts import OVERRIDE
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.view import is_beat
 from tests.integration.beats import STEP, TIMEOUT, Killed, World, broker_away, records
@@ -71,12 +71,14 @@ def notes_unanswered(one):
 
 def limit(world, number):
     """Pause the lock with "0", resume it with an empty text."""
-    world.server.run(LIMIT, ["dislock:{beat}"], number, 0, "")
+    world.server.run(OVERRIDE, ["dislock:{beat}"], "", 0, "", "limit", number)
 
 
 def hold_back(world, seconds):
     """Pause the lock for a time, which an operator and a body may do; 0: resume it."""
-    world.server.run(RATE, ["dislock:{beat}"], "", seconds * 1000, 0, "")
+    world.server.run(
+        OVERRIDE, ["dislock:{beat}"], "", seconds * 1000, "", "back", "-" if seconds else ""
+    )
 
 
 def run_until_due(world, every=2.0):

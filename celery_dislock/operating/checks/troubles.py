@@ -202,7 +202,7 @@ def _held_back(lock: LockState, _: Site) -> Sign | None:
     if lock.rate is None or not lock.rate.held_back:
         return None
     lasts = f"for {for_people(lock.rate.held_back)} more"
-    return Sign(_set_by(lasts, lock.rate.note, lock.rate.age, lock.waiting))
+    return Sign(_set_by(lasts, lock.rate.back_note, lock.rate.age, lock.waiting))
 
 
 TAKE_BACK = "To take it back: celery dislock resume KEY"

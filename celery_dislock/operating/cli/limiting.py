@@ -125,12 +125,18 @@ def _set(
 ) -> None:
     by = audit.signed(user(), note)
     done: list[dict[str, Any]] = []
-    led: set[str] = set()
+    led: set[str] = set()  # by beats, or were within thirty days
+    barred: dict[str, str] = {}
     with session(context) as opened:
         for name in _names(opened, which):
             about: dict[str, Any] = {"key": key_of(name)}
-            if _is_of_beats(opened, name):
+            lock = opened.overview.lock(name, most=0)
+            if lock.ticked is not None or any(map(is_beat, lock.holders)):
                 led.add(about["key"])
+            if number != 0 and lock.rate is not None and lock.rate.held_back:
+                barred[about["key"]] = (
+                    f"It is held back for {for_people(lock.rate.held_back)} more."
+                )
             if rate is not None:
                 before = opened.actions.rate(name, rate, seconds=seconds, note=by)
                 about |= {"rate": rate, "rate_before": before}
@@ -153,13 +159,8 @@ def _set(
         then = stops if one["key"] in led else "Who has the lock keeps it."
         now = [f"is paused {lasts}. {then}"] if number == 0 else []
         now += [f"admits {' and '.join(admits)}, {lasts}."] if admits else []
-        click.echo(plain(" ".join([f"Lock {one['key']} {' It '.join(now)}", *_before(one)])))
-
-
-def _is_of_beats(opened: AppLocks, name: str) -> bool:
-    """Tell whether beats lead by a lock, or did within thirty days."""
-    lock = opened.overview.lock(name, most=0)
-    return lock.ticked is not None or any(map(is_beat, lock.holders))
+        told = [f"Lock {one['key']} {' It '.join(now)}", barred.get(one["key"], ""), *_before(one)]
+        click.echo(plain(" ".join(filter(None, told))))
 
 
 def _before(done: dict[str, Any]) -> list[str]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.cli.session import WhichLock
     from celery_dislock.operating.locks import ListedLock
-    from celery_dislock.servers.rates import RateState
+    from celery_dislock.servers.overrides import RateState
     from celery_dislock.servers.view import Holder, LockState, ReservationState
     from celery_dislock.servers.waiters import Waiter
 
@@ -304,10 +304,9 @@ def _rate_lines(rate: RateState) -> Iterator[str]:
             lasts = f" {_lasting(rate.remaining, rate.note, rate.since)}"
         soon = f"; {_next_start(rate)}" if rate.early and not rate.held_back else ""
         yield f"  rate: {rate.rate}{lasts}{soon}"
-    if rate.held_back and rate.is_set:
-        yield f"  {_next_start(rate)}"
-    elif rate.held_back:
-        yield f"  held back {_lasting(rate.held_back, rate.note, rate.since)}"
+    if rate.held_back:
+        since = None if rate.is_set else rate.since
+        yield f"  held back {_lasting(rate.held_back, rate.back_note, since)}"
 
 
 def _next_start(rate: RateState) -> str:

@@ -233,7 +233,7 @@ def _state_of(lock: LockState) -> tuple[str, str]:
         note = f" ({lock.limit_note})" if lock.limit_note else ""
         return "paused", f"which is paused{note}, for {for_people(lock.limit_age)} so far"
     if rate is not None and rate.held_back:
-        note = f" ({rate.note})" if rate.note else ""
+        note = f" ({rate.back_note})" if rate.back_note else ""
         return "held back", f"which is held back for {for_people(rate.held_back)} more{note}"
     if rate is not None and rate.early:
         soon = at(time.time() + rate.early)

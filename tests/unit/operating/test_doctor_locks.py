@@ -21,7 +21,7 @@ from celery_dislock.parking.epoch import Epoch
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines
 from celery_dislock.scripts.names import sweep_lock
-from celery_dislock.servers.rates import RateState
+from celery_dislock.servers.overrides import RateState
 from tests.staged import RESERVED, holder, lock, place
 from tests.unit.operating.examining import EXPORT, MASTER, ONLINE, member
 
@@ -218,7 +218,7 @@ BUSY = {"waiting": 1, "line": [place(parked=False, ticket="")]}
         ({"rate": RateState(MINUTE, 12.0), **LATER, "holders": [holder(held=601.0)]}, None),
         ({"rate": RateState(MINUTE, 0.0), **LATER}, ("lines", "warning", "the first waits for 15")),
         (
-            {"rate": RateState(None, 0.0, held_back=90.0, note="429", age=9.0), **LATER},
+            {"rate": RateState(None, 0.0, held_back=90.0, back_note="429", age=9.0), **LATER},
             ("limits", "note", "k (for 90 s more; 429; for 9.0 s so far; 1 waiting)."),
         ),
         (

@@ -9,7 +9,7 @@ from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli import session
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.rates import RateState
+from celery_dislock.servers.overrides import RateState
 from celery_dislock.tasks.handle import LockHandle
 from tests.commands import AWAY, USAGE
 from tests.staged import holder, lock
@@ -26,7 +26,8 @@ def told(state):
     """What people have set: limit, rate, for how long, and why."""
     rate = state.rate
     known = [state.limit, rate and rate.is_set and str(rate.rate)]
-    return [*known, state.limit_remaining, state.limit_note, rate and rate.note]
+    back = [rate.back_note] if rate and rate.held_back else []
+    return [*known, state.limit_remaining, state.limit_note, rate and rate.note, *back]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_of_a_beat_it_is_told_that_a_pause_stops_it(dislock, server, known):
         ),
         (
             ["pause", "k", "--for", "10m", "--note", "stop\x1b"],
-            [5, "20 a minute", None, "", "by me: stop\x1b"],
+            [5, "20 a minute", None, "", "by ana", "by me: stop\x1b"],
             f"Lock k is paused for 10 min. {KEEPS}",
             [r"paused lock 'k' for 10 min, with the note 'by me: stop\x1b'"],
         ),
@@ -136,7 +137,8 @@ def test_programs_are_told_what_was_set(dislock, server, caplog):
     assert told == {"key": "k", "limit": None, "before": None, "seconds": None}
     assert dislock("resume", "k").stdout == f"{AS_CODE} Nobody had set another.\n"
     hold_back(dislock.app, 90)
-    assert dislock("resume", "k").stdout == f"{AS_CODE} It was held back.\n"
+    assert "It is held back for 90 s more." in dislock("limit", "k", "3").stdout
+    assert dislock("resume", "k").stdout == f"{AS_CODE} It admitted 3. It was held back.\n"
     assert caplog.messages[-1] == f"Command: 'me' on here {BACK}."
     assert server.overview.lock("dislock:{k}").rate is None
 

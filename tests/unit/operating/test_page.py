@@ -16,7 +16,7 @@ from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.operating import web
 from celery_dislock.operating.web import Page, listing
 from celery_dislock.operating.web.page import BODY_MOST
-from celery_dislock.servers.rates import RateState
+from celery_dislock.servers.overrides import RateState
 from tests.pages import ORIGIN, Visitor, ann, staged
 from tests.staged import RESERVED, holder, lock, place
 

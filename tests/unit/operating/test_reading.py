@@ -13,7 +13,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating.cli import dislock as group
 from celery_dislock.operating.cli.table import width_of
-from celery_dislock.servers.rates import RateState
+from celery_dislock.servers.overrides import RateState
 from tests.commands import AWAY, FOUND
 from tests.staged import RESERVED, holder, lock, place
 
@@ -205,7 +205,7 @@ AGO = "since 2023-11-14 20:13:20+00:00"
             "nobody; the next may start in 12 s (100 a minute)",
         ),
         (
-            {"rate": RateState(None, 0.0, held_back=90.0, **BY_ANA)},
+            {"rate": RateState(None, 0.0, held_back=90.0, age=7200.0, back_note="by ana: 429")},
             [f"held back for 90 s more, by ana: 429, {AGO}"],
             "held back",
             "nobody; held back for 90 s more",

@@ -17,7 +17,7 @@ from celery_dislock.operating.site import Site, UniqueTask
 from celery_dislock.operating.why import asked
 from celery_dislock.operating.why.sentences import at, nth
 from celery_dislock.servers import find
-from celery_dislock.servers.rates import RateState
+from celery_dislock.servers.overrides import RateState
 from tests.commands import AWAY, FOUND
 from tests.declaring import declare
 from tests.staged import RESERVED, holder, lock, place
@@ -160,7 +160,7 @@ def test_a_lease_that_is_left_to_expire_is_no_run(why, server, store):
         ),
         ({"limit": 0, "limit_age": 60.0}, "paused", "which is paused, for 60 s so far"),
         (
-            {"rate": RateState(None, 90.0, held_back=90.0, note="429", age=1.0)},
+            {"rate": RateState(None, 90.0, held_back=90.0, back_note="429", age=1.0)},
             "held back",
             "which is held back for 90 s more (429)",
         ),

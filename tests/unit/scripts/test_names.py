@@ -29,7 +29,6 @@ ENDINGS = {
     ":unique": "string",
     ":newest": "hash",
     ":limit": "string",
-    ":rate": "string",
     ":starts": "list",
     ":beat": "hash",
 }

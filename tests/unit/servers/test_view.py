@@ -28,9 +28,8 @@ NOTHING = {
     "aside": 0,
     "unique": b"",
     "ticked": -1,
-    "rate": [b"", -2, b"", 0],
-    "limit": b"",
-    "limit_ms": -2,
+    "rate": [b"", 0, b""],
+    "overrides": [],
 }
 
 
@@ -50,7 +49,7 @@ def parked(task_id="t", turns=0, **headers):
 
 
 def limited(limit):
-    return {"limit": b"1 %d 1699999997000 by me" % limit, "limit_ms": 60_000}
+    return {"overrides": [b"limit", b"%d" % limit, NOW - 3000, NOW + 60_000, b"by me"]}
 
 
 def test_a_lease():
@@ -128,7 +127,7 @@ def test_a_limit():
     found = state_of(SERVER, NAME, reply(**limited(0)))
     assert (found.limit, found.limit_remaining, found.limit_note) == (0, 60.0, "by me")
     assert found.exists
-    found = state_of(SERVER, NAME, reply(limit=b"1 2 1699999997000 ", limit_ms=-1))
+    found = state_of(SERVER, NAME, reply(overrides=[b"limit", b"2", NOW, 0, b""]))
     assert found.limit_remaining is None
 
 
@@ -137,9 +136,8 @@ def test_a_limit():
     [
         {"leases": [b"me", NOW, b"inf", b"x", b"{}", NOW]},
         {"leases": [b"me", NOW, b"5"]},
-        {"limit": b"1 %b 1699999997000 me" % (b"9" * 400)},
-        {"limit": b"1 0 %b me" % (b"9" * 5000)},
-        {"limit": b"1 0"},
+        {"overrides": [b"limit", b"x", NOW, 0, b"me"]},
+        {"overrides": [b"limit"]},
         {"line": [b"only one"]},
     ],
 )

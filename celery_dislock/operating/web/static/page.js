@@ -356,7 +356,7 @@ function rateTold(rate) {
     const next = rate.early > 0 && !rate.held_back ? `; the next may start in ${duration(rate.early)}` : "";
     told.push(`Its rate is ${rate.words}${until}${next}.`);
   }
-  if (rate.held_back) told.push(`It is held back for ${duration(rate.held_back)} more${rate.is_set ? "" : inBrackets(rate.note)}: nobody gets it.`);
+  if (rate.held_back) told.push(`It is held back for ${duration(rate.held_back)} more${inBrackets(rate.back_note)}: nobody gets it.`);
   return told;
 }
 
