@@ -379,7 +379,7 @@ class TestPause:
         worker.actions.limit(LOCK, 0, seconds=seconds)
         assert isinstance(worker.claim("t"), answer)
         if seconds is None:
-            worker.lines.limit(LOCK, None)
+            worker.store.override(LOCK, limit=None)
         else:
             server.advance(seconds)
             worker.sweep()
