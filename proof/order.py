@@ -299,6 +299,10 @@ class Order:
                 del line.waits[one]
         elif script in LEAVES:
             line.waits.pop(f"{named(script, arguments)['ticket']}#", None)
+        elif script is scripts.PUT_BACK and f"{arguments[1]}#" not in line.waits:
+            self.comes_again(name, arguments[1])
+            line.claimed.discard(f"{arguments[1]}#")
+            line.waits[f"{arguments[1]}#"] = FOREVER
         elif script is scripts.TAKE_OVER and owner in line.unknown:
             line.unknown.add(arguments[1])
         elif script is scripts.TAKE_OVER and owner in line.waits:
