@@ -120,8 +120,7 @@ class Order:
         for name in names:
             self.ends(name, script, arguments)
             self.lines[name].leases = self.net.leases(name)
-        if script is scripts.SWEEP:
-            self.begin_anew(reply)
+        self.begin_anew(script, keys[0], arguments, reply)
         asks = named(script, arguments) if script in PARKS else {}
         waiting = self.waiting(keys[0]) if asks else {}
         made_room = reply[-2][::2] if asks and reply[0] == PARKED else ()
@@ -195,8 +194,12 @@ class Order:
                 else:
                     line.waits.pop(mine, None)
 
-    def begin_anew(self, reply: Sequence[Any]) -> None:
-        """Note who has given back all that he kept, at a sweep, to come again at the end."""
+    def begin_anew(self, script: Script, first: str, arguments: Sequence[Any], reply: Any) -> None:
+        """Note who comes again at the end: has given back what he kept, or was set aside."""
+        if script is scripts.PUT_BACK:
+            self.put_back(lock, arguments[1])
+        if script is not scripts.SWEEP:
+            return
         anew = {circle[0].decode() for circle in reply[4]}
         found = [key for key in self.tickets if key[1] in anew]
         for first, ticket in found:
@@ -208,6 +211,14 @@ class Order:
             if [known for _, known in found].count(ticket) > 1:
                 for name in locks:
                     self.lines[name].unknown.add(member(locks, ticket, name))
+
+    def put_back(self, first: str, ticket: str) -> None:
+        """Note that a ticket of one lock that was set aside comes to its line anew."""
+        line, mine = self.lines[first], f"{ticket}#"
+        if mine not in line.waits:
+            self.comes_again(first, ticket)
+            line.claimed.discard(mine)
+            line.waits[mine] = FOREVER
 
     def comes_again(self, first: str, ticket: str) -> None:
         """Have a ticket come to its lines anew."""
@@ -299,10 +310,6 @@ class Order:
                 del line.waits[one]
         elif script in LEAVES:
             line.waits.pop(f"{named(script, arguments)['ticket']}#", None)
-        elif script is scripts.PUT_BACK and f"{arguments[1]}#" not in line.waits:
-            self.comes_again(name, arguments[1])
-            line.claimed.discard(f"{arguments[1]}#")
-            line.waits[f"{arguments[1]}#"] = FOREVER
         elif script is scripts.TAKE_OVER and owner in line.unknown:
             line.unknown.add(arguments[1])
         elif script is scripts.TAKE_OVER and owner in line.waits:

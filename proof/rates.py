@@ -4,8 +4,8 @@ Judge the rates of a simulation: how many are let in within a window, and none w
 The judge sees who has a lease after each request that reaches the lock server.  Whoever has one
 that had none before, and is no parked task whose turn it is, begins: at most so many in any window
 of its rate, by the server's clock, and none for the time for which a lock is held back.  What the
-server has lost does not count.  Of a lock with several rates the server keeps as many starts, for so
-long, as was asked for since it was idle: those from before are not counted for a slower rate.
+server has lost does not count.  Of a lock with several rates the server keeps as many starts, for
+so long, as was asked for since it was idle: those from before do not count for a slower rate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Rates:
         self._owners: dict[str, set[str]] = defaultdict(set)
         self._held_back: dict[str, int] = {}  # until when, in ms
         self._times: dict[str, list[int]] = defaultdict(list)  # ms, of the starts
-        self._kept: dict[str, dict[Rate, int]] = defaultdict(dict)  # since when, what each rate needs
+        self._kept: dict[str, dict[Rate, int]] = defaultdict(
+            dict
+        )  # since when, what each rate needs
 
     def lost(self) -> None:
         """Know nothing of the starts before the server has lost data."""
@@ -68,9 +70,9 @@ class Rates:
             self._owners[name] |= owners
             if script is scripts.TAKE_OVER or name.startswith("dislock:sweep:"):
                 continue
-            for one in new & self._rate_of.keys():
+            for rate in sorted(self._rate_of[one] for one in new & self._rate_of.keys()):
                 self.starts += 1
-                self._judge(name, self._rate_of[one])
+                self._judge(name, rate)
 
     def _judge(self, name: str, rate: Rate) -> None:
         now = self.net.now_ms

@@ -8,8 +8,8 @@ Who knows one lock and its line judges here what no client is told:
 * a parked task is in one place: in line, has its turn, has claimed it, or makes room; what is kept
   is kept for one that is parked;
 * the bytes of all records of a line are counted right;
-* a turn lasts as long as it may, twice as long each time, and no message is out long before its task
-  may start;
+* a turn lasts as long as it may, twice as long each time, and no message is out long before its
+  task may start;
 * who is refused is told of the lease that ends first;
 * whoever ends something hands on all that it can: a sweep at once after it finds nothing to do.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
 from celery_dislock.scripts import GRANTED, PARKED, REFUSED
-from proof.order import ACQUIRES, LEAVES, PARKS, RELEASES, named
+from proof.order import ACQUIRES, LEAVES, PARKS, RELEASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,11 +78,18 @@ class Records:
             nth = 0 if script in LEAVES else 3 if script is scripts.LIMIT else 2
             self._handed_on(keys[0], script, arguments[nth] if nth < len(arguments) else "")
         if next(self._requests) % OFTEN == 0:
-            for name, ttl in self.net.ttls().items():
-                if ttl < 0 and (name.endswith(ENDS) or ":wake:" in name):
-                    self.fail(f"{name} does not end by itself")
+            self._ends()
             if script in TWICE and not self.net.linked:
                 self._twice(script, keys, arguments, reply)
+
+    def _ends(self) -> None:
+        """Judge that all keys of locks end by themselves, and none before what is in it."""
+        for name, ttl in self.net.ttls().items():
+            if ttl < 0 and (name.endswith(ENDS) or ":wake:" in name):
+                self.fail(f"{name} does not end by itself")
+            lasts = max(self.net.leases(name).values()) if name.endswith("}") else 0
+            if ttl < lasts - self.net.now_ms:
+                self.fail(f"{name} ends {lasts - self.net.now_ms - ttl} ms before its last lease")
 
     def _line(self, name: str) -> set[str]:
         return {one.decode() for one in self.net.send("ZRANGE", f"{name}:line", 0, -1)}
@@ -97,7 +104,7 @@ class Records:
         """Judge that nobody is in line who has left it, or has died."""
         for name in keys:
             for one in self._line(name):
-                if one == owner or script is scripts.RELEASE_DEAD and one.startswith(owner):
+                if one == owner or (script is scripts.RELEASE_DEAD and one.startswith(owner)):
                     self.fail(f"{one} has left the line of {name}, and is there")
 
     def _tickets(self, name: str) -> None:

@@ -61,7 +61,9 @@ class Net(LuaServer):
 
     def __init__(self, changed: Callable[[str], str] = str) -> None:
         self.time = 0.0  # seconds of everybody's monotonic clock
-        self.judges: Sequence[Order | Durations | Rates | Records | TakeOvers] = ()  # of what arrives
+        self.judges: Sequence[
+            Order | Durations | Rates | Records | TakeOvers
+        ] = ()  # of what arrives
         self.linked: list[str] = []  # locks of tasks of several keys: a script may touch all
         super().__init__(changed)
 

@@ -173,30 +173,7 @@ class History:
 
     def __init__(self, net: Net, seed: str, tells: Callable[[str], None] | None = None) -> None:
         self.net, self.seed, self.tells = net, seed, tells
-        rng = random.Random(f"{seed} plan")
-        self.faults = {fault for fault in FAULTS if rng.random() < 0.35}
-        self.group = rng.choice(sorted(GROUPS))
-        self.parks = rng.random() < 0.5
-        rated = random.Random(f"{seed} rate")
-        self.rates = rated.sample(RATES, rated.choice((1, 2))) if rated.random() < RATED_MOST else []
-        self.late_acks = rng.random() < 0.7
-        several = random.Random(f"{seed} several")
-        self.several = self.parks and several.random() < SEVERAL_MOST
-        self.narrow, self.wide = several.choice(NARROW), several.choice(WIDER)
-        cancels = random.Random(f"{seed} cancels").random()
-        self.cancels = self.parks and not self.several and cancels < CANCELS_MOST
-        self.drops = random.Random(f"{seed} drops").random() < DROPS_MOST
-        if random.Random(f"{seed} damage").random() < DAMAGE_MOST:
-            self.faults.add("damage")
-        withdraws = random.Random(f"{seed} withdraws").random()
-        self.withdraws = not self.several and withdraws < WITHDRAWS_MOST
-        two = random.Random(f"{seed} homes").random() < TWO_HOMES_MOST
-        self.homes = HOMES if two else HOMES[:1]
-        net.linked = [lock_name(key) for key in (*KEYS, WIDE)] if self.several else []
-        self.kinds = [
-            self.kind_of_task(rng, several=self.several and (not nth or rng.random() < 0.5))
-            for nth in range(rng.choice((1, 1, 2, 3)))
-        ]
+        self.plan(seed)
         self.chosen: Counter[str] = Counter()  # how often something was chosen for each task
         self.revoked: set[str] = set()
         self.workers: dict[Process, Worker] = {}
@@ -215,13 +192,6 @@ class History:
         self.lost_at = -1.0  # the last time at which the server lost data
         self.freed: set[str] = set()
         self.violation = ""
-        self.kind = (
-            f"{self.group} locks{' with a rate' if self.rates else ''}"
-            f"{', and tasks that park' if self.parks else ''}"
-            f"{', some of two keys' if self.several else ''}"
-            f"{', or cancel each other' if self.cancels else ''}; "
-            f"faults: {', '.join(sorted(self.faults)) or 'none'}"
-        )
         self.steps = self.generation = self.failed = 0
         self.locked = 0  # threads that have taken a lock in plain Python, or tried to
         net.lose()
@@ -229,7 +199,7 @@ class History:
         self.judge()
         net.advance(START - net.time)  # its times keep the number of digits that they have today
         self.keeper = None  # the main process of the workers, if it renews for those that do not
-        if self.parks and rng.random() < 0.5:
+        if self.has_keeper:
             self.keeper = stalled.StalledKeeper(self.process(0).store, net.clock)
         for nth in range(PROCESSES):
             worker = worker_of(nth) if self.parks else None
@@ -238,6 +208,43 @@ class History:
                 for kind in self.kinds:
                     worker.task(kind)
             self.new_process(nth, worker)
+
+    def plan(self, seed: str) -> None:
+        """Choose what kind of history this is."""
+        rng = random.Random(f"{seed} plan")
+        self.faults = {fault for fault in FAULTS if rng.random() < 0.35}
+        self.group = rng.choice(sorted(GROUPS))
+        self.parks = rng.random() < 0.5
+        rated = random.Random(f"{seed} rate")
+        self.rates = (
+            rated.sample(RATES, rated.choice((1, 2))) if rated.random() < RATED_MOST else []
+        )
+        self.late_acks = rng.random() < 0.7
+        several = random.Random(f"{seed} several")
+        self.several = self.parks and several.random() < SEVERAL_MOST
+        self.narrow, self.wide = several.choice(NARROW), several.choice(WIDER)
+        cancels = random.Random(f"{seed} cancels").random()
+        self.cancels = self.parks and not self.several and cancels < CANCELS_MOST
+        self.drops = random.Random(f"{seed} drops").random() < DROPS_MOST
+        if random.Random(f"{seed} damage").random() < DAMAGE_MOST:
+            self.faults.add("damage")
+        withdraws = random.Random(f"{seed} withdraws").random()
+        self.withdraws = not self.several and withdraws < WITHDRAWS_MOST
+        two = random.Random(f"{seed} homes").random() < TWO_HOMES_MOST
+        self.homes = HOMES if two else HOMES[:1]
+        self.net.linked = [lock_name(key) for key in (*KEYS, WIDE)] if self.several else []
+        self.kinds = [
+            self.kind_of_task(rng, several=self.several and (not nth or rng.random() < 0.5))
+            for nth in range(rng.choice((1, 1, 2, 3)))
+        ]
+        self.has_keeper = self.parks and rng.random() < 0.5
+        self.kind = (
+            f"{self.group} locks{' with a rate' if self.rates else ''}"
+            f"{', and tasks that park' if self.parks else ''}"
+            f"{', some of two keys' if self.several else ''}"
+            f"{', or cancel each other' if self.cancels else ''}; "
+            f"faults: {', '.join(sorted(self.faults)) or 'none'}"
+        )
 
     def judge(self) -> None:
         """Have what arrives judged from now on."""
@@ -491,7 +498,9 @@ class History:
 
     def step_withdraw(self, nth: int, how: str) -> None:
         """A worker has the message of a turn, and knows no lock of its task, or not the task."""
-        turns = [copy for copy in self.queue if copy.marked and "unique" not in copy.headers["task"]]
+        turns = [
+            copy for copy in self.queue if copy.marked and "unique" not in copy.headers["task"]
+        ]
         if turns:
             copy = turns[nth % len(turns)]
             self.queue.remove(copy)

@@ -6,7 +6,8 @@ Judge the tasks of a simulation that cancel each other.
 * Of those that were sent the newest ends as SUCCESS, unless one that was newer was dropped: it may
   have been told to end for that one.  Nor need it if a task of another strategy took its place.
 * While the newest waits for a lock that one at a time has, a lease is marked, so that its holder is
-  told to end, unless the lock is held back; that of a turn, which has no holder, is not.  A task that is dropped leaves no mark.
+  told to end, unless the lock is held back; that of a turn, which has no holder, is not.  A task
+  that is dropped leaves no mark.
 * Who ends as REVOKED was dropped, or names one that was sent later; who has lost its place in line
   says so, and there is one.
 
@@ -63,7 +64,9 @@ class TakeOvers:
         self.excused: set[str] = set()  # dropped, or gone with its process: need not succeed
         self.has_lost = False
         self._granted: dict[str, int] = {}  # by owner
-        self._held_back: dict[str, int] = {}  # by lock: until when, in ms; nobody ends for that time
+        self._held_back: dict[
+            str, int
+        ] = {}  # by lock: until when, in ms; nobody ends for that time
         self._requests = 0
 
     def fail(self, text: str) -> None:
