@@ -7,6 +7,7 @@ hears it, and who has a lease then.  From these alone it knows who waits, and si
 * nobody is let in, or has a turn, while somebody waits who came before; unless the asker wants to
   pass the line, or goes on with what was its own: a place, or a task whose process died;
 * a place is kept for as long as the waiter asks again in time, and over a turn that nobody claims;
+  nobody is handed a lock whose place is over;
 * the line takes in no more parked tasks than it may: it is full only if it is, and then the
   newcomer is told so, or those make room that came first;
 * a parked task of several locks passes each in its turn, from when it has passed the one before,
@@ -175,7 +176,9 @@ class Order:
             for one, until in line.waits.items()
             if until > now and one in stood - live - before - new - line.unknown
         }
-        for one in new - line.unknown:
+        for one in sorted(new - line.unknown):
+            if one not in {asker, mine} and line.waits.get(one, FOREVER) <= now:
+                self.fail(f"{one} was handed {name}, and its place is over")
             since = line.came.get(one, self.requests)
             if passed := [other for other, came in waiting.items() if came < since]:
                 self.fail(f"{one} has passed {passed} in the line of {name}")
@@ -194,7 +197,9 @@ class Order:
                 else:
                     line.waits.pop(mine, None)
 
-    def begin_anew(self, script: Script, first: str, arguments: Sequence[Any], reply: Any) -> None:
+    def begin_anew(
+        self, script: Script, lock: str, arguments: Sequence[Any], reply: Sequence[Any]
+    ) -> None:
         """Note who comes again at the end: has given back what he kept, or was set aside."""
         if script is scripts.PUT_BACK:
             self.put_back(lock, arguments[1])

@@ -79,7 +79,7 @@ class Records:
             self._handed_on(keys[0], script, arguments[nth] if nth < len(arguments) else "")
         if next(self._requests) % OFTEN == 0:
             self._ends()
-            if script in TWICE and not self.net.linked:
+            if script in TWICE and not (self.net.linked or self._unseen):
                 self._twice(script, keys, arguments, reply)
 
     def _ends(self) -> None:

@@ -116,88 +116,23 @@ BROKEN = {
         "local take_up = math.min(place.ttl, TAKE_UP_MS)",
         "local take_up = place.ttl",
     ),
-    "a dead process keeps its lease": ("if at_least_ms >= 0 then", "if false then"),
-    "a dead process stays in line": (
-        "then leave_line(lock, owner) end\n  end\n  if settles_ms",
-        "then end\n  end\n  if settles_ms",
-    ),
     "a rejoining waiter goes to the end": (
         "local joined = not redis.call('ZSCORE', lock.line, owner) and joins_at(lock)",
         "local joined = joins_at(lock)",
     ),
     "no done-mark of a release": ("if settles_ms >= 0 then mark_done(lock, ticket) end", ""),
-    "the newest makes room": (
-        "for _, other in ipairs(waiting_longest()) do",
-        "local all = waiting_longest()\n  for nth = #all, 1, -1 do local other = all[nth]",
-    ),
-    "any request claims a turn": (
-        "local may_claim = not parked or marked ~= '0' and not is_done(lock, owner)",
-        "local may_claim = true",
-    ),
-    "a full delivery leaves no mark": ("if marked == '0' then mark_done(lock, owner) end", ""),
     "bytes are counted wrong": ("TOTAL, #record - before)", "TOTAL, #record)"),
     "turns do not get longer": ("parked.ttl * 2 ^ parked.times", "parked.ttl"),
-    "turns of another broker": ("parked.home == home and #turns", "#turns"),
     "a copy runs beside": ("local other = leases_of(lock, same_task)[1]", "local other = nil"),
     "who ran comes last": ("return put_in_line(before.joined,", "return put_in_line(now_us,"),
-    "who leaves hands nothing on": (
-        "recall_and_hand_off(lock)\nreturn {HAS_LEFT, turns}",
-        "return {HAS_LEFT, turns}",
-    ),
-    "a claim is left to no other": (
-        "return not claim.is_later and claim.settles <= now and",
-        "return",
-    ),
-    "what was set aside is known no more": (
-        "if how == 'aside' or how == 'unread' then set_aside(lock, ticket, record)",
-        "if false then",
-    ),
     "a replaced one is not told": (
         "local key, found, bytes = lock.name .. REPLACED, {}, 0",
         "local key, found, bytes = lock.name .. REPLACED, {}, 0\n  do return {} end",
-    ),
-    "a claim passes the line": (
-        "forget(lock, ticket)\n  if parked and (early > 0 or is_over_limit(stations)) then",
-        "forget(lock, ticket)\n  if false then",
     ),
     "a message of another": (
         "parked.ttl, parked.home, #parked.message)",
         "parked.ttl, parked.home, #parked.message - 1)",
     ),
     "an older one may run after the newest": ("canceller and newer_than(lock, canceller)", "nil"),
-    "the youngest is told": ("lease.token - oldest.token < 0", "lease.token - oldest.token > 0"),
-    "who has its turn keeps it": (
-        "return count_tickets(lock) - (canceller and 0 or redis.call('ZCARD', lock.handed))",
-        "return count_tickets(lock) - redis.call('ZCARD', lock.handed)",
-    ),
-    "what was dropped is the newest for ever": (
-        "redis.call('HDEL', lock.name .. NEWEST, 'waits')\n    for",
-        "for",
-    ),
     "only who waits counts": ("ipairs({'waits', 'began'})", "ipairs({'waits'})"),
-    "of two sent at one time both are newer": (
-        "one.sent == other.sent and mine > its",
-        "one.sent == other.sent",
-    ),
-    "the sweep marks nobody": ("supersede(lock)\nlocal circles", "local circles"),
-    "one start too many": ("most - 1 - others % most", "most - others % most"),
-    "the starts of a slower rate are forgotten": ("math.max(most, kept or 0)", "most"),
-    "a claim is not counted": ("    count_start(at, station.terms)\n", ""),
-    "a claim may come early": (
-        "local early, its = starts_when(stations)",
-        "local early, its = 0, nil",
-    ),
-    "turns are given hours ahead": ("lock.early <= SOON_US and", "true and"),
-    "nobody in line follows": ("local word = lock.words and lock.words[task]", "local word = nil"),
-    "held back for nothing": ("math.max(0, set.until_ms - now) * 1000", "0"),
-    "circles stay closed": ("local circle = circle_of(lock, ticket)", "local circle = nil"),
-    "who stands nowhere is not looked for": ("count_tickets(lock) > known and", "false and"),
-    "what is dropped keeps its units": (
-        "give_up(lock, ticket, (parked or claim or {}).stations or {{}}, 1)",
-        "if claim then give_up(lock, ticket, (parked or claim).stations, 1) end",
-    ),
-    "only the first lock is granted": (
-        "at.name, grant(at, owner, ttl, station.terms, holder)",
-        "at.name, nth == 1 and grant(at, owner, ttl, station.terms, holder) or '1'",
-    ),
 }

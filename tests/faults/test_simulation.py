@@ -28,7 +28,17 @@ from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, TURN, Broker
 
 HISTORIES = 60
-RARE = {  # each takes many histories to be found
+RARE = {  # each takes many histories to be found, or is found by a model, too
+    "a renewal revives",
+    "no done-mark of a release",
+    "bytes are counted wrong",
+    "turns do not get longer",
+    "a copy runs beside",
+    "who ran comes last",
+    "a replaced one is not told",
+    "a message of another",
+    "an older one may run after the newest",
+    "only who waits counts",
     "a line is longer than it may be",
     "a task may run again when it is done",
     "a turn that ran out goes to the end",
