@@ -52,6 +52,7 @@ class Rates:
     def lost(self) -> None:
         """Know nothing of the starts before the server has lost data."""
         self._times.clear()
+        self._kept.clear()
         self._held_back.clear()
 
     def arrived(
