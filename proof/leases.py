@@ -13,6 +13,7 @@ so that all times are exact:
 * "cap": a lease is renewed ``max_renew_times``, neither more often nor for longer by the main
   process, and no more seldom;
 * "all or none": of several locks an owner has all, or has taken none;
+* a lease that has ended is not renewed;
 * "limit": a lock has no more leases at a time than anybody may have asked for, with those that are
   kept for parked tasks.
 """
@@ -189,7 +190,7 @@ class Durations:
         asker = self._asker(lock, script, arguments)
         goes_on = script is scripts.TAKE_OVER  # with what began when another was granted it
         for one in live - before - ({asker} & lock.granted.keys() if goes_on else set()):
-            self._new(name, lock, one, asker)
+            self._new(name, lock, one, asker, script)
         if script in RELEASES and name in keys:
             if left := self._left(lock, before & {asker}) & live:
                 self.fail("at least", f"{left} are done, and have {name} until {lock.until}")
@@ -221,8 +222,10 @@ class Durations:
                     known[asker] = known[old]
         return asker
 
-    def _new(self, name: str, lock: Leases, one: str, asker: str) -> None:
+    def _new(self, name: str, lock: Leases, one: str, asker: str, script: Script) -> None:
         """Judge a lease that was not there before."""
+        if script is scripts.RENEW:
+            self._fail(f"{one} has {name} again, as it renewed a lease that had ended")
         now = self.net.now_ms
         if one == asker or one[0] != "~":
             lock.granted[one] = now

@@ -7,6 +7,7 @@ hears it, and who has a lease then.  From these alone it knows who waits, and si
 * nobody is let in, or has a turn, while somebody waits who came before; unless the asker wants to
   pass the line, or goes on with what was its own: a place, or a task whose process died;
 * a place is kept for as long as the waiter asks again in time, and over a turn that nobody claims;
+  nobody is handed a lock whose place is over;
 * the line takes in no more parked tasks than it may: it is full only if it is, and then the
   newcomer is told so, or those make room that came first;
 * a parked task of several locks passes each in its turn, from when it has passed the one before,
@@ -120,8 +121,7 @@ class Order:
         for name in names:
             self.ends(name, script, arguments)
             self.lines[name].leases = self.net.leases(name)
-        if script is scripts.SWEEP:
-            self.begin_anew(reply)
+        self.begin_anew(script, keys[0], arguments, reply)
         asks = named(script, arguments) if script in PARKS else {}
         waiting = self.waiting(keys[0]) if asks else {}
         made_room = reply[-2][::2] if asks and reply[0] == PARKED else ()
@@ -176,7 +176,9 @@ class Order:
             for one, until in line.waits.items()
             if until > now and one in stood - live - before - new - line.unknown
         }
-        for one in new - line.unknown:
+        for one in sorted(new - line.unknown):
+            if one not in {asker, mine} and line.waits.get(one, FOREVER) <= now:
+                self.fail(f"{one} was handed {name}, and its place is over")
             since = line.came.get(one, self.requests)
             if passed := [other for other, came in waiting.items() if came < since]:
                 self.fail(f"{one} has passed {passed} in the line of {name}")
@@ -195,8 +197,14 @@ class Order:
                 else:
                     line.waits.pop(mine, None)
 
-    def begin_anew(self, reply: Sequence[Any]) -> None:
-        """Note who has given back all that he kept, at a sweep, to come again at the end."""
+    def begin_anew(
+        self, script: Script, lock: str, arguments: Sequence[Any], reply: Sequence[Any]
+    ) -> None:
+        """Note who comes again at the end: has given back what he kept, or was set aside."""
+        if script is scripts.PUT_BACK:
+            self.put_back(lock, arguments[1])
+        if script is not scripts.SWEEP:
+            return
         anew = {circle[0].decode() for circle in reply[4]}
         found = [key for key in self.tickets if key[1] in anew]
         for first, ticket in found:
@@ -208,6 +216,14 @@ class Order:
             if [known for _, known in found].count(ticket) > 1:
                 for name in locks:
                     self.lines[name].unknown.add(member(locks, ticket, name))
+
+    def put_back(self, first: str, ticket: str) -> None:
+        """Note that a ticket of one lock that was set aside comes to its line anew."""
+        line, mine = self.lines[first], f"{ticket}#"
+        if mine not in line.waits:
+            self.comes_again(first, ticket)
+            line.claimed.discard(mine)
+            line.waits[mine] = FOREVER
 
     def comes_again(self, first: str, ticket: str) -> None:
         """Have a ticket come to its lines anew."""

@@ -3,8 +3,9 @@ Judge the rates of a simulation: how many are let in within a window, and none w
 
 The judge sees who has a lease after each request that reaches the lock server.  Whoever has one
 that had none before, and is no parked task whose turn it is, begins: at most so many in any window
-of the rate, by the server's clock, and none for the time for which a lock is held back.  What the
-server has lost does not count.
+of its rate, by the server's clock, and none for the time for which a lock is held back.  What the
+server has lost does not count.  Of a lock with several rates the server keeps as many starts, for
+so long, as was asked for since it was idle: those from before do not count for a slower rate.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
-from proof.order import named
+from celery_dislock.config.terms import parsed
+from proof.order import ACQUIRES, PARKS, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,27 +27,32 @@ if TYPE_CHECKING:
 
 class Rates:
     """
-    The starts of all locks of a lock server, which have one rate.
+    The starts of all locks of a lock server, which have one rate or several.
 
     Args:
         net: The server.
-        rate: The rate.
+        rates: The rates.
         fail: Called with what is broken.
 
     Attributes:
         starts: How many there were.
     """
 
-    def __init__(self, net: Net, rate: Rate, fail: Callable[[str], None]) -> None:
-        self.net, self.rate, self.fail = net, rate, fail
+    def __init__(self, net: Net, rates: Sequence[Rate], fail: Callable[[str], None]) -> None:
+        self.net, self.rates, self.fail = net, rates, fail
         self.starts = 0
+        self._rate_of: dict[str, Rate] = {}  # by owner
         self._owners: dict[str, set[str]] = defaultdict(set)
         self._held_back: dict[str, int] = {}  # until when, in ms
-        self._times: dict[str, list[int]] = defaultdict(list)  # ms, of the last starts
+        self._times: dict[str, list[int]] = defaultdict(list)  # ms, of the starts
+        self._kept: dict[str, dict[Rate, int]] = defaultdict(
+            dict
+        )  # since when, what each rate needs
 
     def lost(self) -> None:
         """Know nothing of the starts before the server has lost data."""
         self._times.clear()
+        self._kept.clear()
         self._held_back.clear()
 
     def arrived(
@@ -54,24 +61,32 @@ class Rates:
         """Judge a request that has reached the server."""
         if script is scripts.OVERRIDE and "back" in arguments:
             self._held_back[keys[0]] = self.net.now_ms + named(script, arguments)["ttl_ms"]
+        if script in ACQUIRES or script in PARKS:
+            rate = parsed(arguments[3].partition(",")[0].encode()).rate
+            if rate is not None:
+                self._rate_of[arguments[0]] = rate
         for name in [key for key in self.net.touched(keys) if key.endswith("}")]:
             owners = {one for one in self.net.leases(name) if one[-1] != "#" and one[0] != "~"}
             new = owners - self._owners[name]
             self._owners[name] |= owners
             if script is scripts.TAKE_OVER or name.startswith("dislock:sweep:"):
                 continue
-            for _ in new:
+            for rate in sorted(self._rate_of[one] for one in new & self._rate_of.keys()):
                 self.starts += 1
-                self._judge(name)
+                self._judge(name, rate)
 
-    def _judge(self, name: str) -> None:
-        now, most, window = self.net.now_ms, *self.rate
+    def _judge(self, name: str, rate: Rate) -> None:
+        now = self.net.now_ms
         until = self._held_back.get(name, 0)
         if now < until:
             self.fail(f"{name} was taken, and is held back for {until - now} ms more")
-        times = self._times[name]
+        times, kept = self._times[name], self._kept[name]
+        if times and now - times[-1] >= 1000 * max(one.window for one in kept):
+            kept.clear()
+        for one in self.rates:
+            if one.most <= rate.most and one.window <= rate.window:
+                kept.setdefault(one, now)
         times.append(now)
-        if len(times) > most and now - times[-1 - most] < window * 1000 - 1:
-            self.fail(
-                f"{name} was taken {most + 1} times within {window:g} s: {times[-1 - most :]}"
-            )
+        since = max(kept[rate], now - round(rate.window * 1000) + 2)
+        if len(within := [at for at in times if at >= since]) > rate.most:
+            self.fail(f"{name} was taken {len(within)} times within {rate.window:g} s: {within}")

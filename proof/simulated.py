@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from proof.leases import Durations
     from proof.order import Order
     from proof.rates import Rates
+    from proof.records import Records
     from proof.takeovers import TakeOvers
 
-HOME = "here"  # the broker
 IDLE = 5.0  # seconds that a watchdog sleeps at most
 FOREVER = float("inf")
 
@@ -61,7 +61,9 @@ class Net(LuaServer):
 
     def __init__(self, changed: Callable[[str], str] = str) -> None:
         self.time = 0.0  # seconds of everybody's monotonic clock
-        self.judges: Sequence[Order | Durations | Rates | TakeOvers] = ()  # of what arrives
+        self.judges: Sequence[
+            Order | Durations | Rates | Records | TakeOvers
+        ] = ()  # of what arrives
         self.linked: list[str] = []  # locks of tasks of several keys: a script may touch all
         super().__init__(changed)
 
@@ -87,6 +89,17 @@ class Net(LuaServer):
         for judge in self.judges:
             judge.arrived(script, keys, arguments, reply)
         return reply
+
+    def tried(
+        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return what a script would reply at this time, and what would be there then."""
+        was = self._lua[b"copy"]()
+        self._lua[b"pass"](-1)
+        try:
+            return super().run(script, keys, *arguments), self.contents()
+        finally:
+            self._lua[b"become"](was)
 
     def advance(self, seconds: float) -> None:
         """Let time pass."""
@@ -239,17 +252,19 @@ class Process(Runtime[Any]):
         number: int,
         told: Callable[[Lease, float], None],
         durations: Durations,
+        home: str,
     ) -> None:
         super().__init__(dict)
+        self.home = home
         self.net, self.number, self.name = net, number, f"p{number}"
         self.frozen = self.dead = False
         self.watched, self.channel = Watched(told, durations), Channel()
         self.channel.watchers, self.channel.watched = [self.watched], True
-        self.store = self.store_here = Store("redis://nowhere", home=HOME, hand_over=self.publish)
+        self.store = self.store_here = Store("redis://nowhere", home=home, hand_over=self.publish)
         server: Any = net
         self.store.lock_server = server
         self.store.reservations = Reservations(server)
-        self.lines = Lines(server, "dislock", HOME, self.publish)
+        self.lines = Lines(server, "dislock", home, self.publish)
         self.watchdog = SimulatedWatchdog(
             self.store, clock=net.clock, threaded=False, channel=self.channel
         )

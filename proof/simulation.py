@@ -44,8 +44,10 @@ from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import DislockError, StoreError, SupersededError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.reentrant import ReentrantLock
-from celery_dislock.messages.headers import REPLACED
+from celery_dislock.messages.headers import REPLACED, TICKET, notes_in
+from celery_dislock.parking.store import ASIDE, RUNS
 from celery_dislock.parking.sweep import Sweep
+from celery_dislock.scripts import HAS_LEFT, NOT_THERE
 from celery_dislock.servers.overrides import BARRED
 from celery_dislock.tasks.request import release_after_death
 from celery_dislock.worker import stalled
@@ -54,10 +56,11 @@ from proof.controls import CONTROLS
 from proof.leases import Durations, cap_of
 from proof.order import Order
 from proof.rates import Rates
+from proof.records import Records
 from proof.servers import STAYS
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
 from proof.takeovers import DROPPED, TakeOvers
-from proof.working import WIDE, Copy, Worker, driven
+from proof.working import WIDE, Copy, Worker, driven, named_by, options_of
 from tests.integration.lua_server import START
 
 if TYPE_CHECKING:
@@ -78,9 +81,15 @@ PROCESSES = 3
 ACTORS_MOST = 9  # at work at a time
 RATED_MOST = 0.25  # of the histories
 CANCELS_MOST = 0.4  # of the same without those: these have tasks that cancel each other
+DROPS_MOST = 0.4  # in these an operator drops tasks that wait
+DAMAGE_MOST = 0.1  # in these the server loses single keys
+DAMAGED = (":line", ":handed", ":starts", ":places", "}")  # names of those that it may lose
+WITHDRAWS_MOST = 0.3  # in these some workers know no lock of a task, or not the task
+TWO_HOMES_MOST = 0.3  # these have two brokers, each with workers of its own
+HOMES = ("here", "there")
 SEVERAL_MOST = 0.5  # of the histories with tasks that park: these have tasks of two keys
 ONE = {"lock_limit": 1}  # which a rate alone does not have
-RATE = "3/20s"  # in some histories, of all locks
+RATES = ("3/20s", "1/8s", "2/45s")  # one or two, in some histories, of all locks
 UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
 IDLE_MOST = 900.0  # seconds in which something must have ended: no wait and no lease is as long
 KEPT_UNIT = 400.0  # seconds after which no key is left that has had what is kept for a task
@@ -165,23 +174,7 @@ class History:
 
     def __init__(self, net: Net, seed: str, tells: Callable[[str], None] | None = None) -> None:
         self.net, self.seed, self.tells = net, seed, tells
-        rng = random.Random(f"{seed} plan")
-        self.faults = {fault for fault in FAULTS if rng.random() < 0.35}
-        self.group = rng.choice(sorted(GROUPS))
-        self.parks = rng.random() < 0.5
-        self.rated = Rate.of(RATE) if random.Random(f"{seed} rate").random() < RATED_MOST else None
-        self.late_acks = rng.random() < 0.7
-        several = random.Random(f"{seed} several")
-        self.several = self.parks and several.random() < SEVERAL_MOST
-        self.narrow, self.wide = several.choice(NARROW), several.choice(WIDER)
-        cancels = random.Random(f"{seed} cancels").random()
-        self.cancels = self.parks and not self.several and cancels < CANCELS_MOST
-        self.drops = self.cancels and cancels < CANCELS_MOST / 2
-        net.linked = [lock_name(key) for key in (*KEYS, WIDE)] if self.several else []
-        self.kinds = [
-            self.kind_of_task(rng, several=self.several and (not nth or rng.random() < 0.5))
-            for nth in range(rng.choice((1, 1, 2, 3)))
-        ]
+        self.plan(seed)
         self.chosen: Counter[str] = Counter()  # how often something was chosen for each task
         self.revoked: set[str] = set()
         self.workers: dict[Process, Worker] = {}
@@ -200,13 +193,6 @@ class History:
         self.lost_at = -1.0  # the last time at which the server lost data
         self.freed: set[str] = set()
         self.violation = ""
-        self.kind = (
-            f"{self.group} locks{' with a rate' if self.rated else ''}"
-            f"{', and tasks that park' if self.parks else ''}"
-            f"{', some of two keys' if self.several else ''}"
-            f"{', or cancel each other' if self.cancels else ''}; "
-            f"faults: {', '.join(sorted(self.faults)) or 'none'}"
-        )
         self.steps = self.generation = self.failed = 0
         self.locked = 0  # threads that have taken a lock in plain Python, or tried to
         net.lose()
@@ -214,7 +200,7 @@ class History:
         self.judge()
         net.advance(START - net.time)  # its times keep the number of digits that they have today
         self.keeper = None  # the main process of the workers, if it renews for those that do not
-        if self.parks and rng.random() < 0.5:
+        if self.has_keeper:
             self.keeper = stalled.StalledKeeper(self.process(0).store, net.clock)
         for nth in range(PROCESSES):
             worker = worker_of(nth) if self.parks else None
@@ -224,14 +210,52 @@ class History:
                     worker.task(kind)
             self.new_process(nth, worker)
 
+    def plan(self, seed: str) -> None:
+        """Choose what kind of history this is."""
+        rng = random.Random(f"{seed} plan")
+        self.faults = {fault for fault in FAULTS if rng.random() < 0.35}
+        self.group = rng.choice(sorted(GROUPS))
+        self.parks = rng.random() < 0.5
+        rated = random.Random(f"{seed} rate")
+        self.rates = (
+            rated.sample(RATES, rated.choice((1, 2))) if rated.random() < RATED_MOST else []
+        )
+        self.late_acks = rng.random() < 0.7
+        several = random.Random(f"{seed} several")
+        self.several = self.parks and several.random() < SEVERAL_MOST
+        self.narrow, self.wide = several.choice(NARROW), several.choice(WIDER)
+        cancels = random.Random(f"{seed} cancels").random()
+        self.cancels = self.parks and not self.several and cancels < CANCELS_MOST
+        self.drops = random.Random(f"{seed} drops").random() < DROPS_MOST
+        if random.Random(f"{seed} damage").random() < DAMAGE_MOST:
+            self.faults.add("damage")
+        withdraws = random.Random(f"{seed} withdraws").random()
+        self.withdraws = not self.several and withdraws < WITHDRAWS_MOST
+        two = random.Random(f"{seed} homes").random() < TWO_HOMES_MOST
+        self.homes = HOMES if two else HOMES[:1]
+        self.net.linked = [lock_name(key) for key in (*KEYS, WIDE)] if self.several else []
+        self.kinds = [
+            self.kind_of_task(rng, several=self.several and (not nth or rng.random() < 0.5))
+            for nth in range(rng.choice((1, 1, 2, 3)))
+        ]
+        self.has_keeper = self.parks and rng.random() < 0.5
+        self.kind = (
+            f"{self.group} locks{' with a rate' if self.rates else ''}"
+            f"{', and tasks that park' if self.parks else ''}"
+            f"{', some of two keys' if self.several else ''}"
+            f"{', or cancel each other' if self.cancels else ''}; "
+            f"faults: {', '.join(sorted(self.faults)) or 'none'}"
+        )
+
     def judge(self) -> None:
         """Have what arrives judged from now on."""
         net = self.net
         self.durations = Durations(net, self.fail)
         admits_one = self.group == "exclusive" and "limit" not in self.faults
         self.take_overs = TakeOvers(net, self.fail, admits_one=admits_one)
-        rates = [Rates(net, self.rated, self.fail)] if self.rated else []
-        net.judges = [Order(net, self.fail), self.durations, self.take_overs, *rates]
+        rates = [Rates(net, [*map(Rate.of, self.rates)], self.fail)] if self.rates else []
+        records = Records(net, self.fail)
+        net.judges = [Order(net, self.fail), self.durations, self.take_overs, records, *rates]
 
     def chance(self, what: str, task: str) -> random.Random:
         """Return what decides this of a task, whatever steps there are of others."""
@@ -247,8 +271,9 @@ class History:
         if self.cancels and rng.random() < 3 / 4:
             options = {**options, "lock_key": "<key>", **rng.choice(CANCELS)}
             options = {name: one for name, one in options.items() if name in CANCEL_WITH}
-        if self.rated:  # several keys with a rate cannot be waited for
-            options = {**ONE, **options, "lock_rate": RATE, "lock_key": "<key>"}
+        if self.rates:  # several keys with a rate cannot be waited for
+            rate = rng.choice(self.rates)
+            options = {**ONE, **options, "lock_rate": rate, "lock_key": "<key>"}
             if "lock_mode" in options:  # shared
                 del options["lock_limit"]
         if several:
@@ -256,7 +281,7 @@ class History:
                 **{name: one for name, one in options.items() if name not in OF_ONE_KEY},
                 **rng.choice(QUEUES), **self.two_keys(rng),
             }  # fmt: skip
-        return json.dumps(options, sort_keys=True)
+        return named_by(options)
 
     def two_keys(self, rng: random.Random) -> dict[str, Any]:
         """Choose the keys of a task that has two; a second version may take them in turn."""
@@ -291,7 +316,11 @@ class History:
                 return [what, *args.get(what, [rng.randrange(PROCESSES)])]
         if chance < 0.31 and self.drops:
             return ["drop", rng.choice(KEYS), rng.randrange(ACTORS_MOST)]
-        if chance < 0.30 and self.rated:
+        if chance < 0.295 and "damage" in self.faults:
+            return ["damage", rng.randrange(ACTORS_MOST)]
+        if chance < 0.32 and self.withdraws:
+            return ["withdraw", rng.randrange(ACTORS_MOST), rng.choice((RUNS, ASIDE))]
+        if chance < 0.30 and self.rates:
             return ["hold_back", rng.choice(KEYS), rng.choice((5.0, 40.0))]
         ready = [name for name, actor in self.actors.items() if self.is_ready(actor)]
         if not ready:
@@ -327,7 +356,7 @@ class History:
 
     def deliver(self, number: int, process: Process, rng: random.Random) -> None:
         """A worker gets a message."""
-        due = [copy for copy in self.queue if copy.due <= self.net.time]
+        due = [one for one in self.queue if one.due <= self.net.time and one.home == process.home]
         if not due:
             return
         copy = rng.choice(due)
@@ -386,10 +415,21 @@ class History:
         """The replica becomes the master."""
         self.net.advance(1.0)
         self.net.fail_over()
+        self.forget()
+        self.paused.clear()
+
+    def step_damage(self, nth: int) -> None:
+        """The server loses a key of a lock, and nobody is told."""
+        names = sorted(name for name in self.keys() if name.endswith(DAMAGED))
+        if names:
+            self.net.send("DEL", names[nth % len(names)])
+            self.forget()
+
+    def forget(self) -> None:
+        """Know that the server has lost data."""
         for judge in self.net.judges:
             judge.lost()
         self.lost_at = self.net.time
-        self.paused.clear()
 
     def step_kill(self, nth: int) -> None:
         """A process dies; its messages come again if they were not acknowledged."""
@@ -454,16 +494,52 @@ class History:
             dropped = parking.lines.drop(lock, ticket, json.dumps({REPLACED: DROPPED})[1:-1])
             if dropped is not None:
                 self.take_overs.excused.add(ticket.partition(":")[0])
-                parking.publisher.tell_replaced(lock, {ticket: dropped.message})
+                if dropped.ours:
+                    parking.publisher.tell_replaced(lock, {ticket: dropped.message})
+
+    def step_withdraw(self, nth: int, how: str) -> None:
+        """A worker has the message of a turn, and knows no lock of its task, or not the task."""
+        turns = [
+            copy for copy in self.queue if copy.marked and "unique" not in copy.headers["task"]
+        ]
+        if turns:
+            copy = turns[nth % len(turns)]
+            self.queue.remove(copy)
+            process = next(one for one in self.processes if one.home == copy.home)
+            name = f"{self.steps} {how}"
+            self.begin(name, process, partial(self.withdrawing, process, copy, how)).copy = copy
+
+    def withdrawing(self, process: Process, copy: Copy, how: str) -> None:
+        """Run it without a lock, or set it aside, unless another copy runs or has run."""
+        lock, ticket = notes_in(copy.headers)[TICKET]
+        try:
+            state = process.lines.leave(lock, ticket, how)
+        except StoreError:
+            return self.arrived(copy)
+        self.take_overs.excused.add(copy.task)
+        if how == RUNS and state == HAS_LEFT:
+            self.runs(copy.task)
+            self.ran.add(copy.task)
+            self.ended[copy.task] += 1
+        elif state == NOT_THERE:
+            self.excused.add(copy.task)
+        return None
+
+    def step_put_back(self) -> None:
+        """An operator puts tasks that were set aside back in line."""
+        for key in KEYS:
+            for ticket in self.net.send("HKEYS", f"{lock_name(key)}:aside"):
+                self.processes[0].lines.put_back(lock_name(key), ticket.decode())
 
     # Threads.
 
-    def process(self, number: int) -> Process:
-        return Process(self.net, number, self.check, self.durations)
+    def process(self, number: int, nth: int = 0) -> Process:
+        home = self.homes[nth % len(self.homes)]
+        return Process(self.net, number, self.check, self.durations, home)
 
     def new_process(self, nth: int, worker: Worker | None) -> None:
         self.generation += 1
-        process = self.process(self.generation)
+        process = self.process(self.generation, nth)
         process.watchdog.asks = self.keeper is not None
         self.processes.insert(nth, process)
         if worker is not None:
@@ -521,8 +597,9 @@ class History:
             "lock_at_least_for": rng.choice((0.0, 0.0, 0.0, 7.0)),
             "max_renew_times": rng.choice((360, 360, 2)),
         }
-        if self.rated:
-            keys, options = keys[:1], {**ONE, **options, "lock_rate": self.rated}
+        if self.rates:
+            rate = Rate.of(rng.choice(self.rates))
+            keys, options = keys[:1], {**ONE, **options, "lock_rate": rate}
         lock = ReentrantLock(process, keys, {**options, "fair": rng.random() < 0.9})
         waits = rng.choice((0.0, 3.0, 40.0, 300.0))
         depth = 0
@@ -547,7 +624,7 @@ class History:
         kind, countdown = rng.choice(self.kinds), rng.choice((None, None, None, 8.0))
         key = rng.choice(KEYS)
         self.take_overs.asked[task] = key, self.net.time + (countdown or 0.0)
-        if json.loads(kind)["lock_on_conflict"] == "cancel":
+        if options_of(kind)["lock_on_conflict"] == "cancel":
             self.take_overs.cancel.add(task)
         worker.task(kind).apply_async((key,), task_id=task, countdown=countdown)
 
@@ -568,8 +645,7 @@ class History:
         """Run the body of a task."""
         request = task.request
         name = request.id
-        if name in self.revoked and not self.faults & {"kill", "failover"}:
-            self.fail(f"task {name} runs, and its caller was told that it was revoked")
+        self.runs(name)
         self.take_overs.begins(name, task.lease.owner)
         self.work_until_told(task)
         self.ran.add(name)
@@ -587,6 +663,11 @@ class History:
             )
         ):
             self.fail(f"task {name} has lost its lease, and its main process lives")
+
+    def runs(self, name: str) -> None:
+        """Judge that a task may run."""
+        if name in self.revoked and not self.faults & {"kill", "failover", "damage"}:
+            self.fail(f"task {name} runs, and its caller was told that it was revoked")
 
     def work_until_told(self, task: Any) -> None:
         """Work, and end as this body does when it is told to: at once, later, or not at all."""
@@ -704,7 +785,7 @@ class History:
         for task in self.sent:
             if task not in self.ran and task not in self.excused and self.is_kept:
                 raise BrokenPromiseError(f"task {task} is lost")
-            most = FOREVER if self.faults & {"kill", "freeze", "failover", "free"} else 1
+            most = FOREVER if self.faults & {"kill", "freeze", "failover", "free", "damage"} else 1
             if self.ended[task] > most and f"{task} again" not in self.excused:
                 raise BrokenPromiseError(f"task {task} ran {self.ended[task]} times")
         self.take_overs.end()
@@ -743,6 +824,8 @@ class History:
             elif ready:
                 for name in ready:
                     self.take(["go", name, "answer"])
+            elif any(name.endswith(":aside") for name in self.keys()):
+                self.take(["put_back"])
             elif workers or self.queue or (self.parks and self.parked()):
                 self.take(["pass", 0.0])
             else:

@@ -6,7 +6,8 @@ Judge the tasks of a simulation that cancel each other.
 * Of those that were sent the newest ends as SUCCESS, unless one that was newer was dropped: it may
   have been told to end for that one.  Nor need it if a task of another strategy took its place.
 * While the newest waits for a lock that one at a time has, a lease is marked, so that its holder is
-  told to end; that of a turn, which has no holder, is not.  A task that is dropped leaves no mark.
+  told to end, unless the lock is held back; that of a turn, which has no holder, is not.  A task
+  that is dropped leaves no mark.
 * Who ends as REVOKED was dropped, or names one that was sent later; who has lost its place in line
   says so, and there is one.
 
@@ -63,6 +64,9 @@ class TakeOvers:
         self.excused: set[str] = set()  # dropped, or gone with its process: need not succeed
         self.has_lost = False
         self._granted: dict[str, int] = {}  # by owner
+        self._held_back: dict[
+            str, int
+        ] = {}  # by lock: until when, in ms; nobody ends for that time
         self._requests = 0
 
     def fail(self, text: str) -> None:
@@ -79,6 +83,8 @@ class TakeOvers:
     ) -> None:
         """Note a lock that was granted to a task, whether or not that hears of it."""
         self._requests += 1
+        if script is scripts.OVERRIDE and "back" in arguments:
+            self._held_back[keys[0]] = self.net.now_ms + named(script, arguments)["ttl_ms"]
         if script in PARKS and reply[0] == GRANTED:
             self._granted.setdefault(arguments[0], self._requests)
         if self.cancel and keys and keys[0].endswith("}"):
@@ -99,6 +105,8 @@ class TakeOvers:
             return
         waits = self.net.send("ZSCORE", f"{lock}:line", f"{ticket}#") is not None
         run = {owner for owner in marks if not owner.endswith("#")}
+        if self._held_back.get(lock, 0) > self.net.now_ms:
+            return  # the newest could not begin either
         if waits and run and not any(marks[owner] == task for owner in run):
             self.fail(f"{task} waits for {lock}, and nobody is told: {marks}")
 

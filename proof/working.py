@@ -35,12 +35,13 @@ from celery_dislock.messages import unrun
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.parking import epoch, publisher
 from celery_dislock.parking.process import ParkingProcess
+from celery_dislock.scripts.names import sweep_lock
 from celery_dislock.tasks import acquisition, conflicts, guard, request, sending
 from celery_dislock.worker import stalled
 from proof.simulated import Interrupted, Net, Process, Wait, sleep_in, stop_if_actor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.servers.replies import Turn
 
@@ -49,12 +50,23 @@ EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)  # at the simulation's time 0,
 BY_WALL = (conflicts, acquisition, guard, sending, unrun, message_headers)  # modules that use time
 
 
+def named_by(options: Mapping[str, Any]) -> str:
+    """Name a task by its options; without the quotes of JSON, as scripts look for it there."""
+    return json.dumps(options, sort_keys=True).replace('"', "'")
+
+
+def options_of(name: str) -> Any:
+    """Return the options by which a task is named."""
+    return json.loads(name.replace("'", '"'))
+
+
 @dataclass(eq=False)
 class Copy:
     """A message in the broker, as it was published."""
 
     headers: dict[str, Any]
     body: bytes
+    home: str  # the broker that has it
     due: float = 0.0
     redelivered: bool = False
 
@@ -161,13 +173,14 @@ class Worker:
             commands: Called with a worker's name and the id of a task that it is to look at.
             body: The body of all tasks, called with the task.
         """
-        self.net, self.broker, self.body = process.net, broker, body
+        self.net, self.home, self.broker, self.body = process.net, process.home, broker, body
         self.commands = commands
         self.results.told = told
         self.runtime.inside = process
         process.parking = parking = WorkerProcess(self.app.conf, AppSettings(), self.app)
         parking.store = parking.loop_store = parking.__dict__["quick_store"] = process.store
         parking.lines = parking.publisher.lines = process.lines
+        parking.sweep_name = sweep_lock(parking.settings.dislock_prefix, process.home)
         parking.watchdog = process.watchdog
         parking.channel = process.channel
         vars(parking).update(pid=process.number, owner_name=process.owner_name)
@@ -185,7 +198,7 @@ class Worker:
             def run(task: Any, key: str, wide: str = WIDE) -> None:  # noqa: ARG001 -- name locks
                 self.body(task)
 
-            declared = {"lock_key": "<key>", **json.loads(name)}
+            declared = {"lock_key": "<key>", **options_of(name)}
             other = declared.pop("other_lock_key", declared["lock_key"])
             keys = other if self.is_other else declared["lock_key"]
             if isinstance(keys, list):
@@ -244,7 +257,7 @@ class Worker:
     def publish(self, body: bytes, *, headers: dict[str, Any], **_: Any) -> None:
         """Publish a message again, as kombu's producer does; the process may die before."""
         stop_if_actor(Wait())
-        self.broker(Copy(headers, body, due(headers)))
+        self.broker(Copy(headers, body, self.home, due(headers)))
 
     def _send(
         self,
@@ -258,7 +271,7 @@ class Worker:
         """Publish a message of a task."""
         stop_if_actor(Wait())
         headers = {**message.headers, **(headers or {})}
-        self.broker(Copy(headers, json.dumps(message.body).encode(), due(headers)))
+        self.broker(Copy(headers, json.dumps(message.body).encode(), self.home, due(headers)))
 
 
 def due(headers: dict[str, Any]) -> float:

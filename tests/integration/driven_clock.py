@@ -109,7 +109,12 @@ class DrivenServer:
     @property
     def now_ms(self) -> int:
         """Milliseconds of the clock."""
-        return int(self._client.get(CLOCK)) // 1000
+        return self.now_us // 1000
+
+    @property
+    def now_us(self) -> int:
+        """Microseconds of the clock."""
+        return int(self._client.get(CLOCK))
 
     def names(self) -> set[str]:
         """Return the names of all keys but the clock."""

@@ -1,7 +1,8 @@
-"""The models of the scripts, on a Redis and on fakeredis, whose clock stands still here.
+"""The simulation's requests, on a Redis and on fakeredis, whose clock stands still here.
 
-What Lua does in our own process, both do.  Where fakeredis differs stands in
-docs/reference/test-server.md; the tests of single promises that run on both are marked BOTH.
+What Lua does in our own process, both do: they give the same replies.  Where
+fakeredis differs stands in docs/reference/test-server.md; the tests of single promises that run on
+both are marked BOTH.
 """
 
 from __future__ import annotations
@@ -10,33 +11,65 @@ import pytest
 import redis
 
 from celery_dislock import Dislock, DislockError
+from proof import simulation
+from proof.simulated import Net
 from tests.conftest import BOTH
 from tests.integration import driven_clock
-from tests.integration.model_runs import run_model
-from tests.integration.test_model import LockMachine
-from tests.integration.test_parked_model import ParkedMachine
 from tests.integration.test_unique_model import RedisWorld, run
 
 pytestmark = BOTH
 
 
-@pytest.fixture
-def server(redis_url, monkeypatch):
-    """A server whose clock a model drives."""
-    driven_clock.drive(monkeypatch)
+HISTORIES = 3
+
+
+class Recorded(Net):
+    """A lock server that notes its time before each request, and what it has replied."""
+
+    def __init__(self):
+        self.requests = []
+        super().__init__()
+
+    def arrive(self, script, keys, *arguments):
+        """Run a script."""
+        at, reply = self.now_us, super().arrive(script, keys, *arguments)
+        self.requests.append((at, (script, keys, arguments), reply))
+        return reply
+
+    def send(self, *command):
+        """Run a command."""
+        at, reply = self.now_us, super().send(*command)
+        if command[0] in {"LPOP", "DEL"}:
+            self.requests.append((at, command, reply))
+        return reply
+
+    def fail_over(self):
+        """Lose nothing: no other server could follow."""
+
+
+def in_order(reply):
+    """Return a reply whose parts are sorted: a hash has no order."""
+    return sorted(map(repr, map(in_order, reply))) if isinstance(reply, list) else reply
+
+
+@pytest.mark.parametrize("seed", range(HISTORIES))
+def test_a_server_replies_as_the_simulated_one(redis_url, seed):
+    """Each request of a history has the same reply."""
+    recorded = Recorded()
+    assert not simulation.run(recorded, f"conformance {seed}").broken
+    assert len(recorded.requests) > 50
     server = driven_clock.DrivenServer(redis_url)
-    yield server
+    client = server.client()
+    for at, (script, *rest), reply in recorded.requests:
+        server.advance((at - server.now_us) / 1_000_000)
+        if isinstance(script, str):
+            answer = client.execute_command(script, *rest)
+        else:
+            keys, arguments = rest
+            text = driven_clock.clocked(script).text
+            answer = client.eval(text, len(keys), *keys, *arguments)
+        assert in_order(answer) == in_order(reply), (script, rest)
     server.close()
-
-
-def test_locks_do_what_the_model_does(server):
-    """They are granted, handed on and ended as it says."""
-    run_model(lambda: LockMachine(server), examples=8, steps=50)
-
-
-def test_parked_tasks_do_what_the_model_does(server):
-    """Each completes once, in its turn."""
-    run_model(lambda: ParkedMachine(server), examples=5, steps=40)
 
 
 def test_histories_of_unique_messages(redis_url, monkeypatch):
