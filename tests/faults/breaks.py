@@ -47,8 +47,8 @@ BROKEN = {
         "",
     ),
     "a lock is taken while it is held back": (
-        "local held_back = set and math.max(0, set.until_ms - now) * 1000 or 0",
-        "local held_back = 0",
+        "local opens = back and (back.until_ms - now) * 1000 or 0",
+        "local opens = 0",
     ),
     "what is kept is not counted": (
         "if not unit then grant(",
