@@ -7,7 +7,7 @@ So the functions that send messages are wrapped for all apps, when the package i
 of Celery's                              is wrapped or replaced because
 =======================================  ======================================================
 ``Celery.send_task``                     every message of a task goes through it: uniqueness
-``Signature.set``                        an option of a task has no effect there, and is refused
+``Signature.set``, ``Task.retry``        an option of a task has no effect there, and is refused
 ``Control.revoke``, a worker's revoke    a revoked message gives its key back
 ``filter_hidden_settings``               it hides only the broker's password
 ``AsyncResult.duplicate``                every result has the attribute
@@ -119,15 +119,23 @@ def _sending_uniquely() -> None:
 
 
 def _refusing() -> None:
-    """Wrap ``Signature.set``: a later step of a chain is sent when it is too late for an error."""
-    original = Signature.set
+    """
+    Wrap ``Signature.set`` and ``Task.retry``, after which it is too late for an error.
 
+    A later step of a chain is sent when the first has ended, and a retry that cannot be sent ends
+    as rejected.
+    """
+    for cls, name, owner in ((Signature, "set", "task"), (Task, "retry", "name")):
+        setattr(cls, name, _refusing_options(getattr(cls, name), owner))
+
+
+def _refusing_options(original: Callable[..., Any], owner: str) -> Callable[..., Any]:
     @wraps(original)
-    def set_options(self: Signature, *args: Any, **options: Any) -> Any:
-        refuse_in_call(self.task, options)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        refuse_in_call(getattr(self, owner), options)
         return original(self, *args, **options)
 
-    Signature.set = set_options
+    return call
 
 
 def _controlling() -> None:
