@@ -47,6 +47,7 @@ from celery.canvas import Signature
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import AsyncResult
 from celery.signals import task_postrun, task_prerun, task_revoked
+from celery.states import REVOKED
 from celery.utils.functional import maybe_list
 from kombu.utils.imports import symbol_by_name
 
@@ -69,7 +70,6 @@ from celery_dislock.tasks.task import (
     guard_objects,
     is_keyed,
     lease_of,
-    leave_revoked,
     lock_for,
     make_guard,
     name_of,
@@ -217,7 +217,7 @@ def _following() -> None:
     """Follow every task: one that takes no lock here may have a reservation or a turn."""
     task_prerun.connect(_before_body, weak=False)
     task_postrun.connect(_after_result, weak=False)
-    task_revoked.connect(leave_revoked, weak=False)
+    task_revoked.connect(_after_revoke, weak=False)
 
 
 def _before_body(task: Task, **_kwargs: Any) -> None:
@@ -228,10 +228,14 @@ def _before_body(task: Task, **_kwargs: Any) -> None:
 def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
     delivery = Delivery.of(task.request)
     if delivery is None:
-        end_unguarded(task, state, retval)
+        end_unguarded(task, task.request, state, retval)
         return
     for call in delivery.after_result:
         call(state)
+
+
+def _after_revoke(sender: Task, request: Context, **_kwargs: Any) -> None:
+    end_unguarded(sender, request, REVOKED, None)
 
 
 def _reporting() -> None:
