@@ -26,6 +26,7 @@ __all__ = [
     "lock_capped",
     "lock_superseded",
     "lock_released",
+    "task_deduplicated",
 ]
 
 #: The lock was taken; before the body.
@@ -42,3 +43,5 @@ lock_capped = Signal(name="lock_capped", providing_args={"lease"})
 lock_superseded = Signal(name="lock_superseded", providing_args={"lease"})
 #: The lease is over; after the body. If ``expiring``, it is left to expire.
 lock_released = Signal(name="lock_released", providing_args={"lease", "expiring"})
+#: A message of the task was not sent: that of task ``task_id`` reserves its ``key``.
+task_deduplicated = Signal(name="task_deduplicated", providing_args={"key", "task_id"})

@@ -21,6 +21,7 @@ from tests.leaks import Watch, remember
 from tests.orphans import pytest_configure, pytest_unconfigure  # noqa: F401 -- hooks
 from tests.programs import find_redis, not_tried
 from tests.redis_server import Client, RedisServer, ServerMissing, find_server
+from tests.unclosed import note_connections, pytest_runtest_teardown  # noqa: F401 -- a hook
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,14 +29,18 @@ if TYPE_CHECKING:
     from tests.acceptance.rabbitmq import RabbitServer
 
 TESTS = Path(__file__).parent
-# Which tests start first: those that wait longest, largest group first.
 NOT_OF_TESTS = {"celery.app.builtins", "celery_dislock.plugin"}  # modules that extend all apps
+PARTS = {"docs/test_snippets.py": 2, "faults/test_simulation.py": 4}
+# Which tests start first: those that wait longest, largest group first.
 TURN = {"acceptance": 0, "faults": 0, "docs": 0, "smoke": 0, "integration": 1, "unit": 2, "site": 3}
 
 # redis-py 5.0 leaves connections to the garbage collector, those of Celery and kombu, too.
 LEFT_SOCKETS = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
 )
+
+if redis.VERSION[:2] != (5, 0):
+    note_connections()
 
 # The browser tests need the extra "site", which `make site` installs.
 collect_ignore = [] if find_spec("playwright") else ["site"]
@@ -46,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Keep the tests of a file in one process, if several run; the largest groups come first.
 
     Groups are those of pytest-xdist's ``--dist loadgroup``.  The acceptance tests have their own;
-    so have all that use the one RabbitMQ.
+    so have all that use RabbitMQ, which takes long to start: two, which come before all others.
+    The tests of a file of :data:`PARTS` take long, and are dealt out to several.
     """
 
     def group(item: pytest.Item) -> str:
@@ -54,18 +60,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         return mark.args[0] if mark else item.nodeid
 
     places = {path: path.relative_to(TESTS) for path in {item.path for item in items}}
+    seen: Counter[str] = Counter()
     for item in items:
         tier = places[item.path].parts[0]
         if tier == "acceptance":
             item.add_marker(tier)
         else:
-            own = "rabbitmq" if "rabbitmq" in item.fixturenames else places[item.path].as_posix()
+            of_faults = "rabbitmq" in item.fixturenames
+            own = "rabbitmq of faults" if of_faults else places[item.path].as_posix()
+            seen[own] += 1
+            if own in PARTS:
+                own = f"{own} {seen[own] % PARTS[own]}"
             item.add_marker(pytest.mark.xdist_group(own))
         if redis.VERSION[:2] == (5, 0):
             item.add_marker(LEFT_SOCKETS)
     yield
     sizes = Counter(map(group, items))
-    items.sort(key=lambda item: (TURN[places[item.path].parts[0]], -sizes[group(item)]))
+
+    def turn(item: pytest.Item) -> tuple[int, bool, int]:
+        on_rabbitmq = group(item).startswith("rabbitmq")
+        return TURN[places[item.path].parts[0]], not on_rabbitmq, -sizes[group(item)]
+
+    items.sort(key=turn)
 
 
 def pytest_report_header() -> str:

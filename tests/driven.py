@@ -73,7 +73,8 @@ class LockServer(LuaServer):
         self.away = self.mute = False
         self.requests = 0
         self.frozen: set[int] = set()
-        self._strikes: dict[int | Script | None, tuple[BaseException, bool]] = {}
+        self._strikes: dict[int, tuple[BaseException, bool]] = {}
+        self._failing: dict[Script | None, list[tuple[BaseException, bool] | None]] = {}
         self._watchdogs: list[tuple[int, Watchdog]] = []
         self._timers: list[tuple[float, Callable[[], Any]]] = []
         super().__init__()
@@ -109,10 +110,10 @@ class LockServer(LuaServer):
         """Raise an error at the next request but *skip*: before or after it is carried out."""
         self._strikes[self.requests + 1 + skip] = error, after
 
-    def fail_once(self, script: Script, *, done: bool = False) -> None:
-        """Do not answer the next call of a script; *done*: only its reply is lost."""
+    def fail_once(self, script: Script, *, done: bool = False, skip: int = 0) -> None:
+        """Do not answer the next call of a script but *skip*; *done*: only its reply is lost."""
         error = StoreError(self.name, "no reply") if done else UnreachableError(self.name, "away")
-        self._strikes[script] = error, done
+        self._failing[script] = [*[None] * skip, (error, done)]
 
     def run(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
         """Run a script."""
@@ -146,7 +147,8 @@ class LockServer(LuaServer):
         self.requests += 1
         if self.away:
             raise UnreachableError(self.name, "away")
-        strike = self._strikes.pop(self.requests, None) or self._strikes.pop(script, None)
+        failing = self._failing.get(script)
+        strike = self._strikes.pop(self.requests, None) or (failing and failing.pop(0))
         error, after = strike or (None, False)
         if error is not None and not after:
             raise error
@@ -388,6 +390,12 @@ class Shop:
         result = self.send(task, task_id, *args, **options)
         self.work()
         return result
+
+    def park(self, task: Any, *task_ids: str) -> Any:
+        """Park tasks, "2" if no other is named, and give the first its turn; return its result."""
+        with self.held():
+            results = [self.run(task, one) for one in task_ids or ("2",)]
+        return results[0]
 
     @contextmanager
     def held(self, key: str = KEY, **options: Any) -> Iterator[Any]:

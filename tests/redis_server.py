@@ -242,7 +242,7 @@ class RedisServer:
     def _start_somewhere(self, program: Path, *, choose_port: bool) -> None:
         for _ in range(PORT_ATTEMPTS if choose_port else 1):
             if choose_port:
-                self.port = free_port()
+                self._choose_ports()
             self._launch(program)
             if self._answers():
                 return
@@ -251,13 +251,21 @@ class RedisServer:
         msg = f"{program} did not start on {self._address()}:\n{self._log_tail()}"
         raise ServerFailed(msg)
 
+    def _choose_ports(self) -> None:
+        """Choose all ports anew; one of them may have been taken meanwhile."""
+        self.port = free_port()
+
+    def _options(self) -> Sequence[str]:
+        """What is given to the program beside folder and address."""
+        return self._args
+
     def _launch(self, program: Path) -> None:
         if self._on_socket:
             listen = ["--port", "0", "--unixsocket", str(self._socket_path())]
         else:
             listen = ["--port", str(self.port), "--bind", "127.0.0.1"]
         command = [str(program), *listen, "--dir", str(self.folder.resolve())]
-        command += ["--daemonize", "no", "--save", "", "--appendonly", "no", *self._args]
+        command += ["--daemonize", "no", "--save", "", "--appendonly", "no", *self._options()]
         with self._log().open("wb") as log:
             try:
                 self._process = subprocess.Popen(

@@ -151,6 +151,8 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
     if "lock_on_conflict" not in values and options.newest_counts:
         apart = len(options.keys) > 1 and is_cluster(conf)  # these have no line
         options = replace(options, lock_on_conflict="retry" if apart else "queue")
+    if options.cancels:  # the newest waits alone, and runs when the lock is free
+        options = replace(options, lock_queue_limit=1, lock_queue_overflow="replace")
     check_servers(owner, options, conf)
     _check_together(owner, declared, options)
     return options

@@ -220,6 +220,10 @@ class Channel:
         """
         self._tell(lambda watcher: watcher.message(task, outcome, worker))
 
+    def deduplicated(self, sender: object, key: str, task_id: str) -> None:
+        """Tell that a message was not sent, because that of another task reserves its key."""
+        signals.task_deduplicated.send(sender=sender, key=key, task_id=task_id)
+
     def due_at(self) -> float:
         """Return the monotonic time at which the watchdog's loop calls :meth:`run`."""
         return min([watcher.due_at() for watcher in self.watchers], default=FOREVER)

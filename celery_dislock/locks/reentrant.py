@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from celery_dislock.config.plain import of_task
@@ -50,6 +50,26 @@ if TYPE_CHECKING:
     from celery_dislock.servers.view import Holder
 
 MAY_WAIT = seconds(at_least=0)  # check of a maximum wait
+
+
+class Hold(NamedTuple):
+    """
+    One acquisition.
+
+    Attributes:
+        held: The lease of the caller that made it.
+        entry: What identifies it among those of the lease.
+        block: What identifies its block; see :attr:`CallerLease.entries`.
+    """
+
+    held: CallerLease
+    entry: object
+    block: object
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it was not undone yet, by this lock object or by another."""
+        return self.entry in self.held.entries
 
 
 class ReentrantLock:
@@ -93,8 +113,7 @@ class ReentrantLock:
             raise self._refusal("rate", options.get("rate"), ONE_BY_ONE)
         self._runtime = runtime
         self._made: Lock | None = None
-        # The acquisitions of this object, in order, each with its block: see CallerLease.entries.
-        self._own: dict[object, tuple[CallerLease, object]] = {}
+        self._own: dict[object, Hold] = {}  # the acquisitions of this object, in order, by entry
 
     def acquire(
         self,
@@ -167,7 +186,7 @@ class ReentrantLock:
         latest = self._latest()
         if latest is None:
             raise self._not_owner()
-        self._undo(*latest, None)
+        self._undo(latest, None)
 
     def extend(self) -> None:
         """
@@ -183,7 +202,7 @@ class ReentrantLock:
             latest = self._latest()
             if latest is None:
                 raise self._not_owner()
-            held = latest[0]
+            held = latest.held
         held.lease.ensure_held()
         if not held.lock.renew(held.lease):
             raise LockLostError(self.key, held.lease.why_ended)
@@ -247,7 +266,7 @@ class ReentrantLock:
                 answer.running.begin()
         except BaseException:
             if entry in self._own:
-                self._own.pop(entry)[0].leave(entry)
+                self._own.pop(entry).held.leave(entry)
             raise
         return answer.lease
 
@@ -259,19 +278,19 @@ class ReentrantLock:
         ends in another asyncio task.  Such a block is taken to be the latest one that holds the
         lock here, or else the only one of this object.
         """
-        begun = [(one, held, its) for one, (held, its) in list(self._own.items()) if its]
-        own = [one for one in begun if one[2] == block]
+        begun = [hold for hold in list(self._own.values()) if hold.block]
+        own = [hold for hold in begun if hold.block == block]
         here = self.held
         if not own and here is None:
-            live = [one for one in begun if one[0] in one[1].entries]
+            live = [hold for hold in begun if hold.is_live]
             own = live if len(live) == 1 else []
-        entry, held = own[-1][:2] if own else (None, None)
-        if held is None or (entry not in held.entries and here not in {None, held}):
-            self._own.pop(entry, None)
-            latest = self._latest(of_block=True)  # if not of a stack: released, and taken again
-            held, entry = latest or (held, entry)
-        if held is not None:
-            self._undo(held, entry, exc)
+        ends = own[-1] if own else None
+        if ends is None or not (ends.is_live or here in {None, ends.held}):
+            if ends is not None:  # its lock was released in it, and taken again by another block
+                self._own.pop(ends.entry, None)
+            ends = self._latest(of_block=True) or ends
+        if ends is not None:
+            self._undo(ends, exc)
         elif exc is None:
             raise self._not_owner()
         else:
@@ -279,21 +298,22 @@ class ReentrantLock:
 
     def has_begun(self, block: object) -> bool:
         """Return whether this object has begun a block that has not ended."""
-        return any(its == block for _, its in list(self._own.values()))
+        return any(hold.block == block for hold in list(self._own.values()))
 
-    def _undo(self, held: CallerLease, entry: object, exc: BaseException | None) -> None:
+    def _undo(self, hold: Hold, exc: BaseException | None) -> None:
         """
         Undo an acquisition.  A loss is raised, or added as a note to an exception in progress.
 
         Raises:
             LockLostError: The lease was lost, and *exc* is None.
         """
+        held = hold.held
         try:
-            held.leave(entry)
+            held.leave(hold.entry)
         except BaseException:  # a signal handler's exception, at any instruction
-            held.leave(entry)
+            held.leave(hold.entry)
             raise
-        self._own.pop(entry, None)
+        self._own.pop(hold.entry, None)
         if held.lease.end is not End.LOST or isinstance(exc, LockLostError):
             return
         error = LockLostError(self.key, held.lease.why_ended)
@@ -329,24 +349,30 @@ class ReentrantLock:
     def _hint(self) -> str:
         return current_caller().hint(self._lock_here(self._runtime.process))
 
-    def _latest(self, *, of_block: bool = False) -> tuple[CallerLease, object] | None:
+    def _latest(self, *, of_block: bool = False) -> Hold | None:
         """Return the acquisition that a release undoes; *of_block*: if possible, of a block."""
-        own = []
-        for entry, (held, block) in list(self._own.items()):
-            if entry in held.entries and not (held.lease.finished or held.lease.is_inherited):
-                own.append((held, entry, block))
-        if len(own) == 1 and not own[0][2]:  # the usual case: no block's
-            return own[0][:2]
+        own = [
+            hold
+            for hold in list(self._own.values())
+            if hold.is_live and not (hold.held.lease.finished or hold.held.lease.is_inherited)
+        ]
+        if len(own) == 1 and not own[0].block:  # the usual case
+            return own[0]
+        found = self._of_caller(own, of_block=of_block)
+        blocks = [hold for hold in found if hold.block] if of_block else []
+        return next(reversed(blocks or found), None)
+
+    def _of_caller(self, own: Sequence[Hold], *, of_block: bool) -> Sequence[Hold]:
+        """Return those acquisitions that the calling code may undo, the nearest kind only."""
         caller, here = current_caller(), self.held
-        found = [one for one in own if one[0] is here]
-        if not found and caller.kind != "task":  # a task releases what it has acquired itself
-            elsewhere = [one for one in own if of_block or not one[2]]
-            found = [one for one in elsewhere if one[0].caller == ref(caller)] or elsewhere
-        if not found and here is not None:
-            found = [(here, entry, block) for entry, block in list(here.entries.items())]
-        blocks = [one for one in found if one[2]] if of_block else []
-        latest = next(reversed(blocks or found), None)
-        return latest and latest[:2]
+        if found := [hold for hold in own if hold.held is here]:
+            return found
+        if caller.kind != "task":  # a task releases what it has acquired itself
+            elsewhere = [hold for hold in own if of_block or not hold.block]
+            found = [hold for hold in elsewhere if hold.held.caller == ref(caller)] or elsewhere
+        if not found and here is not None:  # of other lock objects of this key
+            found = [Hold(here, entry, block) for entry, block in list(here.entries.items())]
+        return found
 
     @property
     def held(self) -> CallerLease | None:
@@ -413,11 +439,11 @@ class ReentrantLock:
     def _entered(
         self, held: CallerLease, entry: object, block: object, caller: Caller
     ) -> CallerLease:
-        for old, (its, its_block) in list(self._own.items()) if self._own else ():
-            if not its_block and old not in its.entries:  # released by another lock object
-                self._own.pop(old, None)
+        for hold in list(self._own.values()) if self._own else ():
+            if not (hold.block or hold.is_live):  # released by another lock object
+                self._own.pop(hold.entry, None)
         if block or caller.kind != "task":
-            self._own[entry] = held, block
+            self._own[entry] = Hold(held, entry, block)
         held.entries[entry] = block
         return held
 

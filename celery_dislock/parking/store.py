@@ -146,7 +146,6 @@ class Lines:
             "terms": written(ticket.terms),
             "its_home": self._home,
             "ticket": ticket.name,
-            "same_task": owner.partition("@")[0] + "@",  # see task_name()
             "marked": int(ticket.marked),
             "message": ticket.message,
             **ticket.bounds._asdict(),

@@ -87,23 +87,37 @@ end
 
 local NOT_KNOWN = -1  -- as held_ms
 
--- The four values of a lease in a refusal: remaining_ms, owner, holder, held_ms.
-local function about(lease) return lease.expires - now, lease.owner, lease.holder, now - lease.acquired end
+-- The lease of another delivery of the same task, beside which this owner would run twice at a time.
+local function copy_of(lock, owner)
+  local task = string.match(owner, '^[^@]*@')
+  return task and leases_of(lock, task)[1]
+end
+
+-- The five values of a lease in a refusal of this owner: remaining_ms, owner, holder, held_ms, and 1 if the lease is that
+-- of another delivery, the body or the ticket of the owner's own task, which must not be skipped; else 0.
+local function about(lease, owner)
+  local function task_of(one)
+    if is_parked(one) then return id_of(ticket_of(one)) end
+    return string.match(one, '^~?([^@~]*):~') or string.match(one, '^~?([^@~]*)@')
+  end
+  local is_copy = task_of(owner) and task_of(owner) == task_of(lease.owner)
+  return lease.expires - now, lease.owner, lease.holder, now - lease.acquired, is_copy and 1 or 0
+end
 
 -- The lease in the way that ends first, as about() returns it.  Of two that end at once, the older one.
 -- If it is only too early, the time until the lock may be taken.  If nobody holds the lock, it is paused, or waits
 -- for a parked task whose turn comes again soon.
-local function in_the_way(lock)
+local function in_the_way(lock, owner)
   if lock.early then
-    return math.ceil(lock.early / 1000), '', cjson.encode(as_early(lock, lock.asked)), NOT_KNOWN
+    return math.ceil(lock.early / 1000), '', cjson.encode(as_early(lock, lock.asked)), NOT_KNOWN, 0
   end
   local first
   for _, lease in pairs(count_leases(lock).leases) do
     local sooner = first and lease.expires - first.expires
     if not first or sooner < 0 or sooner == 0 and lease.token - first.token < 0 then first = lease end
   end
-  if first then return about(first) end
+  if first then return about(first, owner) end
   local limit, note = limit_set(lock)
   local holder = limit == 0 and cjson.encode({paused = true, note = note}) or '{"parked":true}'
-  return TAKE_UP_MS, '', holder, NOT_KNOWN
+  return TAKE_UP_MS, '', holder, NOT_KNOWN, 0
 end

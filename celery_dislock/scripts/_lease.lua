@@ -33,6 +33,7 @@ local function line_exists(lock) return redis.call('EXISTS', lock.line, lock.nam
 
 -- A ticket's member of a line is also the owner of the lease that keeps a unit for the ticket.
 local function is_parked(member) return string.byte(member, -1) == TICKET_ENDS end
+local function id_of(ticket) return string.match(ticket, '^(.*):%d+:%d+$') end  -- of its task, encoded
 local function member_of(ticket) return ticket .. '#' end  -- beside its record
 local function member_elsewhere(lock, ticket) return string.format('%d/', #lock) .. lock .. ticket .. '##' end
 -- The ticket of a member, and the name of the lock that has its record, if that is another lock.

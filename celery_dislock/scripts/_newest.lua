@@ -85,7 +85,7 @@ do
   -- holders that have not stopped for it need not stop.
   withdraw = function(lock, ticket)
     local one = newest(lock, 'waits')
-    if not one or one.task ~= as_mark(string.match(ticket, '^(.*):%d+:%d+$') or '') then return end
+    if not one or one.task ~= as_mark(id_of(ticket) or '') then return end
     redis.call('HDEL', lock.name .. NEWEST, 'waits')
     for _, lease in pairs(count_leases(lock).leases) do
       if superseded_by(lease.holder) == one.task then

@@ -200,7 +200,7 @@ end
 -- The holder of a lease that a ticket keeps, for messages.
 local function as_holder(ticket, more)
   local holder = more or {}
-  holder.id, holder.parked = string.match(ticket, '^(.*):%d+:%d+$'), true
+  holder.id, holder.parked = id_of(ticket), true
   return cjson.encode(holder)
 end
 

@@ -10,7 +10,7 @@
 -- ARGV[6]   fair       1: come after those who wait   0: pass them if the lock admits one more lease
 --
 -- Returns   {1, token, ...}     granted, with the token of each lock: the leases end in ttl_ms unless renewed
---           {0, nth, lease...}  refused by the nth lock, counted from 0; lease: the one in the way, four
+--           {0, nth, lease...}  refused by the nth lock, counted from 0; lease: the one in the way, five
 --                               values as in_the_way() returns them
 -- Touches beside each lock its line and places, and the wake lists of those who wait.
 -- An asker that does not wait gets all of the locks or none.  An asker that waits stands in line at the lock that
@@ -39,13 +39,6 @@ if free and start_free(name, ARGV[4]) then return {GRANTED, grant_free(name, own
 
 local place_ms, passes_line = tonumber(ARGV[5]), ARGV[6] == '0'
 local waits = place_ms > 0
-
--- The lease of another delivery of the same task, which would run twice at a time.  Not looked for if the lock admits
--- only one lease: any lease is in the way then.
-local function copy_in(lock, terms)
-  local task = (limit_set(lock) or not are_alone(terms)) and string.match(owner, '^[^@]*@')
-  return task and leases_of(lock, task)[1]
-end
 
 -- Returns the asker's token, whether its lease is new, and whether its start is still to be counted; nothing
 -- if the lock refuses.
@@ -114,12 +107,13 @@ local granted, new, starting = {GRANTED}, {}, {}
 
 local function refuse(nth, copy)
   for later = nth + 1, #locks do give_up(locks[later]) end
-  if copy then return {REFUSED, nth - 1, about(copy)} end
-  return {REFUSED, nth - 1, in_the_way(locks[nth])}
+  if copy then return {REFUSED, nth - 1, about(copy, owner)} end
+  return {REFUSED, nth - 1, in_the_way(locks[nth], owner)}
 end
 
 for nth, lock in ipairs(locks) do
-  local copy = not lease_of(lock, owner) and copy_in(lock, terms_of(nth))
+  local admits_several = limit_set(lock) or not are_alone(terms_of(nth))  -- else any lease is in the way
+  local copy = admits_several and not lease_of(lock, owner) and copy_of(lock, owner)
   local token, is_new, starts
   if not copy then token, is_new, starts = take(lock, terms_of(nth)) end
   if not token then
@@ -138,7 +132,7 @@ for nth, lock in ipairs(locks) do
   local early = has_gate(lease_of(lock, owner)) and starts_in(lock, terms_of(nth), 0) or 0
   if early > 0 then
     lock.early, lock.asked = early, terms_of(nth)
-    return {REFUSED, nth - 1, in_the_way(lock)}
+    return {REFUSED, nth - 1, in_the_way(lock, owner)}
   end
 end
 for nth, lock in ipairs(locks) do

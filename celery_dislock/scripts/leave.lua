@@ -30,8 +30,7 @@ local lock = open_whole(KEYS[1])
 -- Whether a claim was left: its reply was lost, or its process has died.  park.lua lets a copy run then, too.
 local function is_left()
   local claim = parse_claim(redis.call('HGET', lock.running, ticket))
-  local same_task = string.match(ticket, '^(.*):%d+:%d+$') .. '@'
-  return not claim.is_later and claim.settles <= now and not leases_of(lock, same_task)[1]
+  return not claim.is_later and claim.settles <= now and not leases_of(lock, id_of(ticket) .. '@')[1]
 end
 
 local has_place = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)

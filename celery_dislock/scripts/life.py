@@ -131,7 +131,6 @@ class Life:
             "owner": f"{task}@1",
             "its_home": self._home,
             "ticket": f"{task}:0:0",
-            "same_task": f"{task}@",
             "marked": 0,
             "message": MESSAGE,
             "most": 0,

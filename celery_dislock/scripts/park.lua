@@ -3,7 +3,6 @@
 -- KEYS      the task's locks, in the order in which the task passes them; its ticket is kept beside the first
 -- ARGV      owner, ttl_ms, holder, terms   as for acquire.lua
 --           home, ticket
---           same_task  the names of all owners of this task begin with this
 --           marked     0: the message does not say that it was parked   1: it does; if nothing is known of
 --                      the task, as after a failover, the task runs or is parked again
 --           message    empty: only ask
@@ -22,7 +21,7 @@
 --   {1, turns, claimed, lock, token, ...}   granted, each lock with its token; claimed: 1 a parked task's turn
 --                                           0 no ticket
 --   {0, turns, lock, place, lease...}       refused by this lock; place: the task's, if it were put in line;
---                                           lease: the one in the way, four values as in_the_way() returns them
+--                                           lease: the one in the way, five values as in_the_way() returns them
 --   {2, turns, lock, place, lease..., replaced, told}   parked, in the line of this lock; replaced: {ticket,
 --                                           message, ...}; told: holders that must end for this task
 --   {3, turns}                              a mark says that this work is done; or it was set aside
@@ -38,7 +37,7 @@
 -- include: _states
 -- include: _free
 
-local owner, ttl, holder, terms, its_home, ticket, same_task, marked, message, most, most_bytes,
+local owner, ttl, holder, terms, its_home, ticket, marked, message, most, most_bytes,
   overflow, task, heeded, sent, index, listed = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
@@ -58,7 +57,7 @@ if free and start_free(name, terms) then return {GRANTED, {}, 0, name, grant_fre
 
 home, most, most_bytes = its_home, tonumber(most), tonumber(most_bytes)
 
-local canceller = sent ~= '' and {sent = math.min(tonumber(sent), now_us), terms = terms, task = string.sub(same_task, 1, -2)}
+local canceller = sent ~= '' and {sent = math.min(tonumber(sent), now_us), terms = terms, task = id_of(ticket)}
 
 local NO_PLACE = 0  -- the place, in a refusal of a task that is not put in line
 local lock = open_whole(name)
@@ -81,8 +80,7 @@ end
 
 -- A reply about a lock that is in the way.
 local function about_lock(state, its, place)
-  local lasts, its_owner, its_holder, held = in_the_way(its)
-  return {state, turns, its.name, place, lasts, its_owner, its_holder, held}
+  return {state, turns, its.name, place, in_the_way(its, owner)}
 end
 
 -- Microseconds until a ticket that has passed all its locks may start, and the lock whose rate sets this time.
@@ -98,7 +96,7 @@ end
 
 -- A reply about a rate that is in the way of a task that has its turn.
 local function about_rate(state, its, wait_ms)
-  return {state, turns, its.lock.name, NO_PLACE, wait_ms, '', as_holder(ticket, as_early(its.lock, its.terms)), NOT_KNOWN}
+  return {state, turns, its.lock.name, NO_PLACE, wait_ms, '', as_holder(ticket, as_early(its.lock, its.terms)), NOT_KNOWN, 1}
 end
 
 -- Answer that the task is in line: this delivery is over.  If it could have claimed a turn, it is marked as done:
@@ -262,7 +260,7 @@ end
 local function ran_before(record)
   local before = parse_claim(record)
   if before.settles > now then
-    return {REFUSED, turns, name, NO_PLACE, before.settles - now, '', as_holder(ticket), NOT_KNOWN}
+    return {REFUSED, turns, name, NO_PLACE, before.settles - now, '', as_holder(ticket), NOT_KNOWN, 1}
   end
   local its  -- the first lock that does not admit this task
   for nth, station in ipairs(before.stations) do
@@ -339,10 +337,10 @@ local function answer()
     end
   end
   if parked and not is_of(parked, task) then  -- the ticket is that of another task with the same id
-    return {REFUSED, turns, name, NO_PLACE, ttl, '', as_holder(ticket), NOT_KNOWN}
+    return {REFUSED, turns, name, NO_PLACE, ttl, '', as_holder(ticket), NOT_KNOWN, 1}
   end
-  local other = leases_of(lock, same_task)[1]  -- the lease of another delivery of this task
-  if other then return {REFUSED, turns, name, NO_PLACE, about(other)} end
+  local other = copy_of(lock, owner)
+  if other then return {REFUSED, turns, name, NO_PLACE, about(other, owner)} end
 
   local told_key = lock.name .. DONE .. '~' .. ticket  -- once it was told so, no copy of it may run
   local told_before = canceller and redis.call('GET', told_key)

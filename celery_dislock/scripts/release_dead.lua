@@ -21,7 +21,7 @@ local locks, ended = {}, 0
 
 -- Whether another delivery of the task has the claim: it runs, and this one was put off, or was about to be.
 local function is_of_another(lock)
-  for _, lease in ipairs(leases_of(lock, string.match(ticket, '^(.*):%d+:%d+$') .. '@')) do
+  for _, lease in ipairs(leases_of(lock, id_of(ticket) .. '@')) do
     if string.sub(lease.owner, 1, #start) ~= start then return true end
   end
 end

@@ -39,7 +39,7 @@ local function keep_reserved(lock)
   local it = count_tickets(lock) <= TURNS_MOST and unique_of(lock.name .. UNIQUE)
   if not (is_reserved(it) and it.state == 'w' and it.ends - now < RESERVED_MS) then return end
   for _, ticket in ipairs(redis.call('HKEYS', lock.tickets)) do
-    if string.match(ticket, '^(.*):%d+:%d+$') == it.id then
+    if id_of(ticket) == it.id then
       local parked = read_ticket(lock, ticket)
       local ends = parked and string.match(parked.message, '^%d+ {"sent":%d+,"until":"(%a+)"')
       if ends and ends ~= 'expiry' then

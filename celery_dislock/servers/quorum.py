@@ -343,7 +343,7 @@ def choose_refusal(
     Choose the refusal that describes the lease in the way.
 
     Args:
-        refused: ``[0, nth, remaining_ms, owner, holder, held_ms]`` of each server that refused.
+        refused: What acquire.lua answered on each server that refused.
         wanted: How many of these servers would have to grant the lock for a majority.
         majority: Number of servers that make a majority.
 

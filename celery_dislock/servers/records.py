@@ -57,6 +57,7 @@ class Conflict:
         renewed: Seconds since the holder's lease was renewed, or taken if it was not renewed since;
             None if that is not known, or the lease has a fixed expiry.
         owner: The string that identifies the holder's acquisition.
+        is_copy: Whether the holder is another delivery of the task that asks, or its own turn.
     """
 
     key: str
@@ -67,6 +68,7 @@ class Conflict:
     held_for: float | None = field(default=None, compare=False)
     renewed: float | None = field(default=None, compare=False)
     owner: str = ""
+    is_copy: bool = field(default=False, compare=False)
 
     @classmethod
     def of(
@@ -76,6 +78,7 @@ class Conflict:
         owner: bytes,
         holder: bytes,
         held_ms: int = -1,
+        is_copy: int = 0,
         **more: Any,
     ) -> Self:
         """Parse the lease in the way, as a script tells it of this lock; with *more* attributes."""
@@ -84,7 +87,8 @@ class Conflict:
             more["held_for"] = held_for = held_ms / 1000
             if not owner.startswith(b"~"):
                 more["renewed"] = renewed_ago(who, remaining, held_for)
-        return cls(key_of(lock), who, remaining, owner=text(owner).removeprefix("~"), **more)
+        more |= {"owner": text(owner).removeprefix("~"), "is_copy": bool(is_copy)}
+        return cls(key_of(lock), who, remaining, **more)
 
     def __bool__(self) -> Literal[False]:
         return False

@@ -22,7 +22,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.config.options import IN_LINE
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.keys.names import shown_id, task_id_of_reserved, task_name
+from celery_dislock.keys.names import shown_id, task_id_of_reserved
 from celery_dislock.locks.interruption import THROWN
 from celery_dislock.messages.message import TaskParked, store_end
 from celery_dislock.messages.unrun import (
@@ -33,7 +33,7 @@ from celery_dislock.messages.unrun import (
 )
 from celery_dislock.parking.answers import Full
 from celery_dislock.parking.store import OVER, Bounds
-from celery_dislock.servers.records import Conflict, bounded, in_words, is_turn
+from celery_dislock.servers.records import Conflict, in_words, is_turn
 from celery_dislock.signals import lock_conflict
 from celery_dislock.tasks.cancelling import replaced_by, tell_workers
 from celery_dislock.words import so_far
@@ -61,14 +61,6 @@ CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)
 logger = logging.getLogger("celery_dislock")
 
 
-def is_a_copy(delivery: Delivery, conflict: Conflict) -> bool:
-    """Tell whether the lock is held by, or reserved for, another delivery of the same task."""
-    mine = delivery.attempt.holder["id"]
-    if "parked" in conflict.holder:
-        mine = bounded(task_name(delivery.id))
-    return conflict.holder.get("id") == mine and not delivery.is_eager
-
-
 def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     """
     Apply ``lock_on_conflict``.
@@ -85,7 +77,7 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
         SettingsError: A callable has returned a value that is not a strategy.
     """
     delivery = asking.delivery
-    is_copy = is_a_copy(delivery, conflict)
+    is_copy = conflict.is_copy and not delivery.is_eager
     if is_copy and conflict.early:  # not a copy: its own turn has come before it may start
         put_off_copy(delivery, conflict)
     if lock_conflict.receivers:
@@ -225,7 +217,7 @@ def wait(asking: Acquisition, conflict: Conflict) -> Lease | None:
     )
     if not isinstance(answer, Conflict):
         return answer
-    if is_a_copy(delivery, answer):  # another delivery of this task was first
+    if answer.is_copy:  # another delivery of this task was first
         put_off_copy(delivery, answer)
     if is_turn(answer.holder):
         in_time = time.time() < until
@@ -249,8 +241,6 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     bounds = Bounds(
         options.lock_queue_limit or 0, options.lock_queue_bytes, options.lock_queue_overflow
     )
-    if options.cancels:
-        bounds = bounds._replace(most=1, overflow="replace")
     try:
         # may_run=False: the task may be in line already, and would run a second time at its turn.
         answer = asking.answer(partial(asking.parking.park, conflict, bounds), may_run=False)

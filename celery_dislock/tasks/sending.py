@@ -134,8 +134,8 @@ class Sending(NamedTuple):
 
     def _send(self, **options: Any) -> Any:
         declared = self.guard.options
-        # With these options, the message that was sent last counts, so each says when it was sent.
-        if declared.lock_queue_overflow == "replace" or declared.cancels:
+        # With this option, the message that was sent last counts, so each says when it was sent.
+        if declared.lock_queue_overflow == "replace":
             given = dict(options.get("headers") or {})  # Celery takes pairs, too
             running = Delivery.of(running_request(self.task))
             again = running is not None and running.id == options.get("task_id")
@@ -370,6 +370,7 @@ class Sender:
         return found
 
     def _duplicate(self, sending: Sending, first: First, options: Mapping[str, Any]) -> Any:
+        self._runtime.process.channel.deduplicated(sending.task, first.key, first.id)
         if sending.guard.options.lock_on_duplicate == "raise":
             raise DuplicateTaskError(first.key, first.id)
         known, result = self._sent.get(first.id, (None, None))

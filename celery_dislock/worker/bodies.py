@@ -3,11 +3,17 @@
 A task's own lock is released by its request; see :mod:`celery_dislock.tasks.request`.  Locks that a
 body takes by ``dislock.lock()``, also that of a task without a ``lock_key``, are known to their
 process alone, which has written them down; see :mod:`celery_dislock.locks.journal`.
+
+The folder of the journals is removed at the exit.  A worker whose main process is killed leaves it;
+the next worker of the same user removes it.  All processes of a worker hold one flock of the
+folder, which ends with the last of them.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
 
 LOOK_EVERY = 0.25  # seconds
+FOLDER = "dislock-bodies-"  # how the name of a folder begins
 
 logger = logging.getLogger("celery_dislock")
 
@@ -45,12 +52,13 @@ class BodyStep(LastingStep):
         if self._runtime.off or not forks:
             return False
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="dislock-"))
+            self._folder = _make_folder()
         except OSError as exc:
             #: WARNING: A lock that a body takes by `dislock.lock()` is left to expire if its
             #: process dies. -> Give the worker a folder for temporary files.
             logger.warning("Locks that bodies take are not written down for crash release: %s", exc)
             return False
+        _remove_left()
         self._runtime.journals_in = str(self._folder)
         atexit.register(_remove, self._folder, os.getpid())
         return True
@@ -87,6 +95,27 @@ class BodyStep(LastingStep):
                 "Could not release lock %r of %s, whose process %d died; it is left to expire: %s",
                 *(key, who, pid, exc),
             )
+
+
+def _make_folder() -> Path:
+    """Make a folder that is ours until the last process that is forked from this one has ended."""
+    made = Path(tempfile.mkdtemp(prefix=f".{FOLDER}"))
+    with contextlib.suppress(OSError):  # a file system without: others cannot lock it, either
+        fcntl.flock(os.open(made, os.O_RDONLY), fcntl.LOCK_EX)
+    return made.rename(made.with_name(made.name[1:]))  # found by others now that it is locked
+
+
+def _remove_left() -> None:
+    """Remove the folders of workers of this user that have ended without."""
+    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):  # of another user, in use, or gone
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(folder).st_uid == os.getuid():
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path)
+            finally:
+                os.close(folder)
 
 
 def _remove(folder: Path, pid: int) -> None:

@@ -249,6 +249,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item) -> str | None:
+    if item.get_closest_marker("xdist_group"):
+        return None  # it names its own
     asked = set(item.fixturenames)
     params = item.callspec.params if hasattr(item, "callspec") else {}
     broker = params.get("broker")

@@ -15,6 +15,7 @@ from kombu import Exchange, Queue
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.parking.process import runtime_of
+from tests.pace import REPLY
 
 LIMIT = 60.0  # seconds: longer than any test waits
 SHORT = 0.3  # seconds: less than a broker with delayed delivery takes
@@ -48,7 +49,7 @@ def made(kind: str, locks: str, url: str, broker: str) -> Celery:
         broker_connection_retry_on_startup=True,
         worker_prefetch_multiplier=1,
         dislock_url=locks,
-        dislock_transport_options={"socket_timeout": 0.3},
+        dislock_transport_options={"socket_timeout": REPLY},
         dislock_watchdog_timeout=LIMIT,
     )
     Dislock(app)

@@ -19,6 +19,8 @@ from kombu.transport import redis as redis_transport
 from celery_dislock.servers.view import parse_reservation
 from tests.acceptance import scenarios
 from tests.forked import start_celery
+from tests.groups import kill_group
+from tests.pace import PACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,10 +114,7 @@ class Worker:
 
     def kill(self) -> None:
         """End the worker and its pool with SIGKILL, as a power cut does."""
-        # The group outlives its leader if pool processes are left behind.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        kill_group(self.process)
 
 
 class Fleet:
@@ -142,7 +141,7 @@ class Fleet:
 
     def leases(self) -> list[Any]:
         """Return what these workers tell of the tasks that they run, if they do within moments."""
-        within = {"limit": len(self.workers), "timeout": 2.0}
+        within = {"limit": len(self.workers), "timeout": 2.0 * PACE}
         answers = self._tell("broadcast", "dislock", reply=True, **within) or ()
         if len(answers) < len(self.workers):
             return [{"held": None}]

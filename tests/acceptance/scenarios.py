@@ -32,6 +32,7 @@ from celery.exceptions import Ignore, Reject
 
 from celery_dislock import Dislock, Key, LockLostError, SingletonTask, current_lease
 from celery_dislock.signals import lock_released
+from tests.pace import LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from celery_dislock import Lease
 
 LONG = 60.0  # seconds: longer than any test waits for a lock to be free
-BRIEF = 1.5  # seconds: a lease that is renewed twice a second
+BRIEF = LEASE  # seconds: a lease that is renewed about once a second
 STEADY = 9.0  # seconds: a lease that is renewed now and then, and outlives a short outage
 GATE_POLL = 0.02  # seconds between two looks at a gate
 PAUSE = 0.5  # seconds between a result and the end of its execution
@@ -318,32 +319,6 @@ def retry_with_delay(self: Task, key: str) -> int:
             time.sleep(PAUSE)
 
 
-def retry_on_any_error(self: Task, key: str) -> dict[str, Any]:
-    """Ask for a retry when anything goes wrong, as careful code does."""
-    try:
-        return stay(key, gate=self.request.id)
-    except Exception as exc:  # the point of this task
-        raise self.retry(exc=exc, countdown=0) from exc
-
-
-def retry_in_a_while(self: Task, key: str) -> int:
-    """Ask for one retry, which comes after a pause."""
-    with reported(key):
-        if not self.request.retries:
-            raise self.retry(countdown=2 * PAUSE)
-        return int(self.request.retries)
-
-
-def stay_until_superseded(key: str) -> None:
-    """Work in steps, and ask before each whether it is still wanted."""
-    with reported(key):
-        lease = current_lease()
-        assert lease is not None
-        while True:
-            lease.ensure_held()
-            time.sleep(GATE_POLL)
-
-
 def be_replaced(self: Task, key: str, other: dict[str, Any]) -> None:
     """Let another task take this one's place, and take time to end after that."""
     with reported(key):
@@ -408,7 +383,6 @@ SURVIVING = {"acks_late": True, "reject_on_worker_lost": True}  # comes back to 
 BRIEFLY = {"lock_watchdog_timeout": BRIEF}
 CAPPED = {**BRIEFLY, "max_renew_times": 2}
 BOUND = {"bind": True}
-RETRYING = {"max_retries": 5}
 
 hold = locked("hold")
 hold_inside = app.task(lock_inside, name=f"{__name__}.hold_inside")
@@ -452,7 +426,6 @@ leave_each_time = locked("leave_each_time", leave_process, lock_crash_limit=2, *
 crash_freely = locked("crash_freely", kill_process, **SURVIVING)
 
 # The lease ends before the body does.
-run_past_cap = locked("run_past_cap", **CAPPED)
 stop_at_cap = locked("stop_at_cap", lock_on_cap="raise", **CAPPED)
 resist_errors = locked("resist_errors", resist_an_error, lock_on_cap="terminate", **CAPPED)
 resist_everything = locked("resist_everything", resist_all, lock_on_cap="terminate", **CAPPED)
@@ -485,9 +458,6 @@ build = locked("build", stay_by_itself, **CANCEL, **BOUND)
 build_two = locked("build_two", stay_by_itself, lock_limit=2, **CANCEL, **BOUND)
 build_and_survive = locked("build_and_survive", stay_by_itself, **CANCEL, **BOUND, **SURVIVING)
 build_renewed = locked("build_renewed", stay_by_itself, **{**CANCEL, **BRIEFLY}, **BOUND)
-build_undisturbed = locked(
-    "build_undisturbed", stay_by_itself, lock_cancel_not_before=PAUSE, **CANCEL, **BOUND
-)
 build_in_peace = locked(
     "build_in_peace", stay_by_itself, lock_cancel_not_before=LONG, **CANCEL, **BOUND
 )
@@ -499,9 +469,6 @@ build_for_ever_late = locked(
 TERMINATED = {**CANCEL, **BRIEFLY, "lock_on_cancel": "terminate"}
 build_terminated = locked("build_terminated", stay_by_itself, **TERMINATED, **BOUND, **SURVIVING)
 build_in_c = locked("build_in_c", keep_the_gil_for_ever, **TERMINATED)
-build_again = locked("build_again", retry_on_any_error, **CANCEL, **BOUND, **RETRYING)
-build_politely = locked("build_politely", stay_until_superseded, lock_on_cancel="warn", **CANCEL)
-build_later = locked("build_later", retry_in_a_while, **CANCEL, **BOUND)
 
 # Several keys in line: the *key* is that of the reports.
 TENANT = "tenant:<tenant>"
@@ -515,13 +482,7 @@ def calling(name: str, *keys: str | Key, **options: Any) -> Task:
 call = calling("call", Key("api", limit=2), TENANT)
 call_or_wait = calling("call_or_wait", Key("api", limit=2), TENANT, **WAITING)
 call_and_survive = calling("call_and_survive", Key("api", limit=2), TENANT, **SURVIVING)
-call_widely = calling("call_widely", Key("api", limit=2), Key(TENANT, limit=10))
-call_by_quota = calling("call_by_quota", Key("api", limit=5), Key("quota:<tenant>", rate="10/h"))
-call_often = calling("call_often", Key("often", rate="100/s"))
-call_seldom = calling("call_seldom", Key("seldom", rate="1/h"), Key("often", rate="100/s"))
 call_rated = calling("call_rated", Key("rated", rate="10/s"), TENANT)
-read = calling("read", "document:<tenant>", "index", lock_mode="shared")
-write = calling("write", "document:<tenant>", "index")
 
 # A key more, one less, and another order, since the release before.
 IS_OLD = os.environ.get("SCENARIOS_RELEASE") == "old"

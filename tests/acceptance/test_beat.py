@@ -12,6 +12,7 @@ import pytest
 
 from tests.acceptance.fleet import ROOT, wait_for
 from tests.forked import start_celery
+from tests.groups import kill_group
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def beats(redis_program, tmp_path):
             yield beats
         finally:
             for one in beats.started:
-                one.send(signal.SIGKILL)
+                kill_group(one.process)
             beats.client.close()
 
 
@@ -148,7 +149,7 @@ def test_workers_may_have_the_beats(beats):
     beats.go_on()
     leader, other = sorted(workers, key=lambda one: LEADS not in one.log)
     other.says(STANDS_BY)
-    leader.send(signal.SIGKILL)
+    kill_group(leader.process)
     other.says(LEADS)
     beats.go_on()
     # The signal may strike between a message and the note that it has gone out.

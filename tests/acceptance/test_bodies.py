@@ -8,6 +8,7 @@ import signal
 import pytest
 from celery.exceptions import TaskRevokedError, WorkerLostError
 
+from celery_dislock.worker.bodies import FOLDER
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, leases_of, wait_for
 
@@ -79,3 +80,16 @@ def test_it_is_freed_while_its_worker_shuts_down(start_fleet, scene, tmp_path):
     assert worker.wait_until_it_ends() == 0
     assert beside.id != waiting.id
     assert not list(tmp_path.glob("dislock-*"))
+
+
+def test_the_folder_of_a_killed_worker_is_removed_by_the_next(start_fleet, tmp_path, monkeypatch):
+    """In which its pool processes had noted what they held."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folders = []
+    for _ in range(2):
+        fleet = start_fleet("prefork", "--dislock")
+        (folder,) = tmp_path.glob(f"{FOLDER}*")
+        folders.append(folder)
+        fleet.workers[0].kill()
+    assert folders[0] != folders[1]
+    assert folders[1].exists()

@@ -13,23 +13,18 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Fleet, fleets, wait_for
 from tests.acceptance.scenarios import (
     build,
-    build_again,
     build_and_survive,
     build_changed,
     build_for_ever,
     build_for_ever_late,
     build_in_c,
     build_in_peace,
-    build_later,
-    build_politely,
     build_renewed,
     build_stubbornly,
     build_terminated,
     build_two,
-    build_undisturbed,
 )
 from tests.commands import Dislock
-from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.acceptance
 dislock = Dislock(scenarios.app)
@@ -136,60 +131,6 @@ def test_a_body_that_cannot_hear_of_it(fleet, scene, why):
 
 
 @PREFORK
-def test_a_body_that_asks_itself(fleet, scene):
-    """With "warn" nothing is raised in it, until it asks for its lease."""
-    old = scene.begin(fleet, build_politely)
-    new = scene.begin(fleet, build)
-    assert_superseded(old, new)
-    assert finish(scene, new)["held"]
-    scene.assert_exclusive()
-
-
-@PREFORK
-def test_a_body_runs_undisturbed_for_some_time(fleet, scene):
-    """With lock_cancel_not_before it is told later, but it is."""
-    old = scene.begin(fleet, build_undisturbed)
-    new = scene.begin(fleet, build_undisturbed)
-    assert_superseded(old, new)
-    assert finish(scene, new)["held"]
-    begun, ended = scene.history[:2]
-    assert (begun["what"], ended["error"]) == ("begin", "SupersededError")
-
-
-@PREFORK
-def test_a_retry_because_of_that_does_not_come_back(fleet, scene):
-    """A body that retries whatever goes wrong ends as REVOKED; its retry is not sent."""
-    old = scene.begin(fleet, build_again)
-    new = scene.begin(fleet, build_again)
-    assert_superseded(old, new)
-    assert finish(scene, new)["held"]
-    assert scene.begun == [old.id, new.id]
-
-
-@PREFORK
-def test_a_retry_in_its_countdown_meets_a_newer_task(fleet, scene):
-    """It ends as REVOKED when it comes, although the newer one has ended by then."""
-    old = scene.begin(fleet, build_later)
-    scene.wait_for_report("end", id=old.id)
-    new = scene.begin(fleet, build)
-    assert finish(scene, new)["held"]
-    assert_superseded(old, new)
-    assert scene.begun == [old.id, new.id]
-
-
-@PREFORK
-def test_an_older_message_that_comes_later(fleet, scene, start_fleet):
-    """It does not cancel a newer one: when a task was sent counts, not when it comes."""
-    late = Fleet(fleet.pool, f"late-{scene.key}", fleet.workers, fleet.broker_url)
-    old = late.send(build, scene.key)
-    new = scene.begin(fleet, build)
-    fleet.serve(late.queue)
-    assert_superseded(old, new)
-    assert finish(scene, new)["held"]
-    fleet.leave(late.queue)
-
-
-@PREFORK
 def test_a_newcomer_that_is_dropped_while_it_waits(fleet, scene):
     """The one that runs undisturbed goes on, as nobody waits for it any more."""
     old = scene.begin(fleet, build_in_peace)
@@ -215,19 +156,6 @@ def test_a_newcomer_that_is_revoked_while_it_waits(fleet, scene):
         new.get(timeout=LIMIT)
     fleet.serve(late.queue)
     assert finish(scene, other)["held"]
-    fleet.leave(late.queue)
-
-
-@PREFORK
-def test_an_older_one_runs_beside_newer_ones_if_there_is_room(fleet, scene):
-    """With a limit of two nobody has to end for it."""
-    late = Fleet(fleet.pool, f"late-{scene.key}", fleet.workers, fleet.broker_url)
-    old = late.send(build_two, scene.key)
-    new = scene.begin(fleet, build_two)
-    fleet.serve(late.queue)
-    scene.wait_for_report("begin", id=old.id)
-    assert finish(scene, old)["held"]
-    assert finish(scene, new)["held"]
     fleet.leave(late.queue)
 
 
@@ -292,19 +220,4 @@ def test_beside_a_release_with_another_strategy(start_fleet, scene):
         parked.get(timeout=LIMIT)
     assert finish(scene, first)["held"]
     assert finish(scene, newest)["held"]
-    scene.assert_exclusive()
-
-
-def test_an_outage_in_between(start_fleet, redis_program, tmp_path, scene):
-    """The lock server does not answer while the newest has come: it takes over after that."""
-    with RedisServer(tmp_path / "locks") as locks:
-        conf = {"dislock_transport_options": {"socket_timeout": 0.3}}
-        fleet = start_fleet("prefork", "--dislock", "--dislock-url", locks.url, conf=conf)
-        old = scene.begin(fleet, build)
-        locks.pause()
-        new = fleet.send(build, scene.key)
-        wait_for("it is put off", lambda: fleet.says(new.id, "put off"))
-        locks.resume()
-        assert_superseded(old, new)
-        assert finish(scene, new)["held"]
     scene.assert_exclusive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from tests.acceptance.delayed_app import LIMIT, QUEUES, SHORT, close, made
 from tests.acceptance.fleet import Worker, value_of, wait_for
 from tests.redis_server import RedisServer
 
-# One process of the test run has the RabbitMQ.
+# The acceptance tests on RabbitMQ share one, in one process of the test run.
 KINDS = [
     pytest.param("quorum", marks=pytest.mark.xdist_group("rabbitmq")),
     pytest.param("classic", marks=pytest.mark.xdist_group("rabbitmq")),
@@ -75,12 +76,15 @@ def reports(queues, key):
     return queues.client.lrange(f"ran:{key}", 0, -1)
 
 
-@pytest.mark.parametrize("queue", QUEUES)
-def test_a_task_that_is_put_off_comes_again_to_its_queue(queues, key, queue):
+def test_a_task_that_is_put_off_comes_again_to_its_queue(queues, key):
     """Each time, until the lock is free, with what its sender gave it."""
     hold(queues, key)
     headers = {"tenant": "seven", "headers": {"trace": "7"}}
-    results = [send(queues, "try", key, str(n), queue=queue, headers=headers) for n in range(MANY)]
+    results = [
+        send(queues, "try", key, f"{queue}-{n}", queue=queue, headers=headers)
+        for queue in QUEUES
+        for n in range(MANY)
+    ]
 
     def all_were_put_off(times):
         log = queues.worker.log
@@ -88,33 +92,44 @@ def test_a_task_that_is_put_off_comes_again_to_its_queue(queues, key, queue):
 
     wait_for("they come again", lambda: all_were_put_off(3), LIMIT)
     queues.client.set(f"gate:{key}", "open")
-    assert sorted(value_of(one, LIMIT) for one in results) == sorted(map(str, range(MANY)))
-    assert sorted(reports(queues, key)) == sorted(map(str, range(MANY)))
+    expected = sorted(f"{queue}-{n}" for queue in QUEUES for n in range(MANY))
+    assert sorted(value_of(one, LIMIT) for one in results) == expected
+    assert sorted(reports(queues, key)) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "exchange", "route", "copies"),
-    [("try", "copied", "copied", 2), ("try", "fifth", "same", 1), ("queue", "copied", "copied", 2)],
-)
-def test_messages_of_several_queues_do_not_multiply(queues, key, name, exchange, route, copies):
+def test_messages_of_several_queues_do_not_multiply(queues, key):
     """An exchange copies them to its queues; delayed delivery to all queues with the same key."""
     hold(queues, key)
-    where = {"exchange": f"{queues.kind}-{exchange}", "routing_key": f"{queues.kind}-{route}"}
-    result = queues.app.tasks[name].apply_async([key], **where)
 
-    def times(what):
-        return queues.worker.log.count(f"{name}[{result.id}] {what}")
+    def publish(name, exchange, route):
+        where = {"exchange": f"{queues.kind}-{exchange}", "routing_key": f"{queues.kind}-{route}"}
+        return queues.app.tasks[name].apply_async([key, f"{name}-{exchange}"], **where)
 
-    if name == "try":
-        wait_for("it is put off", lambda: times("put off") >= 3 * copies, LIMIT)
-    else:
-        wait_for("it is in line", lambda: times("received") >= copies and times("parked"), LIMIT)
+    def times(result, what):
+        return queues.worker.log.count(f"[{result.id}] {what}")
+
+    # With the number of their copies.
+    tries = [(publish("try", "copied", "copied"), 2), (publish("try", "fifth", "same"), 1)]
+    parked = publish("queue", "copied", "copied")
+    wait_for(
+        "they are put off",
+        lambda: all(times(one, "put off") >= 3 * copies for one, copies in tries),
+        LIMIT,
+    )
+    wait_for(
+        "it is in line", lambda: times(parked, "received") >= 2 and times(parked, "parked"), LIMIT
+    )
     queues.client.set(f"gate:{key}", "open")
-    assert value_of(result, LIMIT) == "ran"
-    runs, sent = (copies, copies) if name == "try" else (1, copies + 1)  # with its turn
-    wait_for("all have run", lambda: len(reports(queues, key)) >= runs, LIMIT)
-    wait_for("all have come", lambda: times("received") == times("put off") + sent, LIMIT)
-    assert reports(queues, key) == ["ran"] * runs
+    runs = ["queue-copied", "try-copied", "try-copied", "try-fifth"]
+    wait_for("all have run", lambda: len(reports(queues, key)) >= len(runs), LIMIT)
+    sent = [*tries, (parked, 3)]  # two copies, and its turn
+    wait_for(
+        "all have come",
+        lambda: all(times(one, "received") == times(one, "put off") + by for one, by in sent),
+        LIMIT,
+    )
+    assert {value_of(one, LIMIT) for one, _ in sent} == set(runs)
+    assert sorted(reports(queues, key)) == runs
 
 
 @pytest.mark.parametrize("name", ["try", "queue"])
@@ -145,13 +160,16 @@ def test_parked_tasks_run_though_they_were_delayed_before(queues, key):
     assert len(reports(queues, key)) == MANY
 
 
-@pytest.mark.parametrize("queue", QUEUES)
-@pytest.mark.parametrize("name", ["retry", "retry_held"])
-def test_a_retry_of_less_than_a_second_comes(queues, key, name, queue):
+def test_a_retry_of_less_than_a_second_comes(queues, key):
     """Celery asks for no delay then, which the broker refuses, and does not know the queue."""
-    result = send(queues, name, key, RETRIES, queue=queue)
-    assert value_of(result, LIMIT) == "ran"
-    assert reports(queues, key) == ["retries"] * RETRIES + ["ran"]
+    results = {
+        own: send(queues, name, own, RETRIES, queue=queue)
+        for name, queue in product(["retry", "retry_held"], QUEUES)
+        for own in [f"{key}-{name}-{queue}"]
+    }
+    for own, result in results.items():
+        assert value_of(result, LIMIT) == "ran"
+        assert reports(queues, own) == ["retries"] * RETRIES + ["ran"]
 
 
 def test_a_message_that_waits_for_newer_ones_comes(queues, key):

@@ -66,7 +66,7 @@ def alarm(rabbitmq):
     watermark("0.8")
 
 
-@pytest.mark.xdist_group("rabbitmq")
+@pytest.mark.xdist_group("rabbitmq of faults")  # the other group has the more to wait for
 @pytest.mark.parametrize("kind", ["topic", "quorum", "direct"])
 def test_a_worker_goes_on_while_its_broker_is_in_alarm(
     kind, alarm, rabbitmq, server, redis_client, start

@@ -10,6 +10,7 @@ import redis
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
+from tests.pace import REPLY
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.xdist_group("away")
@@ -70,7 +71,7 @@ def fleet(start_pair, lock_server):
     """A worker whose broker is not concerned by what befalls its locks."""
     # One process: each says for itself, and once, that the server is away.
     mode = f"--concurrency 1 --dislock --dislock-url {lock_server.url}"
-    conf = {"dislock_transport_options": {"socket_timeout": 0.3}}
+    conf = {"dislock_transport_options": {"socket_timeout": REPLY}}
     with start_pair("prefork", "away", conf=conf, modes=[mode]) as fleet:
         yield fleet
 

@@ -19,6 +19,7 @@ from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, ROOT, Worker, valu
 from tests.acceptance.served_app import TICKS, made
 from tests.commands import Dislock
 from tests.forked import start_celery
+from tests.groups import kill_group
 from tests.programs import run, run_code
 from tests.redis_server import free_port
 from tests.serving import SERVE, serving
@@ -56,8 +57,7 @@ def fleet(workers, tmp_path_factory):
                 worker.kill()
                 workers.pop(worker)
             if beat is not None:
-                beat.send_signal(signal.SIGKILL)
-                beat.wait()
+                kill_group(beat)
             gc.collect()  # results that nobody awaits any more unsubscribe while there is a server
             close(app)
 

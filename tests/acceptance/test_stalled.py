@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
 from tests.acceptance.scenarios import BRIEF
 
 TIMEOUTS_OUTLIVED = 2.0
@@ -119,23 +119,21 @@ def test_a_body_that_is_terminated_keeps_its_lock_while_it_holds_the_gil(fleet, 
 
 
 @pytest.mark.parametrize("soft", [0.0, 4 * BRIEF], ids=["cold", "soft"])
-@pytest.mark.parametrize("how", ["SIGSTOP", "the GIL"])
-def test_a_worker_that_ends_its_tasks_goes_on_renewing(start_fleet, scene, how, soft):
-    """It keeps the lock of a body that holds the GIL or stands still, until that has ended."""
+def test_a_worker_that_ends_its_tasks_goes_on_renewing(start_fleet, scene, redis_client, soft):
+    """It keeps the locks of bodies that hold the GIL or stand still, until those have ended."""
     fleet = start_fleet("prefork", "--dislock", conf={"worker_soft_shutdown_timeout": soft})
     (worker,) = fleet.workers
-    if how == "SIGSTOP":
-        fleet.send(scenarios.hold_renewed, scene.key)
-        standing_still = stopped(scene)
-    else:
-        fleet.send(scenarios.hold_the_gil, scene.key, 4 * BRIEF)
-        standing_still = nullcontext()
-    pid = scene.wait_for_report("begin")["pid"]
-    with standing_still:
+    beside = Scene(f"{scene.key}-beside", redis_client)
+    fleet.send(scenarios.hold_renewed, scene.key)
+    with stopped(scene) as stopped_pid:
+        fleet.send(scenarios.hold_the_gil, beside.key, 4 * BRIEF)
+        busy_pid = beside.wait_for_report("begin")["pid"]
         worker.process.send_signal(signal.SIGQUIT)
         worker.wait_until_it_says("Soft Shutdown" if soft else "Hitting Ctrl+C again")
-        wait_until_outlived(scene)
+        for one in (beside, scene):
+            wait_until_outlived(one)
     worker.wait_until_it_ends()
-    assert not fleet.says("is lost", scene.key)
-    scene.wait_until_free()
-    scene.assert_exclusive([pid])
+    for one, pid in ((scene, stopped_pid), (beside, busy_pid)):
+        assert not fleet.says("is lost", one.key)
+        one.wait_until_free()
+        one.assert_exclusive([pid])

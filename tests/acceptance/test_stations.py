@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
@@ -27,7 +26,6 @@ pytestmark = [
 ]
 
 MOST, WINDOW = 10, 1_000_000  # starts of the tasks with a rate, and microseconds
-FAIR = 0.95  # Jain's index: 1.0 if all have the same share, 1/n if one of n has all
 dislock = Dislock(scenarios.app)
 
 
@@ -78,34 +76,11 @@ class Calls(Scene):
 
 
 @pytest.fixture
-def calls(scene, _set):
+def calls(scene):
     """The calls of one test; at its end, all gates that it has used are opened."""
     calls = Calls(scene.key, scene.redis)
     yield calls
     calls.open(*{event["tenant"] for event in calls.reported("begin")})
-
-
-@pytest.fixture
-def set_terms(redis_client):
-    """What an operator does to a key; what is left of that in the end is taken back.
-
-    So are starts: those of an hour are kept for an hour.
-    """
-    keys = set()
-
-    def do(command, key, *args):
-        keys.add(key)
-        assert dislock(command, key, *args).exit_code == 0
-
-    yield do
-    for key in keys:
-        dislock("resume", key)
-        redis_client.delete(f"dislock:{{{key}}}:starts")
-
-
-@pytest.fixture
-def _set(set_terms):
-    """Have terms taken back after the gates were opened, or before."""
 
 
 @pytest.fixture
@@ -120,11 +95,6 @@ def brief(server):
 def get_all(results):
     for result in results:
         assert result.get(timeout=LIMIT) == {"held": True}
-
-
-def fairness(shares):
-    """Jain's index.  Source: Jain, Chiu, Hawe, A Quantitative Measure of Fairness, 1984."""
-    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
 
 
 # One line for each tenant
@@ -147,148 +117,11 @@ def test_a_busy_tenant_holds_nobody_up_and_takes_no_slot(fleet, calls):
     assert calls.most() == {"api": 2, f"tenant:{a}": 1, f"tenant:{b}": 1, f"tenant:{c}": 1}
 
 
-@PREFORK
-def test_a_quota_holds_up_its_own_customer(fleet, calls, set_terms):
-    """Of twenty at ten an hour ten run, and those of another customer are not behind the rest."""
-    a, b = calls.tenants("ab")
-    calls.open(a, b)
-    busy = calls.send(fleet, scenarios.call_by_quota, a, 20)
-    calls.wait_until_begun(a, 10)
-    calls.at(f"quota:{a}").wait_for_line(10)
-    get_all(calls.send(fleet, scenarios.call_by_quota, b, 3))
-    assert len(calls.of(a)) == 10
-    assert calls.kept_by("api") == []
-    for key in (f"quota:{a}", f"quota:{b}"):
-        set_terms("limit", key, "--rate", "1000/s")
-    get_all(busy)
-    assert calls.most()["api"] <= 5
-
-
-@PREFORK
-def test_a_rate_of_one_key_holds_up_those_that_need_it(fleet, calls, set_terms):
-    """Tasks that need only the fast one of two rates pass those that wait for the slow one."""
-    slow, fast = calls.tenants(["slow", "fast"])
-    calls.open(slow, fast)
-    seldom = calls.send(fleet, scenarios.call_seldom, slow, 3)
-    calls.wait_until_begun(slow)
-    calls.at("seldom").wait_for_line(2)
-    get_all(calls.send(fleet, scenarios.call_often, fast, 20))
-    assert len(calls.of(slow)) == 1
-    set_terms("limit", "seldom", "--rate", "1000/s")
-    get_all(seldom)
-
-
-@PREFORK
-def test_tenants_that_are_busy_have_the_same_share(fleet, calls, set_terms):
-    """However early the first of them had parked all its tasks."""
-    tenants = calls.tenants(map(str, range(10)))
-    calls.open(*tenants)
-    set_terms("pause", "api")
-    results = []
-    for tenant in tenants:
-        results += calls.send(fleet, call, tenant, 6)
-        calls.at(f"tenant:{tenant}").wait_for_line(5)
-    set_terms("resume", "api")
-    get_all(results)
-    begun = [event["tenant"] for event in calls.reported("begin")]
-    shares = Counter(begun[: len(begun) // 2])
-    assert fairness([shares[tenant] for tenant in tenants]) > FAIR, shares
-
-
-@PREFORK
-def test_light_tenants_are_not_behind_a_busy_one(fleet, calls, set_terms):
-    """Nine of them come after thirty tasks of one, and begin before most of those."""
-    busy, *light = calls.tenants(map(str, range(10)))
-    calls.open(busy, *light)
-    set_terms("pause", "api")
-    results = calls.send(fleet, call, busy, 30)
-    calls.at(f"tenant:{busy}").wait_for_line(29)
-    for tenant in light:
-        results += calls.send(fleet, call, tenant)
-    calls.at("api").wait_for_line(10)
-    set_terms("resume", "api")
-    get_all(results)
-    begun = [event["tenant"] for event in calls.reported("begin")]
-    assert not set(light) & set(begun[15:]), begun
-
-
-@PREFORK
-def test_readers_and_writers_that_also_need_another_key(fleet, calls):
-    """Readers share both keys, and a writer is alone in both."""
-    other, one, two = calls.tenants(["other", "one", "two"])
-    first = calls.send(fleet, scenarios.write, other)
-    calls.wait_until_begun(other)
-    readers = calls.send(fleet, scenarios.read, one, 3) + calls.send(fleet, scenarios.read, two)
-    calls.at("index").wait_for_line(4)
-    writer = calls.send(fleet, scenarios.write, one)
-    calls.at(f"document:{one}").wait_for_line(1)
-    late = calls.send(fleet, scenarios.read, one)
-    calls.at(f"document:{one}").wait_for_line(2)
-    calls.open(other)
-    calls.wait_until_begun(one, 3)
-    calls.wait_until_begun(two)
-    assert calls.most()["index"] == 4
-    calls.open(one, two)
-    get_all([*first, *readers, *writer, *late])
-    assert calls.of(one)[3:] == [writer[0].id, late[0].id]
-    writers = {first[0].id, writer[0].id}
-    inside = []
-    for event in calls.history:
-        if event["what"] == "end":
-            inside.remove(event["id"])
-        else:
-            assert not inside or not writers & {event["id"], *inside}
-            inside.append(event["id"])
-
-
-# An operator
-
-
-@PREFORK
-def test_a_tenant_that_is_paused_keeps_nothing_of_the_api(fleet, calls, set_terms):
-    """Neither those that wait for it nor those that had passed it bar others; after it they run."""
-    held, paused, other = calls.tenants(["held", "paused", "other"])
-    calls.open(paused, other)
-    holders = calls.send(fleet, scenarios.call_widely, held, 2)
-    calls.wait_until_begun(held, 2)
-    stopped = calls.send(fleet, scenarios.call_widely, paused, 3)
-    calls.at("api").wait_for_line(3)
-    set_terms("pause", f"tenant:{paused}")
-    stopped += calls.send(fleet, scenarios.call_widely, paused, 2)
-    wait_for("all are parked", lambda: {one.state for one in stopped} == {"PARKED"})
-    calls.open(held)
-    get_all([*holders, *calls.send(fleet, scenarios.call_widely, other, 6)])
-    assert calls.of(paused) == []
-    set_terms("resume", f"tenant:{paused}")
-    get_all(stopped)
-    assert calls.most()["api"] == 2
-
-
-@PREFORK
-def test_a_limit_that_is_raised_lets_in_who_waits_for_it(fleet, calls, set_terms):
-    """Those in line for the API run at once, one of each tenant."""
-    a, b, c, d = tenants = calls.tenants("abcd")
-    set_terms("limit", "api", "1")
-    results = calls.send(fleet, call, a, 6)
-    calls.wait_until_begun(a)
-    calls.at(f"tenant:{a}").wait_for_line(5)
-    for tenant in (b, c, d):
-        results += calls.send(fleet, call, tenant)
-    calls.at("api").wait_for_line(3)
-    assert len(calls.begun) == 1
-    set_terms("limit", "api", "50")
-    for tenant in tenants:
-        calls.wait_until_begun(tenant)
-    calls.open(*tenants)
-    get_all(results)
-    assert set(calls.most().values()) == {1, 4}
-
-
 # A task that does not run, or not to its end
 
 
 @PREFORK
-@pytest.mark.parametrize("how", ["revoked", "expired", "dropped", "dropped at its place"])
+@pytest.mark.parametrize("how", ["revoked", "expired"])
 def test_what_a_task_keeps_is_handed_on_when_it_ends_in_line(fleet, calls, how):
     """It has passed its tenant and waits for the API; the tenant's next one goes on."""
     (a,) = calls.tenants("a")
@@ -302,15 +135,8 @@ def test_what_a_task_keeps_is_handed_on_when_it_ends_in_line(fleet, calls, how):
     calls.at(f"tenant:{a}").wait_for_line(1)
     if how == "expired":
         wait_for("it has expired", lambda: time.time() > expiry)
-    elif how == "revoked":
-        assert len(fleet.revoke(ended.id, reply=True)) == len(fleet.workers)
     else:
-        where = ["--key", "api"] if how == "dropped at its place" else []
-        assert dislock("drop", ended.id, "--yes", *where).exit_code == 0
-        wait_for(
-            "the next one keeps the tenant",
-            lambda: calls.kept_by(f"tenant:{a}") == [following[0].id],
-        )
+        assert len(fleet.revoke(ended.id, reply=True)) == len(fleet.workers)
     calls.open(held)
     with pytest.raises(TaskRevokedError):
         ended.get(timeout=LIMIT)
@@ -345,7 +171,7 @@ def test_a_process_that_is_killed_frees_all_its_keys(fleet, calls):
     assert calls.of(a).count(victim[0].id) == 2
 
 
-def test_a_worker_that_dies_with_turns_out_bars_nobody(start_fleet, calls, brief, set_terms):
+def test_a_worker_that_dies_with_turns_out_bars_nobody(start_fleet, calls, brief, request):
     """Others of its rate go on, and its tasks run when somebody serves their queue again."""
     task = scenarios.call_rated
     dead = start_fleet("prefork", ready=False, **brief)
@@ -353,11 +179,12 @@ def test_a_worker_that_dies_with_turns_out_bars_nobody(start_fleet, calls, brief
     dead.workers[0].wait_until_ready()
     tenants, others = calls.tenants(f"dead{n}" for n in range(12)), calls.tenants("abcde")
     calls.open(*tenants, *others)
-    set_terms("pause", "rated")
+    request.addfinalizer(lambda: dislock("resume", "rated"))
+    assert dislock("pause", "rated").exit_code == 0
     left = [calls.send(dead, task, tenant)[0] for tenant in tenants]
     calls.at("rated").wait_for_line(12)
     dead.workers[0].process.send_signal(signal.SIGSTOP)
-    set_terms("resume", "rated")
+    assert dislock("resume", "rated").exit_code == 0
     with redis.Redis.from_url(brief["broker_url"]) as broker:
         wait_for("ten turns are out", lambda: broker.llen(dead.queue) >= 10)
         dead.workers[0].kill()
@@ -373,30 +200,6 @@ def test_a_worker_that_dies_with_turns_out_bars_nobody(start_fleet, calls, brief
 
 
 # Others who take these locks
-
-
-@PREFORK
-def test_a_python_lock_of_the_same_keys_hangs_nobody(fleet, calls, set_terms):
-    """It comes to the API before a task that keeps the tenant: both go on."""
-    held, a = calls.tenants(["held", "a"])
-    set_terms("limit", "api", "1")
-    holders = calls.send(fleet, call, held)
-    calls.wait_until_begun(held)
-    lock = scenarios.dislock.lock([f"tenant:{a}", "api"], timeout=LIMIT)
-
-    def take():
-        with lock:
-            pass
-
-    with ThreadPoolExecutor(1) as pool:
-        took = pool.submit(take)
-        calls.at("api").wait_for_line(1)
-        calls.open(a)
-        parked = calls.send(fleet, call, a)
-        wait_for("it is parked", lambda: parked[0].state == "PARKED")
-        calls.open(held)
-        took.result()
-    get_all([*holders, *parked])
 
 
 @PREFORK

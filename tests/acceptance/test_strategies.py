@@ -19,6 +19,7 @@ from tests.acceptance.fleet import (
     PREFORK,
     REDELIVERY_IS_SLOW,
     fleets,
+    value_of,
     wait_for,
 )
 from tests.acceptance.scenarios import LONG
@@ -117,7 +118,7 @@ def test_death_of_the_worker_in_the_middle_of_a_wait(fleet, start_fleet, scene):
     start_fleet("prefork", **own)
     assert scene.wait_for_line(2)[0] == dead
     scene.open_gate()
-    assert second.get(timeout=LIMIT)["held"] is True
+    assert value_of(second)["held"] is True
     scene.assert_exclusive()
 
 

@@ -25,7 +25,7 @@ from celery import states
 from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, Scene, wait_for
+from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, Scene, value_of, wait_for
 from tests.acceptance.scenarios import BRIEF
 from tests.redis_server import RedisServer
 
@@ -443,7 +443,7 @@ def test_death_of_the_worker(start_worker, fleet, scene):
     following = scene.begin(fleet)
     assert left.expires_ms <= scene.lease.acquired_ms
     scene.open_gate()
-    assert following.get(timeout=LIMIT)["held"] is True
+    assert value_of(following)["held"] is True
     assert not [r for r in scene.releases if r["id"] == result.id]
     scene.assert_exclusive([pid])
 
@@ -466,7 +466,7 @@ def test_death_of_the_worker_and_redelivery(start_worker, scene, broker):
     assert again["id"] == result.id
     assert left.expires_ms <= scene.lease.acquired_ms
     scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
+    assert value_of(result)["held"] is True
     scene.wait_until_free()
     assert [release["token"] for release in scene.releases] == [again["token"]]
     scene.assert_exclusive([pid])

@@ -23,12 +23,13 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DislockError
+from tests.pace import LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 KEY = "interrupted"
-TIMEOUT = 1.0  # seconds: of the lease
+TIMEOUT = LEASE
 SLACK = 30.0  # seconds; far beyond what an idle machine needs
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from celery import Celery
 from tests.acceptance.fleet import ROOT, Worker
 from tests.forked import OTHER_RELEASE
 from tests.holding import name_of, wait_for
+from tests.pace import LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from tests.redis_server import RedisServer
 
 LIMIT = 60.0  # seconds until a condition must hold
-TIMEOUT = 3.0  # seconds: lock_watchdog_timeout, so that all lines are looked at once a second
+TIMEOUT = 1.2 * LEASE  # lock_watchdog_timeout: all lines are looked at about once a second
 
 
 @dataclass
@@ -80,9 +79,7 @@ class Site:
     def close(self) -> None:
         """End all workers, and the connections."""
         for worker in self.workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
+            worker.kill()
         self._client.close()
         self.redis.close()
 

@@ -288,16 +288,5 @@ class TestSweep:
         began_at = site.wait_for_event("begin", f"{key}-next")["at"]
         assert began_at - killed_at < TIMEOUT + TIMEOUT / RENEWALS_PER_TIMEOUT + SLACK
 
-    def test_a_line_without_workers_waits_for_one(self, site, key):
-        """All workers are killed: the line goes on with the first that starts."""
-        holder = hold(site, key)
-        line_up(site, key, "late", "first", "second")
-        for worker in site.workers:
-            worker.kill()
-        site.start()
-        site.wait_for_event("released", f"{key}-second")
-        began = [run.id for run in site.runs()]
-        assert began == [holder, f"{key}-first", f"{key}-second"]
-
 
 SLACK = 4.0  # seconds, for a machine that has more to do

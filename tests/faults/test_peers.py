@@ -11,8 +11,9 @@ from proof.peering import LOCKS, Lost, Refused
 from proof.peers import OF_LOCKS, OF_TASKS, cells_of, judge_locks, judge_tasks, shown, went_on
 from proof.site import Site
 from tests.faults.test_checker import element, file, hold, operation, task
+from tests.pace import LEASE
 
-TIMEOUT = 1.0  # seconds
+TIMEOUT = LEASE
 
 
 @pytest.fixture(params=LOCKS)

@@ -13,9 +13,10 @@ import redis
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
+from tests.pace import LEASE
 
 UNIQUE_FOR = 30.0  # seconds
-TIMEOUT = 2.0  # seconds: lock_watchdog_timeout
+TIMEOUT = LEASE  # lock_watchdog_timeout
 NOTES = os.environ.get("UNIQUE_NOTES", os.environ.get("UNIQUE_LOCKS", ""))
 
 app = Celery("unique", broker=os.environ.get("UNIQUE_BROKER"))

@@ -16,11 +16,12 @@ from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
 from tests.integration.lua_server import LuaServer
 from tests.integration.schedulers import Memory
+from tests.pace import LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-TIMEOUT = 3.0  # seconds; dislock_beat_timeout
+TIMEOUT = 1.2 * LEASE  # dislock_beat_timeout
 STEP = 0.25  # seconds between two rounds of the beats' loops
 
 

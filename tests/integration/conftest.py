@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.integration.servers import RedisCluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 
@@ -30,6 +32,28 @@ def shop(caplog: pytest.LogCaptureFixture) -> Iterator[Shop]:
     caplog.set_level("INFO", "celery_dislock")
     with Shop() as shop:
         yield shop
+
+
+@pytest.fixture
+def backend_away(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], AbstractContextManager[None]]:
+    """Let a method of the shop's result backend fail for the task "2" while a block runs."""
+
+    @contextmanager
+    def away(method: str) -> Iterator[None]:
+        call = getattr(shop.app.backend, method)
+
+        def fail(task_id: str, *args: Any, **options: Any) -> Any:
+            if task_id == "2":
+                raise ConnectionError("backend is away")
+            return call(task_id, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shop.app.backend, method, fail)
+            yield
+
+    return away
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from redis.crc import key_slot
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from tests.holding import wait_for
+from tests.pace import REPLY
 from tests.redis_server import RedisServer, free_port
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ WITHIN = 10.0  # seconds
 MASTER_NAME = "locks"
 FAST_SYNC = ["--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0"]
 FAST_SYNC += ["--repl-ping-replica-period", "1"]
-DOWN_AFTER = 500  # milliseconds of silence until a Sentinel calls the master down
+DOWN_AFTER = round(REPLY * 1000)  # milliseconds of silence until a Sentinel calls the master down
 
 
 class Certificates(NamedTuple):
@@ -137,9 +138,19 @@ def tls_args(certificates: Certificates, port: int) -> list[str]:
 class TlsServer(RedisServer):
     """A Redis with a second port, for TLS, where clients must show a certificate."""
 
-    def __init__(self, folder: Path, certificates: Certificates) -> None:
-        self.tls_port = free_port()
-        super().__init__(folder, args=tls_args(certificates, self.tls_port))
+    def __init__(
+        self, folder: Path, certificates: Certificates, *, args: Sequence[str] = ()
+    ) -> None:
+        super().__init__(folder, args=args)
+        self.tls_port = 0  # until started
+        self._certificates = certificates
+
+    def _choose_ports(self) -> None:
+        super()._choose_ports()
+        self.tls_port = free_port(BUS)
+
+    def _options(self) -> list[str]:
+        return [*super()._options(), *tls_args(self._certificates, self.tls_port)]
 
     @property
     def tls_url(self) -> str:
@@ -249,6 +260,17 @@ class Watched:
         return self.master is self.servers[0]
 
 
+class Node(RedisServer):
+    """A node of a cluster: the bus has a port, too."""
+
+    def _choose_ports(self) -> None:
+        self.port = free_port(BUS)
+
+
+class TlsNode(TlsServer, Node):
+    """A node of a cluster whose nodes, too, use TLS among them."""
+
+
 class RedisCluster:
     """Three masters with a third of the slots each, and a replica of each; all of TLS, or none."""
 
@@ -257,7 +279,6 @@ class RedisCluster:
     ) -> None:
         self._folder = folder
         self._certificates = certificates
-        self._tls_ports: dict[int, int] = {}
         self._node_timeout = node_timeout  # milliseconds of silence until a replica takes over
         self._stack = contextlib.ExitStack()
         self.servers: list[RedisServer] = []  # masters first, their replicas in the same order
@@ -286,8 +307,7 @@ class RedisCluster:
         )
 
     def _port(self, server: RedisServer) -> int:
-        port = server.port or 0
-        return self._tls_ports.get(port, port)
+        return server.tls_port if isinstance(server, TlsServer) else server.port or 0
 
     @contextlib.contextmanager
     def moving(
@@ -329,12 +349,12 @@ class RedisCluster:
 
     def _node(self, number: int) -> RedisServer:
         args = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(self._node_timeout)]
-        port = free_port(BUS)
-        if self._certificates:
-            self._tls_ports[port] = free_port(BUS)
-            args += ["--tls-cluster", "yes", "--tls-replication", "yes"]
-            args += tls_args(self._certificates, self._tls_ports[port])
-        return RedisServer(self._folder / f"node-{number}", port=port, args=[*FAST_SYNC, *args])
+        args = [*FAST_SYNC, *args]
+        folder = self._folder / f"node-{number}"
+        if self._certificates is None:
+            return Node(folder, args=args)
+        args += ["--tls-cluster", "yes", "--tls-replication", "yes"]
+        return TlsNode(folder, self._certificates, args=args)
 
     def _join(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -23,6 +23,7 @@ from tests.integration.acl import RULES, start_worker
 from tests.integration.test_async_servers import used
 from tests.integration.test_doctor import Report
 from tests.leaks import SECRET
+from tests.pace import LEASE
 from tests.redis_server import RedisServer
 from tests.scraping import scrape
 
@@ -100,7 +101,7 @@ def test_every_call_of_a_script_is_counted():
 def test_the_user_of_the_page_can_do_all(url, admin):
     """A lock that is waited for, renewed, counted and shown needs no more than the trial tries."""
     app = Celery("shop", broker="memory://", set_as_current=False)
-    app.conf.update(dislock_url=url, dislock_watchdog_timeout=1.5)
+    app.conf.update(dislock_url=url, dislock_watchdog_timeout=LEASE)
     with Dislock(app) as dislock, ThreadPoolExecutor(1) as thread:
         lock = dislock.lock("acl")
         with lock as lease:

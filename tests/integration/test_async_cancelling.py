@@ -491,9 +491,10 @@ def test_tasks_that_are_pending_when_the_program_ends_leave_nothing(redis_url, r
     assert list(redis_client.scan_iter("dislock:*")) == []
 
 
-def test_a_loop_that_is_closed_leaves_nothing(redis_url, redis_client):
-    """Its tasks are dropped where they wait, in line or for a reply; only Python complains."""
-    act = f"from {__name__} import close_a_loop; close_a_loop({redis_url!r})"
+@pytest.mark.parametrize("how", ["close_a_loop", "close_loops"])
+def test_a_loop_that_is_closed_leaves_nothing(redis_url, redis_client, how):
+    """Its tasks are dropped where they wait; the next loop of their thread ends them as well."""
+    act = f"from {__name__} import {how}; {how}({redis_url!r})"
     subprocess.run([sys.executable, "-c", act], check=True, timeout=PATIENCE)
     assert list(redis_client.scan_iter("dislock:*")) == []
 
@@ -514,13 +515,6 @@ def close_a_loop(redis_url):
             task.get_coro().close()
         thread.submit(held.release).result(PATIENCE)
     dislock.close()
-
-
-def test_loops_that_are_closed_one_after_the_other_leave_nothing(redis_url, redis_client):
-    """The next loop of their thread ends the tasks that still wait for a lock."""
-    act = f"from {__name__} import close_loops; close_loops({redis_url!r})"
-    subprocess.run([sys.executable, "-c", act], check=True, timeout=PATIENCE)
-    assert list(redis_client.scan_iter("dislock:*")) == []
 
 
 def close_loops(redis_url):

@@ -30,9 +30,9 @@ from celery_dislock import (
 )
 from celery_dislock.exceptions import LockTermsError
 from tests.holding import wait_for
+from tests.pace import LEASE
 
 LIMIT = 30.0  # seconds
-SHORT = 1.0  # seconds: a lease that soon ends if nobody renews it
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ class TestLoops:
             assert around.cancelled_caught
             await use(lock)
             with pytest.raises(LockLostError), anyio.fail_after(LIMIT):
-                async with dislock.async_lock("k", watchdog_timeout=SHORT):
+                async with dislock.async_lock("k", watchdog_timeout=LEASE):
                     await asyncio.to_thread(dislock.lock_of("k").free)
                     await anyio.sleep_forever()
             await use(lock)
@@ -348,24 +348,32 @@ with Dislock.from_url({redis_url!r}) as dislock:
 
 
 class TestOwners:
-    def test_a_generator_that_is_never_closed(self, dislock):
-        """Its lock ends with the task that has taken it, and with the loop at the latest."""
+    @pytest.mark.parametrize("how", ["never closed", "dropped"])
+    def test_a_generator_that_is_not_closed(self, dislock, caplog, how):
+        """Its lock ends with its task at the latest; the loop closes elsewhere what is garbage."""
         kept = []
 
         async def numbers():
-            async with dislock.async_lock("k", watchdog_timeout=SHORT):
+            timeout = LEASE if how == "never closed" else 2 * LIMIT
+            async with dislock.async_lock("k", watchdog_timeout=timeout):
                 yield 1
 
         async def first():
             generator = numbers()
-            kept.append(generator)
-            return await generator.__anext__()
+            await generator.__anext__()
+            if how == "never closed":
+                kept.append(generator)
+                return
+            del generator
+            gc.collect()
+            await asyncio.sleep(0.05)
 
         async def main():
             await asyncio.create_task(first())
             await use(dislock.async_lock("k", timeout=LIMIT))
 
         on_loop(main)
+        assert how == "never closed" or "await the async lock's own methods" in caplog.text
 
     def test_a_generator_with_a_stack_that_is_closed(self, dislock):
         """AsyncExitStack knows no statement: the lock of the task that closes it is released."""
@@ -382,26 +390,6 @@ class TestOwners:
             assert await lock.holders() == []
 
         on_loop(main)
-
-    def test_a_generator_that_is_dropped(self, dislock, caplog):
-        """The loop closes it in another task, and the watchdog releases its lock."""
-
-        async def numbers():
-            async with dislock.async_lock("k", watchdog_timeout=2 * LIMIT):
-                yield 1
-
-        async def first():
-            async for _ in numbers():
-                break
-            gc.collect()
-            await asyncio.sleep(0.05)
-
-        async def main():
-            await asyncio.create_task(first())
-            await use(dislock.async_lock("k", timeout=LIMIT))
-
-        on_loop(main)
-        assert "await the async lock's own methods" in caplog.text
 
     @pytest.mark.parametrize("through", ["block", "stack"])
     def test_a_task_that_is_garbage(self, dislock, caplog, through):

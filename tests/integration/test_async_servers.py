@@ -20,6 +20,7 @@ from tests.integration.servers import (
     several,
     wait_for_replicas,
 )
+from tests.pace import REPLY
 
 KEY, LIMIT = "export:7", 60.0  # seconds
 MASTER = {"transport_options": {"master_name": MASTER_NAME}}
@@ -116,7 +117,7 @@ def test_a_server_that_stands_still_is_given_up(own_redis_server):
     """A reply is awaited for the socket timeout, also on a connection that has given replies."""
 
     async def main():
-        options = {"socket_timeout": 0.3}
+        options = {"socket_timeout": REPLY}
         async with Dislock.from_url(own_redis_server.url, transport_options=options) as dislock:
             await dislock.async_lock(KEY).holders()
             own_redis_server.pause()
@@ -296,7 +297,7 @@ def test_a_quorum_of_five_with_one_two_and_three_away(five):
 
     async def main():
         urls = [server.url for server in five]
-        async with Dislock.from_url(urls, transport_options={"socket_timeout": 0.5}) as dislock:
+        async with Dislock.from_url(urls, transport_options={"socket_timeout": REPLY}) as dislock:
             await use(dislock, waits=False)
             for away in five[:2]:
                 away.kill()

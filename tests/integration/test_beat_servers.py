@@ -18,6 +18,7 @@ from tests.integration.acl import RULES
 from tests.integration.beats import recording
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched, wait_for_replicas
 from tests.leaks import SECRET
+from tests.pace import LEASE
 from tests.redis_server import Client, RedisServer
 
 LOCK = name_of("beat")
@@ -52,7 +53,7 @@ def beats():
         app.conf.update(
             dislock_url=url,
             beat_schedule=schedule,
-            dislock_beat_timeout=2.0,
+            dislock_beat_timeout=LEASE,
             result_expires=None,
             **conf,
         )

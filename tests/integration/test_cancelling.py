@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 from celery import Celery
@@ -179,19 +179,6 @@ def test_the_apps_strategy_is_that_of_its_tasks(driven):
         pass
 
 
-def test_a_body_is_told_and_its_task_ends_as_revoked(driven, comes, task):
-    """Eager, too; the result names the newer one."""
-
-    def body(_self):
-        comes()
-        beside(driven.advance, INTERVAL)
-        wait()
-
-    result = task(body).apply()
-    assert result.state == "REVOKED"
-    driven.assert_waiting("k", 1)
-
-
 def test_an_error_of_its_own_is_a_failure(driven, comes, task):
     """One that was raised before it was told, at the same moment."""
 
@@ -203,31 +190,39 @@ def test_an_error_of_its_own_is_a_failure(driven, comes, task):
     assert task(body).apply().state == "FAILURE"
 
 
-def test_an_error_while_it_cleans_up_is_no_failure(driven, comes, task):
-    """The task was cancelled, whatever that has led to."""
-
-    def body(_self):
-        comes()
-        beside(driven.advance, INTERVAL)
+def fails(interrupted):
+    with interrupted:
         try:
             wait()
         finally:
             raise OSError
 
-    assert task(body).apply().state == "REVOKED"
+
+def returns(interrupted):
+    with suppress(SupersededError), interrupted:
+        wait()
+    return "done"
 
 
-def test_a_body_that_returns_has_succeeded(driven, comes, task):
-    """It ended at the same moment, or cleaned up and made the best of it."""
+def ends(interrupted):
+    with interrupted:
+        wait()
 
-    def body(_self):
+
+@pytest.mark.parametrize(
+    ("body", "state"), [(ends, "REVOKED"), (fails, "REVOKED"), (returns, "SUCCESS")]
+)
+def test_a_body_is_told_and_its_task_ends_as_revoked(driven, comes, task, body, state):
+    """Eager, too, whatever cleaning up led to; one that made the best of it has succeeded."""
+
+    @contextmanager
+    def interrupted():
         comes()
-        with suppress(SupersededError):
-            beside(driven.advance, INTERVAL)
-            wait()
-        return "done"
+        beside(driven.advance, INTERVAL)
+        yield
 
-    assert task(body).apply().result == "done"
+    assert task(lambda _self: body(interrupted())).apply().state == state
+    driven.assert_waiting("k", 1)
 
 
 def test_not_before(driven, comes, task):

@@ -15,6 +15,7 @@ from celery_dislock import Dislock
 from celery_dislock.operating.locks import AppLocks, rows
 from celery_dislock.operating.web.metrics import Collector
 from tests.holding import PATIENCE, name_of, wait_for
+from tests.pace import LEASE
 
 ROOT = Path(__file__).parents[2]
 KEY = "export:7"
@@ -139,7 +140,7 @@ def test_closing_ends_what_commands_page_and_metrics_have_opened(redis_url, redi
 
 def test_what_is_closed_can_be_used_again(redis_url):
     """It is made anew, its watchdog included."""
-    dislock = Dislock.from_url(redis_url, watchdog_timeout=1.5)
+    dislock = Dislock.from_url(redis_url, watchdog_timeout=LEASE)
     lock = dislock.lock(KEY)
     for _ in range(2):
         with lock as lease:

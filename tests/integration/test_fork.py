@@ -14,6 +14,7 @@ from pathlib import Path
 
 from celery_dislock import Dislock, Lease
 from tests.holding import PATIENCE, wait_for
+from tests.pace import LEASE
 from tests.programs import run
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,7 @@ def renewed(lease, times):
 
 
 def child_has_its_own(url):
-    dislock = Dislock.from_url(url, watchdog_timeout=1.5)
+    dislock = Dislock.from_url(url, watchdog_timeout=LEASE)
     lease = take(dislock, "parent")
     renewed(lease, 1)
 
@@ -90,7 +91,7 @@ def child_has_its_own(url):
 
 
 def child_outlives_its_parent(url):
-    dislock = Dislock.from_url(url, watchdog_timeout=1.5)
+    dislock = Dislock.from_url(url, watchdog_timeout=LEASE)
     read_end, write_end = os.pipe()
 
     def parent():

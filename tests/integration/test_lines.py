@@ -81,8 +81,7 @@ class TestTurns:
     @pytest.mark.usefixtures("held")
     def test_each_turn_is_twice_as_long_and_none_longer_than_five_minutes(self, broker, server):
         """A slow broker gets the more time the oftener it was too slow, within bounds."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         lasted = []
         for _ in range(10):
             (reserved,) = broker.store.holders(LOCK)
@@ -99,13 +98,15 @@ class TestTurns:
     @pytest.mark.usefixtures("held")
     @pytest.mark.parametrize("turns", [1, 3])
     def test_a_turn_that_is_kept_is_not_given_again(self, broker, server, turns):
-        """It lasts while a worker keeps it, and ends, as long as its first, when none does."""
-        broker.park("a")
-        broker.end("first")
+        """It lasts while a worker keeps it, gets no shorter, and ends when none does."""
+        broker.line_up("a")
         for length in (TURN, 2 * TURN)[: turns - 1]:
             server.advance(length)
             broker.sweep()
         assert broker.given() == ["a"] * turns
+        until = broker.records().until["a"]
+        assert broker.keep("a")
+        assert broker.records().until["a"] == until
         for _ in range(100):
             server.advance(TURN - 1)
             assert broker.keep("a")
@@ -119,18 +120,6 @@ class TestTurns:
         broker.sweep()
         assert broker.given() == ["a"]
         broker.run("a")
-
-    @pytest.mark.usefixtures("held")
-    def test_what_is_kept_gets_no_shorter(self, broker, server):
-        """A later turn lasts longer than the first, and is not cut to that."""
-        broker.park("a")
-        broker.end("first")
-        for length in (TURN, 2 * TURN):
-            server.advance(length)
-            broker.sweep()
-        before = broker.records().until["a"]
-        assert broker.keep("a")
-        assert broker.records().until["a"] == before
 
     @pytest.mark.usefixtures("held")
     def test_only_a_turn_is_kept(self, broker, server):
@@ -157,8 +146,7 @@ class TestTurns:
     @pytest.mark.parametrize("marked", [True, False])
     def test_a_copy_does_not_run_beside_it_nor_before_its_result(self, broker, held, marked):
         """Its own task is named as the holder, and it has no place: so the copy comes again."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         broker.claim("a")
         for at in ("its body", "its result"):
             for ask in (broker.ask, broker.park):
@@ -257,8 +245,7 @@ class TestTurns:
     @pytest.mark.parametrize("place", [0.0, 60.0])
     def test_a_newcomer_does_not_pass_one_whose_turn_has_run_out(self, broker, held, server, place):
         """Nobody has swept yet: the lock is free, and the parked task is first all the same."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         server.advance(TURN + 1)
         assert not broker.wait("new@w:1/1", place)
         assert broker.swept()[0] == 1
@@ -284,9 +271,7 @@ class TestTurns:
 
     def test_who_is_revoked_when_its_record_is_lost_lets_the_next_in(self, broker, held):
         """At once, and not only when somebody sweeps."""
-        for task in "ab":
-            broker.park(task)
-        broker.end("first")
+        broker.line_up(*"ab")
         assert broker.given() == ["a"]
         broker.lose("a")
         assert broker.leave("a") is False
@@ -317,14 +302,6 @@ class TestBesideThoseWhoWaitInASlot:
         broker.store.release_dead([LOCK], "w1@w:1/")
         assert broker.line() == ["w2@w:1/1"]
 
-    def test_a_dead_waiter_is_passed_over(self, broker, held, server):
-        """Its place is over: the turn is the parked task's behind it."""
-        broker.wait("w1", place=1)
-        broker.park("a")
-        server.advance(1)
-        broker.end("first")
-        assert broker.given() == ["a"]
-
     def test_a_task_does_not_pass_a_waiter_at_a_lock_that_nobody_has(self, broker, server):
         """The holder's lease has run out, and nobody has handed the lock on yet."""
         broker.ask("first", ttl=10)
@@ -346,13 +323,17 @@ class TestBesideThoseWhoWaitInASlot:
         assert not broker.wait("stopped", ttl=1)
         assert broker.store.wait(LOCK, "stopped", 1.0) is None
 
-    def test_who_gives_up_lets_the_parked_have_their_turn(self, broker, server):
-        """The lock is free, and the waiter in front of it leaves."""
+    @pytest.mark.parametrize("how", ["dies", "gives up"])
+    def test_the_parked_task_behind_a_waiter_that_leaves_has_its_turn(self, broker, server, how):
+        """Its place is over, or it leaves the line in front of a lock that is free."""
         broker.ask("first", ttl=10)
-        broker.wait("w1")
+        broker.wait("w1", place=1 if how == "dies" else LONG)
         broker.park("a")
-        server.advance(10)
-        broker.store.release([LOCK], "w1")
+        server.advance(1 if how == "dies" else 10)
+        if how == "dies":
+            broker.end("first")
+        else:
+            broker.store.release([LOCK], "w1")
         assert broker.given() == ["a"]
 
     def test_a_waiter_does_not_take_a_turn_that_it_cannot_publish(self, broker, server):
@@ -474,9 +455,7 @@ class TestSweep:
 
     def test_a_claim_whose_copy_never_came_is_forgotten(self, broker, held, server):
         """After seven days no broker delivers it any more; others that run stay."""
-        broker.park("a")
-        broker.park("b")
-        broker.end("first")
+        broker.line_up("a", "b")
         broker.claim("a", ttl=10)
         server.advance(10)
         broker.sweep()
@@ -488,8 +467,7 @@ class TestSweep:
 
     def test_who_has_not_claimed_many_turns_is_told(self, broker, held, server):
         """From the fourth turn on: somebody finds out whether it still can be claimed."""
-        broker.park("head")
-        broker.end("first")
+        broker.line_up("head")
         for turn in range(6):
             assert broker.swept()[2] == (["head"] if turn >= 3 else [])
             server.advance(TURN * 2**turn)
@@ -499,8 +477,7 @@ class TestSweep:
         self, broker, held, server, is_swept
     ):
         """The sweep keeps it for two hours, in which a copy may come; without one it ends, too."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         broker.claim("a")
         broker.end("a", 2, settles=TURN)  # its result is on its way
         server.advance(TURN)
@@ -533,9 +510,7 @@ class TestMarks:
 
     def test_it_ends_after_two_hours(self, broker, held, server):
         """Until then a copy does not run; the list of lines is left for a month."""
-        for task in "ab":
-            broker.park(task)
-        broker.end("first")
+        broker.line_up(*"ab")
         for task in "ab":
             broker.run(task)
         assert (left(server), broker.records().done) == (set(), {"a", "b"})
@@ -564,8 +539,7 @@ class TestMarks:
 
     def test_a_claim_that_was_left_keeps_no_copy_from_running(self, broker, held, server):
         """Nobody has its lease: its reply was lost, or its process has died."""
-        broker.park("a")
-        broker.end("first")
+        broker.line_up("a")
         assert broker.claim("a", ttl=TURN) == "granted"
         assert broker.leave("a", RUNS) is False
         server.advance(TURN + 1)
@@ -859,9 +833,7 @@ class TestSetAside:
 
     def test_what_cannot_claim_its_turn_is_kept_with_its_record(self, broker, held):
         """All that there was of it; the next has its turn."""
-        broker.park("head")
-        broker.park("next")
-        broker.end("first")
+        broker.line_up("head", "next")
         record = broker.record_of("head")
         assert broker.leave("head", ASIDE) is True
         assert broker.records().aside == {"head": record}

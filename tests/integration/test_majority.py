@@ -26,10 +26,11 @@ from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, cut, lose_reply, runs, swallow_reply
 from tests.holding import name_of, wait_for
 from tests.integration.driven import ALWAYS
+from tests.pace import REPLY
 from tests.unit.deliveries import deliver
 
 LOCK = name_of("k")
-PATIENCE = {"socket_timeout": 3.0}  # how long a server that is silent is waited for
+PATIENCE = {"socket_timeout": 6 * REPLY}  # how long a server that is silent is waited for
 
 
 def is_script(command):
@@ -263,7 +264,7 @@ def test_what_was_granted_in_an_outage_is_released_after_it(five):
 def test_a_retry_in_another_process_takes_over_what_was_kept_for_it(five, monkeypatch):
     """Though the servers know the owner by another name, as one of them was silent at first."""
     app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.update(dislock_url=five.urls, dislock_transport_options={"socket_timeout": 1.0})
+    app.conf.update(dislock_url=five.urls, dislock_transport_options={"socket_timeout": 2 * REPLY})
     sent, tokens = [], []
     publish = Producer.publish
 

@@ -15,7 +15,6 @@ from kombu.exceptions import OperationalError
 from celery_dislock import SingletonTask, scripts
 from celery_dislock.messages.unrun import put_off
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.signals import lock_released
 from celery_dislock.tasks.actions import Actions
 from tests.driven import KEY, Shop
 from tests.integration.parked import LOCK
@@ -43,18 +42,10 @@ def told_of(request):
     return {name: request.get(name) for name in TOLD} | places
 
 
-def park_unanswered(shop, monkeypatch, *, done=True):
+def park_unanswered(shop, *, done=True):
     """Let a task be parked, or its request be lost, and let no reply come."""
-    store = shop.app.backend.store_result
-
-    def fail_next(task_id, result, state, **options):
-        if state == "PARKED":  # it has asked, and is about to be parked
-            shop.server.fail_once(scripts.PARK, done=done)
-        return store(task_id, result, state, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shop.app.backend, "store_result", fail_next)
-        result = shop.run(shop.declare())
+    shop.server.fail_once(scripts.PARK, done=done, skip=1)  # it asks before
+    result = shop.run(shop.declare())
     assert (shop.line, result.state) == (["2"] if done else [], "PARKED")
     return result
 
@@ -162,22 +153,16 @@ class TestParking:
     def test_who_has_the_turn_is_named(self, shop):
         """The lock may be reserved for another task in line."""
         task = shop.declare()
-        with shop.held():
-            shop.run(task, "9")
+        shop.park(task, "9")
         shop.queue.clear()
         assert shop.run(task).result["holder"] == "task 9, whose turn it is"
 
     @pytest.mark.parametrize("why", ["ignored", "away"])
-    def test_it_is_parked_though_no_state_is_stored(self, shop, monkeypatch, caplog, why):
+    def test_it_is_parked_though_no_state_is_stored(self, shop, backend_away, caplog, why):
         """The work counts, not what is told of it; the log says what is missing."""
-
-        def store_result(*_, **__):
-            raise ConnectionError("backend is away")
-
         task = shop.declare(ignore_result=why == "ignored")
         with shop.held():
-            with monkeypatch.context() as patch:
-                patch.setattr(shop.app.backend, "store_result", store_result)
+            with backend_away("store_result"):
                 result = shop.run(task)
             assert (shop.line, result.state) == (["2"], "PENDING")
             told = "[2] is parked, and its result does not say so: backend is away"
@@ -196,46 +181,38 @@ class TestParking:
         shop.work(later=60)
         assert shop.ran == ["a", *(["2"] if notes else [])]
 
-    @pytest.mark.parametrize("at", ["ask", "park"])
+    @pytest.mark.parametrize("parks", [False, True], ids=["it asks", "it is parked"])
     @pytest.mark.parametrize("done", [False, True], ids=["request", "reply"])
-    def test_nothing_is_lost_with_the_lock_server_away(self, shop, monkeypatch, caplog, at, done):
+    def test_nothing_is_lost_with_the_lock_server_away(self, shop, caplog, parks, done):
         """It comes again as it came, and does not run without its lock; it may be in line."""
-        shop.app.conf.dislock_on_unavailable = "run" if at == "park" else "retry"
+        shop.app.conf.dislock_on_unavailable = "run" if parks else "retry"
         task = shop.declare(lambda self: (self.request.retries, self.request.tenant))
-        store = shop.app.backend.store_result
-
-        def fail_next(task_id, result, state, **options):
-            if state == "PARKED":  # it has asked, and is about to be parked
-                shop.server.fail_once(scripts.PARK, done=done)
-                monkeypatch.undo()
-            return store(task_id, result, state, **options)
-
-        monkeypatch.setattr(shop.app.backend, "store_result", fail_next)
         with shop.held():
-            if at == "ask":
-                shop.server.fail_once(scripts.PARK, done=done)
+            shop.server.fail_once(scripts.PARK, done=done, skip=int(parks))
             result = shop.run(task, headers={"tenant": "seven"}, retries=2)
-            assert (result.state, shop.ran) == ("RETRY" if at == "ask" else "PARKED", [])
+            assert (result.state, shop.ran) == ("PARKED" if parks else "RETRY", [])
             assert "without its lock" not in caplog.text
-        monkeypatch.undo()
         shop.work(later=60)
         shop.work(later=60)
         assert shop.ran == ["2"]
         assert result.get() == [2, "seven"]
 
-    @pytest.mark.parametrize("now", ["other", "order", "skip", "full"])
-    def test_one_that_may_be_in_line_is_looked_for_there(self, shop, monkeypatch, now):
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"lock_key": "other"},
+            {"lock_key": ["other", KEY]},
+            {"lock_on_conflict": "skip"},
+            {"lock_key": "other", "lock_queue_limit": 1},
+        ],
+        ids=["another key", "another order", "another strategy", "another line, which is full"],
+    )
+    def test_one_that_may_be_in_line_is_looked_for_there(self, shop, options):
         """Its parking got no reply, and its code names another lock when it comes again."""
-        options = {
-            "other": {"lock_key": "other"},
-            "order": {"lock_key": ["other", KEY]},
-            "skip": {"lock_on_conflict": "skip"},
-            "full": {"lock_key": "other", "lock_queue_limit": 1},
-        }[now]
         with shop.held(), shop.held("other"):
-            result = park_unanswered(shop, monkeypatch)
+            result = park_unanswered(shop)
             task = shop.declare(**options)
-            if now == "full":
+            if "lock_queue_limit" in options:
                 shop.run(task, "3")
             shop.work(later=60)
             assert (shop.ran, shop.line, result.state) == ([], ["2"], "PARKED")
@@ -246,12 +223,6 @@ class TestParking:
     def test_one_that_may_have_run_meanwhile_keeps_its_result(self, shop, monkeypatch, came):
         """Its worker gets no reply; before it gives up, another has run the task, which failed."""
         task, other = shop.declare(), shop.other
-        store = shop.app.backend.store_result
-
-        def fail_next(task_id, result, state, **options):
-            if state == "PARKED":
-                shop.server.fail_once(scripts.PARK, done=True)
-            return store(task_id, result, state, **options)
 
         def put_off_late(*args, **how):
             if came == "new":
@@ -263,10 +234,9 @@ class TestParking:
 
         if came == "new":
             other.ask("first")
-            monkeypatch.setattr(shop.app.backend, "store_result", fail_next)
+            shop.server.fail_once(scripts.PARK, done=True, skip=1)
         else:
-            with shop.held():
-                shop.run(task)
+            shop.park(task)
             shop.server.fail_once(scripts.PARK)
         monkeypatch.setattr("celery_dislock.tasks.acquisition.put_off", put_off_late)
         result = shop.run(task) if came == "new" else shop.app.AsyncResult("2")
@@ -279,8 +249,7 @@ class TestParking:
     def test_a_copy_that_comes_in_an_outage_leaves_its_end(self, shop):
         """The broker has got no acknowledgement of its parking; the task has failed meanwhile."""
         task = shop.declare(raising(ValueError("no")))
-        with shop.held():
-            result = shop.run(task)
+        result = shop.park(task)
         shop.work()
         for redelivered in True, False:  # then it was put off, and the outage lasts
             shop.server.fail_once(scripts.PARK)
@@ -318,10 +287,10 @@ class TestParking:
         shop.work()
         assert shop.ran == ["2"] + ["3"] * (until == "expiry")
 
-    def test_one_that_may_be_in_line_is_not_skipped(self, shop, monkeypatch):
+    def test_one_that_may_be_in_line_is_not_skipped(self, shop):
         """The line has no room when it comes again, and a request may still be on its way there."""
         with shop.held():
-            result = park_unanswered(shop, monkeypatch, done=False)
+            result = park_unanswered(shop, done=False)
             shop.run(shop.declare(lock_queue_limit=1), "3")
             shop.work(later=60)
             assert (shop.line, result.state) == (["3"], "RETRY")
@@ -339,9 +308,7 @@ class TestCopies:
                 raise self.retry(countdown=0)
 
         task = shop.declare(body)
-        with shop.held():
-            shop.run(task)
-            shop.run(task, "3")
+        shop.park(task, "2", "3")
         shop.work()
         assert shop.ran == ["2", "3", "2"]
         assert_done(shop, task, caplog, ran=["2", "3", "2"])
@@ -362,8 +329,7 @@ class TestCopies:
     def test_one_of_what_runs_is_put_off(self, shop, caplog):
         """It may be the only one if that process dies; it keeps its ticket, and is not parked."""
         task = shop.declare()
-        with shop.held():
-            shop.run(task)
+        shop.park(task)
         shop.queue.clear()
         assert shop.other.claim("2") == "granted"
         shop.run(task, notes=TURN)
@@ -376,8 +342,7 @@ class TestCopies:
     def test_one_of_what_is_done_keeps_no_key(self, shop):
         """Somebody has sent it anew under that id, and reserved its key; that ends with it."""
         task = shop.declare(lock_unique_until="end")
-        with shop.held():
-            shop.run(task)
+        shop.park(task)
         shop.work()
         shop.send(task, "2")
         assert shop.dislock.lock_of(KEY).state()[0].reservation is not None
@@ -394,8 +359,7 @@ class TestCopies:
                 raise self.retry(countdown=600)
 
         task = shop.declare(body, lock_unique_until="end")
-        with shop.held():
-            shop.run(task)
+        shop.park(task)
         (turn,) = shop.sent
         shop.work()
         notes = {key: turn[key] for key in ("unique", "v")}
@@ -417,19 +381,17 @@ def raising(error):
 class TestItsEnd:
     @pytest.mark.parametrize("late", [True, False])
     @pytest.mark.parametrize("error", [None, ValueError("no"), Retry("later"), Ignore()])
-    def test_its_work_is_not_done_again(self, shop, caplog, error, late):
+    def test_its_work_is_not_done_again(self, shop, caplog, receive, error, late):
         """However its body ends; until its result is stored, a copy waits if one may come."""
         task, at_release = shop.declare(raising(error), acks_late=late), []
-        with shop.held():
-            shop.run(task)
+        shop.park(task)
 
         def released(**_):
             kept = shop.other.records()
             at_release.append((kept.running, kept.done))
 
-        lock_released.connect(released)
+        receive("lock_released", released)
         shop.work()
-        lock_released.disconnect(released)
         assert at_release == [(["2"], set()) if late else ([], {"2"})]
         assert shop.other.records().done == {"2"}
         assert_done(shop, task, caplog)
@@ -441,8 +403,7 @@ class TestItsEnd:
         """The message goes back to its queue, or the worker is being stopped."""
         errors = [error]
         task = shop.declare(lambda _: raising(errors.pop() if errors else None)(0), acks_late=True)
-        with shop.held():
-            shop.run(task)
+        shop.park(task)
         try:
             shop.work()
         except BaseException as exc:  # noqa: BLE001 -- SystemExit and the like come through
@@ -463,8 +424,7 @@ class TestItsEnd:
         task = shop.declare(
             lambda _: raising(errors.pop() if errors else None)(0), acks_late=True, **options
         )
-        with shop.held():
-            shop.run(task)
+        shop.park(task)
         shop.work()
         assert (shop.other.records().running, shop.other.records().done) == ([], set())
         assert shop.run(task, notes=TURN).state == "SUCCESS"
@@ -473,8 +433,7 @@ class TestItsEnd:
     def test_a_message_that_was_acknowledged_early_is_not_dead_lettered(self, shop, caplog):
         """What the body rejects then is gone; what comes is a copy."""
         task = shop.declare(raising(Reject("no")), acks_late=False)
-        with shop.held():
-            shop.run(task)
+        shop.park(task)
         shop.work()
         assert_done(shop, task, caplog)
 
@@ -497,8 +456,7 @@ class TestItsEnd:
                 raise self.retry() if how == "retry" else self.replace(self.si())
 
         task = shop.declare(body, acks_late=True)
-        with shop.held():
-            shop.run(task)
+        shop.park(task)
         shop.work()
         assert (shop.ran, away) == (["2"], [])
         result = shop.run(task, notes=TURN)
@@ -509,24 +467,18 @@ class TestItsEnd:
     def test_a_lease_that_is_left_to_expire_ends_its_ticket_all_the_same(self, shop, caplog):
         """The lock is kept until its expiry; the work is done."""
         task = shop.declare(release_on_success=False)
-        with shop.held():
-            shop.run(task)
+        shop.park(task)
         shop.work()
         assert_done(shop, task, caplog)
         assert len(shop.other.owners()) == 1
 
-    def test_its_end_is_told_when_the_lock_server_answers_again(self, shop, caplog):
+    def test_its_end_is_told_when_the_lock_server_answers_again(self, shop, caplog, receive):
         """The lock server goes away after the release: until it is back, a copy may run."""
         task = shop.declare(acks_late=True)
-        with shop.held():
-            result = shop.run(task)
+        result = shop.park(task)
 
-        def released(**_):
-            shop.server.away = True
-
-        lock_released.connect(released)
+        receive("lock_released", lambda **_: setattr(shop.server, "away", True))
         shop.work()
-        lock_released.disconnect(released)
         assert result.state == "SUCCESS"
         assert "Task shop.export[2] has ended, and a copy of it may run again until" in caplog.text
         shop.server.away = False
@@ -548,8 +500,7 @@ class TestItsEnd:
 
     def test_a_turn_is_claimed_whatever_the_strategy_is_now(self, shop, caplog):
         """And its work is done once."""
-        with shop.held():
-            shop.run(shop.declare())
+        shop.park(shop.declare())
         task = shop.declare(lock_on_conflict="skip")
         shop.work()
         assert shop.ran == ["2"]
@@ -908,21 +859,15 @@ class TestGivingTurns:
         shop.work()
         assert shop.app.AsyncResult("2").state == (stored or "PENDING")
 
-    def test_a_backend_that_is_away_keeps_the_next_from_nothing(self, shop, monkeypatch, caplog):
+    def test_a_backend_that_is_away_keeps_the_next_from_nothing(self, shop, backend_away, caplog):
         """The result stays as it is, and the log says so."""
-        task, store = shop.declare(), shop.app.backend.mark_as_failure
-
-        def away(task_id, *given, **more):
-            if task_id == "2":
-                raise ConnectionError("backend is away")
-            return store(task_id, *given, **more)
-
-        with shop.held():
-            result = shop.run(task)
-            shop.run(task, "3")
-            shop.other.spoil("2")
-            monkeypatch.setattr(shop.app.backend, "mark_as_failure", away)
-        shop.work()
+        task = shop.declare()
+        with backend_away("mark_as_failure"):
+            with shop.held():
+                result = shop.run(task)
+                shop.run(task, "3")
+                shop.other.spoil("2")
+            shop.work()
         assert (shop.ran, result.state) == (["3"], "PARKED")
         assert (
             "Parked task 2:0:0 cannot be run, and its result does not say so: backend"
@@ -989,24 +934,12 @@ class TestWhoLostItsPlace:
             for one in shop.queue
         ]
 
-    def test_one_that_could_not_be_told_is_told_by_a_sweep(self, shop, monkeypatch, caplog):
+    def test_one_that_could_not_be_told_is_told_by_a_sweep(self, shop, backend_away, caplog):
         """It leaves only after it was told, and keeps no other from it, nor does a damaged one."""
         task = shop.declare(**REPLACING)
-
-        def away(*_, **__):
-            raise ConnectionError("backend is away")
-
         with shop.held():
             first = shop.run(task)
-            store = shop.app.backend.store_result
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    shop.app.backend,
-                    "store_result",
-                    lambda task_id, *given, **options: (
-                        away() if task_id == "2" else store(task_id, *given, **options)
-                    ),
-                )
+            with backend_away("store_result"):
                 shop.run(task, "3")
             assert first.state == "PARKED"
             told = f"[2] lost its place in line {NAMED}; its result will say so when the sweep"

@@ -15,10 +15,13 @@ from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, runs, swallow_reply
 from tests.holding import Holding, all_locks, wait_for
 from tests.integration.servers import HOLDER, LOCK, LONG, WITHIN, round_trip, several, take
+from tests.pace import LEASE, REPLY
 from tests.redis_server import RedisServer
 
-TRANSPORT = {"socket_timeout": 0.3}  # how long a server that is frozen is waited for at first
-PATIENT = {"socket_timeout": 2.0}  # where one that is slow must not be taken for one that is away
+TRANSPORT = {"socket_timeout": REPLY}  # how long a server that is frozen is waited for at first
+PATIENT = {
+    "socket_timeout": 4 * REPLY
+}  # where one that is slow must not be taken for one that is away
 
 DOWN = {"dead": (RedisServer.kill, RedisServer.start), "frozen": (RedisServer.pause, None)}
 
@@ -225,7 +228,7 @@ def test_the_name_of_an_owner_is_forgotten_an_hour_after_its_last_use():
 class TestHeld:
     def test_two_frozen_servers_delay_no_renewal_for_long(self, servers, holding):
         """The leases of a process are renewed in time on the others."""
-        leases = [holding.take(f"export:{number}", timeout=3.0) for number in range(20)]
+        leases = [holding.take(f"export:{number}", timeout=1.2 * LEASE) for number in range(20)]
         wait_for(lambda: all(lease.renewals for lease in leases), "a renewal of each")
         down(servers[3:], "frozen")
         wait_for(lambda: all(lease.renewals > 3 for lease in leases), "three more of each")

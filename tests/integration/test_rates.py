@@ -234,41 +234,41 @@ def test_two_rates_of_one_key_are_each_kept(shop):
     assert not take(shop, rate="2/10s")
 
 
-def test_a_queue_without_a_worker_keeps_no_rate_from_others():
+@pytest.fixture
+def line(server):
+    """A worker, and a lock that one more may take each two seconds, and was just taken."""
+    line = Line(server)
+    line.server = server
+    line.terms = {"limit": 9, "rate": Rate(1, 2.0)}
+    assert line.ask("first", **line.terms) == "granted"
+    for task in ("t0", "t1", "t2"):
+        assert line.park(task, ttl=60, **line.terms) == "parked"
+    assert line.given() == ["t0"]  # ahead of its time
+    return line
+
+
+def go_on(line, seconds, *tasks):
+    """Let time pass, and look whose turn it is then."""
+    line.server.advance(seconds)
+    line.sweep()
+    assert line.given() == [*tasks]
+
+
+def test_a_queue_without_a_worker_keeps_no_rate_from_others(line):
     """A turn that nobody claims bars others of the rate for that turn only."""
-    server = LuaServer()
-    line = Line(server)
-    terms = {"limit": 9, "rate": Rate(1, 2.0)}
-    assert line.ask("first", **terms) == "granted"
-    for task in ("dead", "t1", "t2"):
-        assert line.park(task, ttl=60, **terms) == "parked"
-    assert line.given() == ["dead"]  # ahead of its time
-    server.advance(63)
-    line.sweep()
-    assert line.given() == ["dead", "t1"]  # the first one again
-    assert line.claim("t1", **terms) == "granted"
-    server.advance(2)
-    line.sweep()
-    assert line.given() == ["t2"]
+    go_on(line, 63, "t0", "t1")  # the first one again
+    assert line.claim("t1", **line.terms) == "granted"
+    go_on(line, 2, "t2")
 
 
-def test_a_turn_that_a_worker_keeps_keeps_no_rate_from_others():
+def test_a_turn_that_a_worker_keeps_keeps_no_rate_from_others(line):
     """Its message waits for Celery's rate_limit, and who can start meanwhile does."""
-    server = LuaServer()
-    line = Line(server)
-    terms = {"limit": 9, "rate": Rate(1, 2.0)}
-    assert line.ask("first", **terms) == "granted"
-    for task in ("kept", "t1", "t2"):
-        assert line.park(task, ttl=60, **terms) == "parked"
-    assert line.given() == ["kept"]
-    assert line.keep("kept")
+    assert line.keep("t0")
     for task in ("t1", "t2"):
-        server.advance(2)
-        line.sweep()
-        assert line.given() == [task]
-        assert line.claim(task, **terms) == "granted"
-    server.advance(2)
-    assert line.claim("kept", **terms) == "granted"
+        go_on(line, 2, task)
+        assert line.claim(task, **line.terms) == "granted"
+    line.server.advance(2)
+    assert line.claim("t0", **line.terms) == "granted"
 
 
 def test_a_hand_off_to_a_waiter_is_a_start():
@@ -312,33 +312,6 @@ def test_a_lock_is_held_back(shop):
     assert take(shop)
 
 
-def actions(shop):
-    return Actions(shop.app, shop.dislock.runtime.process)
-
-
-@pytest.mark.parametrize("options", [{"lock_limit": 1}, {"lock_rate": "9/s"}, {"lock_limit": 9}])
-def test_a_pause_for_a_time_ends_at_that_time(shop, options):
-    """Those in line know its end: the first starts then, and nobody calls them stuck meanwhile."""
-    starts = Starts(shop, **options)
-    actions(shop).limit(NAME, 0, seconds=4, note="by ana")
-    starts.send(3)
-    starts.run(3.9)
-    assert starts.times == []
-    (state,) = shop.dislock.lock_of(KEY).state()
-    assert (state.rate.note, state.is_stuck, state.limit) == ("by ana", False, None)
-    starts.run(0.5)
-    assert starts.times[0] == pytest.approx(4, abs=0.2)
-
-
-def test_a_pause_for_a_time_takes_the_place_of_one_without_an_end(shop):
-    """It ends at that time; another limit that people have set stays."""
-    for limit, left in ((0, None), (3, 3)):
-        actions(shop).limit(NAME, limit)
-        actions(shop).limit(NAME, 0, seconds=4)
-        (state,) = shop.dislock.lock_of(KEY).state()
-        assert (state.limit, state.rate.held_back) == (left, pytest.approx(4, abs=0.1))
-
-
 def test_one_turn_is_out_while_a_lock_is_held_back(shop):
     """So it is if it has no limit and no rate, and a hundred stand in line."""
     starts = Starts(shop, lock_limit=1000)
@@ -354,7 +327,7 @@ def test_one_turn_is_out_while_a_lock_is_held_back(shop):
 def test_the_end_of_a_rate_that_people_set_for_a_time_is_known(shop):
     """Those in line start at that time by the rate of the code, and not with the next sweep."""
     starts = Starts(shop, lock_rate="9/s")
-    actions(shop).rate(NAME, Rate(1, 3600.0), seconds=4)
+    Actions(shop.app, shop.dislock.runtime.process).rate(NAME, Rate(1, 3600.0), seconds=4)
     starts.send(3)
     starts.run(3.9)
     assert len(starts.times) == 1

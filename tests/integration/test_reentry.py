@@ -23,12 +23,12 @@ from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError
 from celery_dislock.locks.callers import current_caller
 from tests.holding import PATIENCE, name_of, wait_for
+from tests.pace import LEASE
 
 ROOT = Path(__file__).parents[2]
 KEY = "export:7"
 NAME = name_of(KEY)
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
-SHORT = 1.5  # seconds: renewed every half second
 MANY = 12  # requests at a time
 
 
@@ -439,7 +439,7 @@ class TestEnds:
 
     def test_a_block_that_goes_on_elsewhere_keeps_its_lock(self, redis_url):
         """A thread pool ends the threads that are idle."""
-        with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
+        with Dislock.from_url(redis_url, watchdog_timeout=LEASE) as dislock:
             running, leases = block(dislock.lock(KEY)), []
             self.start(lambda: leases.append(next(running)))
             (lease,) = leases
@@ -450,10 +450,10 @@ class TestEnds:
 
     def test_a_lock_object_keeps_what_its_thread_has_left_held(self, redis_url):
         """It is renewed as long as the object lives, and expires after it."""
-        with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
+        with Dislock.from_url(redis_url, watchdog_timeout=LEASE) as dislock:
             lock = dislock.lock(KEY)
             self.start(lock.acquire)
-            wait_for(lambda: dislock.lock(KEY).holders()[0].held > 3 * SHORT, "renewals")
+            wait_for(lambda: dislock.lock(KEY).holders()[0].held > 3 * LEASE, "renewals")
             lock.release()
             assert not lock.locked()
             self.start(lock.acquire)
@@ -464,7 +464,7 @@ class TestEnds:
 
 def test_a_block_that_is_lost_interrupts_no_other_job_of_its_thread(redis_url, redis_client, pool):
     """With on_lost="raise" it is told at its end, in whatever thread that comes."""
-    with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
+    with Dislock.from_url(redis_url, watchdog_timeout=LEASE) as dislock:
         running = block(dislock.lock(KEY, on_lost="raise"))
         lease = pool(next, running)
         redis_client.delete(NAME)

@@ -6,6 +6,7 @@ import inspect
 import queue
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -34,14 +35,17 @@ from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
 from proof.proxy import Proxy, runs
 from tests.holding import PATIENCE, Holding, all_locks, wait_for
+from tests.integration import servers
 from tests.integration.acl import RULES
 from tests.integration.servers import (
+    BUS,
     FAST_SYNC,
     HOLDER,
     LOCK,
     LONG,
     MASTER_NAME,
     WITHIN,
+    Node,
     RedisCluster,
     SentinelServer,
     TlsServer,
@@ -55,6 +59,7 @@ from tests.integration.servers import (
 )
 from tests.integration.test_async_servers import used
 from tests.leaks import SECRET
+from tests.pace import LEASE, REPLY
 from tests.programs import missing
 from tests.redis_server import RedisServer, ServerFailed, free_port
 
@@ -191,7 +196,7 @@ class TestTls:
         """A handshake that nobody answers takes one timeout, not one for each attempt."""
         store = Store(
             f"rediss://127.0.0.1:{own_redis_server.port}/0",
-            {"socket_timeout": 0.2, "socket_connect_timeout": 0.2},
+            {"socket_timeout": REPLY, "socket_connect_timeout": REPLY},
         )
         with own_redis_server.client() as client:
             before = client.info("stats")["total_connections_received"]
@@ -278,7 +283,7 @@ class TestUserAndPassword:
         options = {
             "master_name": MASTER_NAME,
             "password": SECRET,
-            "socket_timeout": 0.5,
+            "socket_timeout": REPLY,
             "sentinel_kwargs": {"password": SECRET, "ssl": tls},
         }
         sentinels = f"127.0.0.1:{redis_server.port};127.0.0.1:{free_port()}"
@@ -329,7 +334,7 @@ class TestSentinel:
     @pytest.mark.parametrize("how", ["kill", "pause"])
     def test_sentinels_that_are_away(self, connect_to, own_watched, how, caplog):
         """One that answers is enough; without any, the last master counts where it is known."""
-        store = connect_to(own_watched, socket_timeout=0.3)
+        store = connect_to(own_watched, socket_timeout=REPLY)
         round_trip(store)
         for sentinel in own_watched.sentinels[:2]:
             getattr(sentinel, how)()
@@ -342,7 +347,7 @@ class TestSentinel:
             round_trip(store)
         assert caplog.text.count("No Sentinel answers") == 1
         assert f"127.0.0.1:{own_watched.master.port} counts as the master" in caplog.text
-        store = connect_to(own_watched, socket_timeout=0.3)
+        store = connect_to(own_watched, socket_timeout=REPLY)
         with pytest.raises(StoreError, match="no Sentinel names a master") as raised:
             take(store, "a/1")
         for sentinel in own_watched.sentinels if how == "kill" else ():
@@ -406,7 +411,7 @@ class TestAMasterThatReturns:
             alone.close()
             assert renewed(one) is False
             assert one.extend([LOCK], "a/1", LONG) is False
-            lease = holding.take("export:7", timeout=3.0)
+            lease = holding.take("export:7", timeout=LEASE)
             assert exists(new, LOCK)
             assert isinstance(other.acquire([LOCK], "b/1", LONG, HOLDER), Conflict)
             holding.wait_renewed(lease)
@@ -456,7 +461,7 @@ def renewed(store):
     """Renew a lease of a/1 as the watchdog does, which tries again where there is no answer."""
     while True:
         with contextlib.suppress(StoreError):
-            answer = store.renew([([LOCK], "a/1", LONG)], within=1.0)[0]
+            answer = store.renew([([LOCK], "a/1", LONG)], within=2 * REPLY)[0]
             assert isinstance(answer, bool), answer
             return answer
 
@@ -554,6 +559,19 @@ class TestReplicas:
         store.close()
 
 
+@pytest.mark.parametrize("distance", [0, BUS], ids=["the node", "its bus"])
+def test_a_node_starts_elsewhere_if_a_port_is_taken(redis_program, tmp_path, monkeypatch, distance):
+    """Between the choice of its ports and its start, another process may have taken one."""
+    taken, other = free_port(BUS), free_port(BUS)
+    choices = iter([taken, other])
+    monkeypatch.setattr(servers, "free_port", lambda *_: next(choices))
+    with (
+        socket.create_server(("127.0.0.1", taken + distance)),
+        Node(tmp_path, args=["--cluster-enabled", "yes"]) as node,
+    ):
+        assert node.port == other
+
+
 class TestCluster:
     def test_a_batch_over_all_nodes_is_answered_in_its_order(self, connect, cluster):
         """Renewals of leases on all nodes come back each in its place."""
@@ -567,7 +585,7 @@ class TestCluster:
 
     def test_a_node_that_is_away_hides_no_others_locks(self, connect, cluster):
         """What is on the others comes first, then the error; their leases are renewed in time."""
-        store = connect(cluster.url, {"socket_timeout": 0.5})
+        store = connect(cluster.url, {"socket_timeout": REPLY})
         locks = [name_on(cluster.masters, number, "away") for number in range(3)]
         for lock in locks:
             take(store, "a/1", lock=lock)
@@ -576,7 +594,7 @@ class TestCluster:
         cluster.masters[0].pause()
         try:
             for _ in range(2):
-                away, *renewals = store.renew(leases, within=1.0)
+                away, *renewals = store.renew(leases, within=2 * REPLY)
                 assert isinstance(away, StoreError)
                 assert renewals == [True, True]
             failed = []
@@ -590,7 +608,7 @@ class TestCluster:
 
     def test_an_acquisition_that_fails_halfway_is_given_back(self, connect, cluster):
         """The error is the caller's, and no lock is left taken for nobody."""
-        store = connect(cluster.url, {"socket_timeout": 0.3})
+        store = connect(cluster.url, {"socket_timeout": REPLY})
         locks = [name_on(cluster.masters, number, "halfway") for number in (0, 1)]
         round_trip(store, locks[0])
         cluster.masters[1].pause()

@@ -21,6 +21,7 @@ from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
+from tests.pace import LEASE
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 SHORT = 0.5
@@ -158,7 +159,7 @@ class TestPlainPython:
 
     def test_what_is_kept_while_waiting_is_renewed(self, url, store, threads):
         """A waiter asks often enough not to lose the locks that it has already."""
-        dislock = Dislock.from_url(url, watchdog_timeout=2.0)
+        dislock = Dislock.from_url(url, watchdog_timeout=LEASE)
         store.acquire([B], "other", LONG, HOLDER)
         waiting = threads.submit(acquired, dislock.lock(["a", "b"]))
         wait_for(lambda: in_line(store, B), "its place")
@@ -167,7 +168,7 @@ class TestPlainPython:
         def two_timeouts():
             (still,) = store.holders(A)
             assert still.token == first.token
-            return still.held > 2 * 2.0
+            return still.held > 2 * LEASE
 
         wait_for(two_timeouts)
         store.release([B], "other")

@@ -106,6 +106,14 @@ def of(task):
     return [tenant(task[0]), API]
 
 
+def give_a_turn(fleet):
+    """Let the task a1 wait for its tenant, and have its turn."""
+    fleet.send("h1", [tenant("a")])
+    fleet.send("a1", of("a1"))
+    fleet.end("h1")
+    assert fleet.given() == ["a1"]
+
+
 def test_a_task_passes_its_locks_and_runs(fleet):
     """It waits for its tenant, then for the API, and keeps the first meanwhile."""
     assert isinstance(fleet.send("a1", of("a1"), *TWO), Granted)
@@ -155,6 +163,27 @@ def test_a_newcomer_does_not_pass_who_waits(fleet):
     fleet.claim("w1", [file])
     fleet.end("w1")
     assert fleet.given() == ["a1"]
+
+
+def test_readers_share_both_locks_and_a_writer_is_alone_in_both(fleet):
+    """A writer of one document is in front of its later readers, and waits for all others."""
+    index, a, b = (
+        name_of("index"),
+        [name_of("a"), name_of("index")],
+        [name_of("b"), name_of("index")],
+    )
+    reads = Terms("shared"), Terms("shared")
+    fleet.send("first", [index])
+    for task, locks in (("r1", a), ("r2", a), ("r3", b)):
+        fleet.send(task, locks, *reads)
+    fleet.send("writes", a)
+    fleet.send("late", a, *reads)
+    fleet.end("first")
+    for together in (["r1", "r2", "r3"], ["writes"], ["late"]):
+        assert fleet.given() == together
+        assert all(isinstance(fleet.claim(task), Granted) for task in together)
+        for task in together:
+            fleet.end(task)
 
 
 def test_what_comes_later_is_given_back_with_what_was_lost(fleet):
@@ -348,10 +377,7 @@ A1_DIED = Ending(ticket="a1:0:0", settles=None)
 
 def test_a_dead_process_gives_back_the_locks_of_its_ticket(fleet):
     """Also those that the code does not name any more."""
-    fleet.send("h1", [tenant("a")])
-    fleet.send("a1", of("a1"))
-    fleet.end("h1")
-    assert fleet.given() == ["a1"]
+    give_a_turn(fleet)
     fleet.claim("a1")
     fleet.send("b1", of("b1"))
     assert fleet.store.release_dead([tenant("a")], "a1@w:1/", A1_DIED) == 2
@@ -360,10 +386,7 @@ def test_a_dead_process_gives_back_the_locks_of_its_ticket(fleet):
 
 def test_a_copy_of_a_dead_task_waits_at_the_lock_that_is_taken(fleet):
     """It runs again under both, and comes before those who came later."""
-    fleet.send("h1", [tenant("a")])
-    fleet.send("a1", of("a1"))
-    fleet.end("h1")
-    assert fleet.given() == ["a1"]
+    give_a_turn(fleet)
     fleet.claim("a1")
     fleet.store.release_dead(of("a1"), "a1@w:1/", A1_DIED)
     fleet.send("b1", of("b1"))
@@ -547,10 +570,7 @@ def test_a_member_that_nobody_has_written_holds_up_nobody(fleet, member):
 
 def test_a_turn_waits_while_another_lock_of_its_ticket_cannot_be_read(fleet):
     """Its message comes with the keys of newer code, so nobody looks at that lock first."""
-    fleet.send("h1", [tenant("a")])
-    fleet.send("a1", of("a1"))
-    fleet.end("h1")
-    assert fleet.given() == ["a1"]
+    give_a_turn(fleet)
     fleet.server.send("HSET", API, "x", "?")
     assert isinstance(fleet.claim("a1"), Parked)
     fleet.server.send("HDEL", API, "x")

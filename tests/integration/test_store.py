@@ -21,6 +21,7 @@ from tests.holding import all_locks, wait_for
 from tests.integration.lua_server import LuaServer
 from tests.integration.servers import HOLDER, LOCK, LONG, WITHIN, take
 from tests.integration.test_async_servers import used
+from tests.pace import REPLY
 from tests.redis_server import RedisServer
 
 OTHER = "dislock:{other}"
@@ -57,6 +58,28 @@ class TestAcquire:
         """The shortest lease there is lasts a millisecond, and does not fail or stay for ever."""
         take(store, "a/1", ttl=0.0000001)
         wait_until_gone(redis_client)
+
+
+@pytest.mark.parametrize("task", ["7", "a:7"])
+@pytest.mark.parametrize(
+    ("holder", "is_copy"),
+    [
+        ("{}@w1:1/1", True),
+        ("~{}@w1:1/1", True),  # left to expire
+        ("{}:~1@w1:1:MainThread/", True),  # of a lock that its body takes
+        ("{}:2:0#", True),  # its own turn
+        ("11/dislock:{{b}}{}:0:0##", True),  # kept for it, as it waits for the next lock
+        ("b:{}@w1:1/1", False),
+        ("{}7@w1:1/1", False),
+        ("w1:1:MainThread/{}@", False),
+        ("{}:2:0:0:0#", False),
+    ],
+)
+def test_a_refusal_says_whether_the_same_task_is_in_the_way(task, holder, is_copy):
+    """A copy of it must not be skipped: its message may be the only one of that work."""
+    store = LuaServer().store()
+    take(store, holder.format(task))
+    assert store.acquire([LOCK], f"{task}@w2:2/1", LONG, HOLDER).is_copy is is_copy
 
 
 @pytest.mark.parametrize("terms", [Terms("shared"), Terms("exclusive", 2)], ids=str)
@@ -292,7 +315,7 @@ class TestInterruptedConnection:
 
     def test_a_late_reply_is_nobodys(self, own_redis_server):
         """A reply that comes after its timeout is not taken for the next command's."""
-        store = Store(own_redis_server.url, {"socket_timeout": 0.2})
+        store = Store(own_redis_server.url, {"socket_timeout": REPLY})
         take(store, "a/1")
         renew(store, "a/1")
         own_redis_server.pause()

@@ -194,17 +194,12 @@ def test_a_free_lock_is_handed_on_and_an_empty_line_struck_off(shop):
     assert shop.other.listed() == {}
 
 
-def test_a_line_stays_listed_until_all_its_ends_are_told(shop, monkeypatch):
+def test_a_line_stays_listed_until_all_its_ends_are_told(shop, backend_away):
     """Nobody is in it any more, and the result of who has left it cannot be stored yet."""
-
-    def away(*_args, **_options):
-        raise ConnectionError("away")
-
     park(shop, "2")
     shop.other.lines.drop(LOCK, "2:0:0", '"replaced": "by hand"')
     shop.server.advance(60)
-    with monkeypatch.context() as outage:
-        outage.setattr(shop.app.backend, "mark_as_failure", away)
+    with backend_away("mark_as_failure"):
         shop.sweep()
     assert list(shop.other.listed()) == [LOCK]
     shop.sweep()

@@ -101,11 +101,6 @@ class TestOfSomebodyElse:
             server.assert_locked("k:7")
             server.assert_free(task.s(n=8))
 
-    def test_a_lock_that_is_taken_cannot_be_held(self, server):
-        """It says who has it."""
-        with server.hold("k"), pytest.raises(AssertionError, match="somebody else"):
-            server.hold("k").__enter__()
-
     def test_it_is_held_as_a_lock_is(self, server):
         """All options of a lock, by their names; an unknown one is refused by the name it has."""
         with server.hold("k", expire=60, on_lost="warn"):
@@ -381,19 +376,6 @@ class TestOfParkedTasks:
         assert server.run_parked() == 1
         assert ran == [7, 8]
 
-    def test_a_debounce(self, server, declare, ran):
-        """The newest of a burst runs, when its countdown is over."""
-        task = declare(lock_unique_until="start", lock_on_duplicate="replace")
-        first = task.apply_async((7,), countdown=60)
-        server.advance(30)
-        second = task.apply_async((7,), countdown=60)
-        server.advance(31)
-        assert server.run_parked() == 1
-        assert (first.state, ran) == ("REVOKED", [])
-        server.advance(30)
-        assert server.run_parked() == 1
-        assert (second.get(), ran) == (7, [7])
-
     def test_a_message_expires_as_time_passes(self, server, declare, ran):
         """Also while its task is parked."""
         task = declare("queue")
@@ -622,28 +604,6 @@ class TestOfSeveral:
         assert ran == [1]
 
 
-def test_a_task_is_unique_by_one_key_and_locked_by_another(server, app, dislock, ran):
-    """It takes the other lock in its body."""
-
-    @app.task(
-        base=SingletonTask,
-        lock_key="mail:<user>",
-        lock_unique_until="end",
-        lock_limit=None,
-        shared=False,
-    )
-    def mail(user):
-        with dislock.lock("smtp"):
-            server.assert_locked("smtp")
-            server.assert_free(f"mail:{user}")
-            ran.append(user)
-
-    assert [mail.delay(user).duplicate for user in (1, 1, 2)] == [False, True, False]
-    server.run_parked()
-    assert ran == [1, 2]
-    server.assert_free("smtp")
-
-
 def test_a_client_that_has_gone_takes_nothing():
     """What comes while its BRPOP still waits stays for others, as on a Redis."""
     server = MemoryServer()
@@ -695,17 +655,23 @@ def test_a_task_is_no_key(server, declare):
 
 
 FAILING = {
-    "is held by nobody:\nlock k\n  held by nobody": lambda s: s.assert_locked("k"),
-    "is held:\nlock held\n  held by thread somebody else": lambda s: s.assert_free("held"),
-    "has 0 in line, not 2:\nlock held": lambda s: s.assert_waiting("held", 2),
+    "is held by nobody:\nlock k\n  held by nobody": lambda server, _: server.assert_locked("k"),
+    "is held:\nlock held\n  held by thread somebody else": (
+        lambda server, _: server.assert_free("held")
+    ),
+    "has 0 in line, not 2:\nlock held": lambda server, _: server.assert_waiting("held", 2),
+    "somebody else": lambda server, _: server.hold("held").__enter__(),
+    "is SUCCESS, 7: it was not skipped": (
+        lambda server, declare: server.assert_skipped(declare().apply((7,)))
+    ),
 }
 
 
 @pytest.mark.parametrize("told", FAILING)
-def test_an_assertion_that_fails_shows_the_lock(server, told):
-    """As `celery dislock show` does."""
+def test_an_assertion_that_fails_shows_the_lock_or_the_result(server, declare, told):
+    """As `celery dislock show` does; or what became of a task."""
     with server.hold("held"), pytest.raises(AssertionError) as failed:
-        FAILING[told](server)
+        FAILING[told](server, declare)
     assert told in str(failed.value)
 
 
@@ -715,12 +681,6 @@ def test_the_keys_of_signatures_are_compared(server, declare):
     server.assert_same_key(task.s(1), task.s(n=1))
     with pytest.raises(AssertionError, match=r"k:1: .*\n.*k:2: "):
         server.assert_same_key(task.s(1), task.s(2))
-
-
-def test_a_task_that_ran_was_not_skipped(server, declare):
-    """It says what became of it."""
-    with pytest.raises(AssertionError, match="is SUCCESS, 7: it was not skipped"):
-        server.assert_skipped(declare().apply((7,)))
 
 
 def test_a_task_that_was_revoked_was_not_skipped(server, app, declare, ran):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 
 import pytest
 import redis
@@ -14,13 +13,12 @@ from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import complaints
 from proof.proxy import Proxy, cut, runs, swallow_reply
 from tests.conftest import BOTH
-from tests.integration import acl
+from tests.integration.acl import start_worker
 from tests.integration.test_doctor import Report
+from tests.pace import REPLY
 from tests.redis_server import RedisServer
 
 ALWAYS = 1000  # times
-SOON = {"socket_timeout": 0.5}
-start_worker = partial(acl.start_worker, dislock_transport_options=SOON)
 SCRIPTS = {b"EVAL", b"EVALSHA", b"SCRIPT"}
 LUA = "runs Lua scripts"
 # What servers and proxies say that run no scripts, or not ours; and what helps.
@@ -56,9 +54,10 @@ def runs_scripts(command):
 def test_a_server_that_refuses_scripts_is_refused(proxy, redis_client, words):
     """In whatever words: no worker starts, doctor calls it serious, and the remedy fits."""
     proxy.fault(runs_scripts, words, times=ALWAYS)
+    options = {"socket_timeout": REPLY} if words is swallow_reply else {}
     with pytest.raises(ForbiddenError, match=WORDS[words]):
-        start_worker(proxy.url)
-    [(level, _)] = Report(proxy.url, dislock_transport_options=SOON).found("rights")
+        start_worker(proxy.url, dislock_transport_options=options)
+    [(level, _)] = Report(proxy.url, dislock_transport_options=options).found("rights")
     assert level == "serious"
     assert redis_client.keys() == []
 

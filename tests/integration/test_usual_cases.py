@@ -252,7 +252,7 @@ def acquiring(terms):
 
 
 def parking(terms, *, marked="0", message="", sent=""):
-    who = ("me", 30_000, '{"id":"me"}', terms, "redis://here", "t:0:0", "me@")
+    who = ("me", 30_000, '{"id":"me"}', terms, "redis://here", "t:0:0")
     return (*who, marked, message, 0, 0, "skip", '"task":"t"', 1, sent, "dislock:lines:here", "0")
 
 

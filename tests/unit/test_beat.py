@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -42,6 +43,30 @@ def fail_at(one, when, number=1, error=Killed):
             raise error if error is Killed else error("redis://nowhere", "away")
 
     one.around = around
+
+
+def kill_leader(world):
+    """Let the beat that leads die."""
+    world.leader.alive = False
+    world.beats = [one for one in world.beats if one.alive]
+
+
+def away(_when):
+    """Answer nothing."""
+    raise StoreError("redis://nowhere", "away")
+
+
+@contextmanager
+def notes_unanswered(one):
+    """Let a beat get no answer from when it has sent its next message."""
+
+    def send(*message):
+        sends(*message)
+        one.around = away
+
+    sends, one.sends = one.sends, send
+    yield
+    one.sends, one.around = sends, lambda _when: None
 
 
 def limit(world, number):
@@ -219,8 +244,7 @@ def test_a_dead_beat_in_line_holds_nobody_up():
     run_until_due(world)
     dead = ("dead@h:1/a.1", TIMEOUT, "{}")
     world.server.store().acquire(["dislock:{beat}"], *dead, place=10 * TIMEOUT)
-    world.leader.alive = False
-    world.beats = [one for one in world.beats if one.alive]
+    kill_leader(world)
     world.run(TIMEOUT + STEP)
     assert world.leader in world.beats
 
@@ -256,8 +280,7 @@ def test_a_beat_that_followed_begins_anew_on_an_emptied_server(kind, restarted, 
     world.run(1)
     sent = len(world.sent)
     assert {one.entry for one in world.sent} == {"hourly", "daily"}
-    world.leader.alive = False
-    world.beats = [one for one in world.beats if one.alive]
+    kill_leader(world)
     world.server.lose()
     world.run(TIMEOUT)
     world.beats = [*world.beats, world.start()]
@@ -318,14 +341,13 @@ def test_an_entry_may_be_called_anything(name):
 def test_what_became_due_meanwhile_is_sent_once_or_not_at_all(catches_up):
     """As dislock_beat_catch_up says; later ticks are not concerned."""
     world = World({"daily": crontab(hour=0, minute=0)}, dislock_beat_catch_up=catches_up)
-    midnight = (world.now // (24 * HOUR) + 1) * 24 * HOUR
+    midnight = next_midnight(world)
     world.run(1)
     world.advance(midnight - world.now - 1)
     for one in world.beats:
         one.go_round()
     world.run(STEP)
-    world.leader.alive = False
-    world.beats = [one for one in world.beats if one.alive]
+    kill_leader(world)
     world.run(TIMEOUT + 1)
     assert len(world.sent) == catches_up
     world.advance(24 * HOUR - 60)
@@ -336,7 +358,7 @@ def test_what_became_due_meanwhile_is_sent_once_or_not_at_all(catches_up):
 def test_a_first_tick_is_not_lost_by_a_restart():
     """When the schedule began is noted, too: beats without a file would begin anew."""
     world = World({"daily": crontab(hour=0, minute=0)}, beats=1)
-    midnight = (world.now // (24 * HOUR) + 1) * 24 * HOUR
+    midnight = next_midnight(world)
     world.run(1)
     world.leader.stop()
     world.advance(midnight - world.now + 60)
@@ -424,20 +446,13 @@ def test_no_answer_to_a_claim_sends_nothing(when, caplog):
     world = World({"often": 2.0})
     run_until_due(world)
     leader, sent = world.leader, len(world.sent)
-
-    def around(now):
-        if now == when:
-            raise StoreError("redis://nowhere", "away")
-
-    leader.around = around
+    leader.around = lambda now: away(now) if now == when else None
     world.run(2 * STEP)
     leader.around = lambda _when: None
     assert len(world.sent) == sent
     world.run(2 * STEP)
     assert len(world.sent) == sent + 1
-    assert (
-        caplog.text.count("until the lock server answers: lock server redis://nowhere: away") == 1
-    )
+    assert caplog.text.count("until the lock server answers: lock server redis://nowhere: ") == 1
     assert world.leader is leader
 
 
@@ -446,18 +461,9 @@ def test_a_tick_whose_note_got_no_answer_goes_out_once(way):
     """Its beat lives, and knows that: no beat sends it again, neither the next one nor itself."""
     world = World({"seldom": 60.0}, beats=1)
     run_until_due(world, 60.0)
-    before, leader, sends = len(world.sent), world.leader, world.leader.sends
-
-    def away(_when):
-        raise StoreError("redis://nowhere", "away")
-
-    def send(*message):
-        sends(*message)
-        leader.around = away
-
-    leader.sends = send
-    world.run(4 * STEP if way == "stopped" else 2 * TIMEOUT)
-    leader.sends, leader.around = sends, lambda _when: None
+    before, leader = len(world.sent), world.leader
+    with notes_unanswered(leader):
+        world.run(4 * STEP if way == "stopped" else 2 * TIMEOUT)
     world.run(2.0)
     if way == "stopped":
         leader.stop()
@@ -533,22 +539,12 @@ def test_a_late_note_takes_no_tick_back():
     limit(world, 2)
     world.run(5)
     first, second = world.beats
-    sends = first.sends
-
-    def away(_when):
-        raise StoreError("redis://nowhere", "away")
-
-    def send(*message):
-        sends(*message)
-        first.around = away
-
-    first.sends = send
-    while first.around is not away:
-        world.run(STEP)
-    while world.sent[-1].by is first:
-        world.run(STEP)
-    assert first.leads
-    first.sends, first.around = sends, lambda _when: None
+    with notes_unanswered(first):
+        while first.around is not away:
+            world.run(STEP)
+        while world.sent[-1].by is first:
+            world.run(STEP)
+        assert first.leads
     world.run(10.0)
     assert {one.by for one in world.sent} == {first, second}
     assert min(b.at - a.at for a, b in pairwise(world.sent)) >= 1 - STEP

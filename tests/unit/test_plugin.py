@@ -225,12 +225,8 @@ def test_the_typed_decorator_needs_no_parentheses(app):
 
 @pytest.mark.parametrize("base", [Task, "SingletonTask", None])
 def test_a_typed_task_locks_in_any_case(app, base):
-    """A class that locks under --dislock only is for @app.task."""
+    """A class that locks under --dislock only is for @app.task; plain Python has no tasks."""
     with pytest.raises(SettingsError, match="give SingletonTask"):
         Dislock(app).task(base=base, lock_key="k")
-
-
-def test_without_an_app_there_are_no_tasks():
-    """Dislock.from_url() is for plain Python."""
     with pytest.raises(SettingsError, match=r"use Dislock\(app\)"):
         Dislock.from_url("redis://a").task(lock_key="k")

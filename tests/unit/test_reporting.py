@@ -35,32 +35,25 @@ def run(app, error, logged="", task_id="1"):
     export.apply(task_id=task_id)
 
 
-@pytest.mark.parametrize("error", [Ignore("why"), Reject("why"), Retry("why", when=2)])
-def test_celerys_line_is_left_out_where_ours_has_told_it(app, both, error):
-    """Whatever the exception; ours has the task's name and id."""
-    run(app, error, "does not run")
-    assert both.messages == ["Task shop.export[1] does not run"]
-
-
 @pytest.mark.parametrize(
-    ("error", "line"),
+    ("error", "logged", "level", "line"),
     [
-        (Ignore("why"), "Task shop.export[1] ignored"),
-        (Retry("why", when=2), "Task shop.export[1] retry: why"),
-        (ValueError("why"), "Task shop.export[1] raised unexpected: ValueError('why')"),
+        (Ignore("why"), "does not run", logging.INFO, "does not run"),
+        (Reject("why"), "does not run", logging.INFO, "does not run"),
+        (Retry("why", when=2), "does not run", logging.INFO, "does not run"),
+        # Only we know what ours have told: Celery's stays about a body's own.
+        (Ignore("why"), "", logging.INFO, "ignored"),
+        (Retry("why", when=2), "", logging.INFO, "retry: why"),
+        (ValueError("why"), "", logging.INFO, "raised unexpected: ValueError('why')"),
+        # A logger that shows no INFO of ours shows that of Celery.
+        (Ignore(), "does not run", logging.WARNING, "ignored"),
     ],
 )
-def test_celerys_line_stays_about_a_bodys_own_exceptions(app, both, error, line):
-    """Only we know what ours have told."""
-    run(app, error)
-    assert both.messages == [line]
-
-
-def test_celerys_line_stays_where_ours_is_hidden(app, both):
-    """A logger that shows no INFO of ours shows that of Celery."""
-    logging.getLogger("celery_dislock").setLevel(logging.WARNING)
-    run(app, Ignore(), "does not run")
-    assert both.messages == ["Task shop.export[1] ignored"]
+def test_celerys_line_is_left_out_where_ours_has_told_it(app, both, error, logged, level, line):
+    """Whatever the exception; ours has the task's name and id."""
+    logging.getLogger("celery_dislock").setLevel(level)
+    run(app, error, logged)
+    assert both.messages == [f"Task shop.export[1] {line}"]
 
 
 @pytest.mark.parametrize(

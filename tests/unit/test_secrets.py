@@ -138,40 +138,28 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("url", ODD, ids=str)
-def test_no_frame_has_the_password_of_a_url_that_is_refused(way, url):
+SETTINGS = [
+    {"prefix": "{"},
+    {"watchdog_timeout": -1},
+    {"min_replicas": "many"},
+    {"transport_options": "s3cret"},
+    {"transport_options": MISSPELT},
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "url", "settings"),
+    [
+        *((way, url, {}) for url in ODD for way in WAYS),
+        *((way, url, {}) for url in SEVERAL for way in WAYS if way is not of_broker),
+        *((way, GOOD, settings) for settings in SETTINGS for way in WAYS if way is not of_broker),
+    ],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
+def test_no_frame_has_the_password_if_a_setting_is_refused(way, url, settings):
     """What is reported of an error, as by Sentry, has the variables of all frames."""
     with pytest.raises((SettingsError, SystemExit)) as caught:
-        way(url)
-    refused_without_it(caught.value)
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way is not of_broker])
-@pytest.mark.parametrize("url", SEVERAL, ids=str)
-def test_no_frame_has_a_password_of_several_that_are_refused(way, url):
-    """The same of lists, and of what is no URL at all."""
-    with pytest.raises((SettingsError, SystemExit)) as caught:
-        way(url)
-    refused_without_it(caught.value)
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way is not of_broker])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"prefix": "{"},
-        {"watchdog_timeout": -1},
-        {"min_replicas": "many"},
-        {"transport_options": "s3cret"},
-        {"transport_options": MISSPELT},
-    ],
-    ids=str,
-)
-def test_no_frame_has_the_password_if_another_setting_is_refused(way, settings):
-    """The app's configuration has the URL of the lock server, and more."""
-    with pytest.raises((SettingsError, SystemExit)) as caught:
-        way(GOOD, **settings)
+        way(url, **settings)
     refused_without_it(caught.value)
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from celery_dislock.operating.locks import ListedLock
-    from celery_dislock.operating.site import Site
-    from celery_dislock.servers.view import LockState
+    from celery_dislock.operating.site import Site, UniqueTask
+    from celery_dislock.servers.view import LockState, ReservationState
     from celery_dislock.servers.waiters import Waiter
 
 HELD_LONG = 20  # timeouts, while others wait: ten minutes, unless a task has another timeout
@@ -124,38 +124,40 @@ def _leaderless(lock: LockState, _: Site) -> Sign | None:
     return Sign(f"last tick {for_people(lock.ticked)} ago", lock.ticked)
 
 
+def unmet(one: ReservationState, tasks: Iterable[UniqueTask]) -> tuple[float, list[UniqueTask]]:
+    """
+    Return the seconds for which no worker has had a message since it was due; < 0: it is due later.
+
+    Who sends a message, and a worker that has it, keeps the reservation for ``lock_unique_for``,
+    from when it is due.  Also returns those of the *tasks* whose message it may be; the shortest of
+    their times counts.
+    """
+    kept = one.since + one.remaining
+    # One that was sent with an earlier expiry is kept for less; which it was cannot be told.
+    its = [task for task in tasks if task.unique_for <= kept + 1.0]
+    return min((task.unique_for for task in its), default=kept) - one.remaining, its
+
+
 def _unmet(lock: LockState, site: Site) -> Sign | None:
     """
     Its key is reserved, no worker has had the message for five minutes, and its queue is empty.
 
-    The sender keeps a reservation for the task's ``lock_unique_for``, from when the message is due,
-    and so does each worker that has the message, every few seconds.  So what is over of that time
-    is the time since then.  A message that waits in a long queue is not lost, and that of a parked
-    task is on the lock server.
+    A message that waits in a long queue is not lost; a parked task's is on the lock server.
     """
-    one = lock.reservation
-    if one is None or one.state != "waiting" or one.since < min(UNMET_LONG, one.remaining):
+    if (one := lock.reservation) is None or one.state != "waiting":
         return None
-    its = site.tasks_of(lock.key)
+    since, tasks = unmet(one, of_key := site.tasks_of(lock.key))
     are_unseen = lock.waiting > len(lock.line)  # in line; it may be one of those
     if lock.are_several:  # that does not say in which line their task would stand
-        are_unseen = not its or any(task.parks for task in its)
-    if are_unseen or any(waiter.id == one.id for waiter in (*lock.turns, *lock.line)):
+        are_unseen = not of_key or any(task.parks for task in of_key)
+    is_parked = any(waiter.id == one.id for waiter in (*lock.turns, *lock.line))
+    if since < min(UNMET_LONG, one.remaining) or are_unseen or is_parked:
         return None
-    is_half_over = one.since > one.remaining
-    # One that was sent with an earlier expiry is kept for less; which it was cannot be told.
-    tasks = [task for task in its if task.unique_for <= one.since + one.remaining + 1.0]
-    if not tasks or any(task.until == "expiry" for task in tasks):  # no worker renews those
-        return Sign(f"for {for_people(one.since)}", one.since) if is_half_over else None
-    shortest = min(task.unique_for for task in tasks)
-    unmet = shortest - one.remaining
-    if unmet < min(UNMET_LONG, shortest / 2):
-        return None
-    queues = sorted({task.queue for task in tasks})
-    if site.messages_in(queues) == 0:
-        nothing = f"nothing waits in {' and '.join(queues)}"
-        return Sign(f"for {for_people(unmet)}, {nothing}", unmet)
-    return Sign(f"for {for_people(unmet)}", unmet) if is_half_over else None
+    queues, told = sorted({task.queue for task in tasks}), f"for {for_people(since)}"
+    no_worker_renews = not tasks or any(task.until == "expiry" for task in tasks)
+    if not no_worker_renews and site.messages_in(queues) == 0:
+        return Sign(f"{told}, nothing waits in {' and '.join(queues)}", since)
+    return Sign(told, since) if since > one.remaining else None
 
 
 def _aside(lock: LockState, _: Site) -> Sign | None:

@@ -10,7 +10,7 @@ from celery import states
 
 from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.operating.checks.table import number
-from celery_dislock.operating.checks.troubles import TROUBLES
+from celery_dislock.operating.checks.troubles import TROUBLES, unmet
 from celery_dislock.operating.inspection import ACTIVE, RESERVED
 from celery_dislock.operating.why.sentences import THEN, at, in_the_way, nth, of_record
 from celery_dislock.parking.answers import PARKED
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.why.asked import Worker
     from celery_dislock.operating.why.case import Case
-    from celery_dislock.servers.view import LockState
+    from celery_dislock.servers.view import LockState, ReservationState
     from celery_dislock.tasks.answer import Answer
 
 SEND_AGAIN = "It does not run any more. To run it, send it again."
@@ -174,24 +174,22 @@ def reserved(case: Case) -> Answer | None:
         end = f"celery dislock free --reservation {lock.argument}"
         remedy = f"If it has died, its key is free in {left}, or by: {end}"
         return case.answer("began", sentence, facts, remedy, **more)
-    return _sent(case, f"{who} was sent {since} ago", facts, more, lock)
+    return _sent(case, facts, more, lock, one)
 
 
 def _sent(
-    case: Case, was_sent: str, facts: list[str], more: dict[str, Any], lock: LockState
+    case: Case, facts: list[str], more: dict[str, Any], lock: LockState, one: ReservationState
 ) -> Answer:
     """Its message waits with the broker, or is lost."""
-    told, tasks = case.told, case.site.tasks_of(lock.key)
+    was_sent = f"{case.who()} was sent {for_people(one.since)} ago"
+    told, (since, tasks) = case.told, unmet(one, case.site.tasks_of(lock.key))
     queues = sorted({task.queue for task in tasks})
     messages = case.site.messages_in(queues) if queues and not told.unknown else None
     nobody = "no worker answers" if told.nobody else "no worker that answers has it"
-    # It is kept for lock_unique_for from when its message is due.
-    left = lock.reservation.remaining if lock.reservation else 0.0
-    due = left - max((task.unique_for for task in tasks), default=left)
-    if messages == 0 and due > 0:
+    if messages == 0 and since < 0:
         sentence = (
-            f"{was_sent}, and is due in {for_people(due)}: until then its message waits with the "
-            "broker, or with a worker that has not answered, as far as is known."
+            f"{was_sent}, and is due in {for_people(-since)}: until then its message waits with "
+            "the broker, or with a worker that has not answered, as far as is known."
         )
         remedy = f"{THEN} If it was purged: celery dislock free --reservation {lock.argument}"
         return case.answer("not due", sentence, facts, remedy, **more)

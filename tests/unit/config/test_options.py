@@ -11,6 +11,8 @@ from celery_dislock import Key, SettingsError
 from celery_dislock.config.settings import task_options
 from celery_dislock.config.terms import LIMIT_MOST
 
+UNIQUE = {"lock_unique_until": "start"}
+
 
 def decide(task, conflict):
     raise AssertionError
@@ -59,26 +61,37 @@ def test_a_key_may_have_terms_of_its_own(declared, keys, terms):
     assert options.admits_several is (max(limit for limit, _ in terms) > 1)
 
 
+SEVERAL = {"dislock_url": [f"redis://{host}" for host in "abc"]}
+CLUSTER = {"dislock_url": "redis+cluster://a:7000"}
+RATED = {"lock_key": ["a", "b"], "lock_rate": "1/s"}
+
+
 @pytest.mark.parametrize(
-    ("declared", "words"),
+    ("declared", "conf", "words"),
     [
-        ({"lock_key": Key("a", limit=0)}, "give 1 or more"),
-        ({"lock_key": Key("a", limit=sys.maxsize)}, "give 1000000000 or less"),
-        ({"lock_limit": sys.maxsize}, "give 1000000000 or less"),  # no script could read it again
-        ({"lock_key": [Key("a", limit="3"), "b"]}, "whole number"),
-        ({"lock_key": [Key(7, limit=3)]}, "one template or callable"),
-        ({"lock_key": Key(Key("a", 2), 2)}, "give a template"),
-        ({"lock_key": Key("a", 2), "lock_mode": "shared"}, "no effect with lock_mode='shared'"),
-        (
-            {"lock_key": Key("a", 2), "lock_limit": None, "lock_unique_until": "start"},
-            "no effect with lock_limit=None",
-        ),
+        ({"lock_key": Key("a", limit=0)}, {}, "give 1 or more"),
+        ({"lock_key": Key("a", limit=sys.maxsize)}, {}, "give 1000000000 or less"),
+        ({"lock_limit": sys.maxsize}, {}, "give 1000000000 or less"),  # no script could read it
+        ({"lock_key": [Key("a", limit="3"), "b"]}, {}, "whole number"),
+        ({"lock_key": [Key(7, limit=3)]}, {}, "one template or callable"),
+        ({"lock_key": Key(Key("a", 2), 2)}, {}, "give a template"),
+        ({"lock_key": Key("a", 2), "lock_mode": "shared"}, {}, "no effect with lock_mode='shared'"),
+        ({"lock_key": Key("a", 2), "lock_limit": None, **UNIQUE}, {}, "with lock_limit=None"),
+        ({"lock_key": [Key("a", limit=1), "b"]}, SEVERAL, None),  # what they have anyway
+        ({"lock_key": [Key("a", limit=2), "b"]}, SEVERAL, "exclusive locks only"),
+        # Each node counts by itself, so a refusal by one would be a start at another.
+        (RATED, CLUSTER, "nodes of a cluster count for themselves"),
+        ({**RATED, "lock_key": "a"}, CLUSTER, None),
+        (RATED, {}, None),
     ],
 )
-def test_a_limit_that_cannot_be_is_told(declared, words):
+def test_a_limit_that_cannot_be_is_told(declared, conf, words):
     """When the task is bound, with its name, the option and what to give."""
+    if words is None:
+        assert task_options("t", declared, conf).has_rate is ("lock_rate" in declared)
+        return
     with pytest.raises(SettingsError, match=words):
-        task_options("t", declared, {})
+        task_options("t", declared, conf)
 
 
 WANTED = "give a rate as '100/m'"
@@ -112,21 +125,3 @@ def test_what_is_no_rate_is_answered_with_one(declared, rate, words):
     options = {"lock_rate": rate} if declared == "lock_rate" else {"lock_key": Key("a", rate=rate)}
     with pytest.raises(SettingsError, match=re.escape(words)):
         task_options("t", options, {})
-
-
-def test_several_servers_keep_no_limits():
-    """A Key with a limit of 1 is what they have anyway."""
-    conf = {"dislock_url": [f"redis://{host}" for host in "abc"]}
-    task_options("t", {"lock_key": [Key("a", limit=1), "b"]}, conf)
-    with pytest.raises(SettingsError, match="exclusive locks only"):
-        task_options("t", {"lock_key": [Key("a", limit=2), "b"]}, conf)
-
-
-def test_a_cluster_counts_no_starts_of_several_keys():
-    """Each node counts by itself, so a refusal by one would be a start at another."""
-    conf = {"dislock_url": "redis+cluster://a:7000"}
-    several = {"lock_key": ["a", "b"], "lock_rate": "1/s"}
-    with pytest.raises(SettingsError, match="nodes of a cluster count for themselves"):
-        task_options("t", several, conf)
-    assert task_options("t", {**several, "lock_key": "a"}, conf).has_rate
-    assert task_options("t", several, {}).has_rate

@@ -18,6 +18,7 @@ from celery_dislock.config.settings import (
 from celery_dislock.exceptions import SettingsError
 
 SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
+CLUSTER = {"dislock_url": "redis+cluster://a"}
 
 
 TIMEOUTS = "lock_wait_timeout, lock_watchdog_timeout or lock_expire"
@@ -30,26 +31,20 @@ def refused(**declared):
 
 
 @pytest.mark.parametrize(
-    ("declared", "strategy"),
+    ("declared", "conf", "strategy"),
     [
-        ({"lock_unique_until": "start"}, "queue"),
-        ({"lock_unique_until": "start", "lock_key": ["<a>", "<b>"]}, "queue"),
-        ({"lock_unique_until": "end", "lock_on_duplicate": "replace"}, "queue"),
-        ({"lock_unique_until": "end"}, "skip"),
-        ({"lock_unique_until": "expiry"}, "skip"),
-        ({"lock_unique_until": "start", "lock_on_conflict": "skip"}, "skip"),
+        ({"lock_unique_until": "start"}, {}, "queue"),
+        ({"lock_unique_until": "start", "lock_key": ["<a>", "<b>"]}, {}, "queue"),
+        ({"lock_unique_until": "start", "lock_key": ["a", "b"]}, CLUSTER, "retry"),  # has no line
+        ({"lock_unique_until": "end", "lock_on_duplicate": "replace"}, {}, "queue"),
+        ({"lock_unique_until": "end"}, {}, "skip"),
+        ({"lock_unique_until": "expiry"}, {}, "skip"),
+        ({"lock_unique_until": "start", "lock_on_conflict": "skip"}, {}, "skip"),
     ],
 )
-def test_what_has_changed_since_a_task_began_is_not_missed(declared, strategy):
+def test_what_has_changed_since_a_task_began_is_not_missed(declared, conf, strategy):
     """Where a message may be sent while an older one runs, it is not dropped unless you say so."""
-    assert task_options("t", declared, {}).lock_on_conflict == strategy
-
-
-def test_several_keys_of_a_cluster_have_no_line():
-    """A task that must not be dropped is put off there."""
-    declared = {"lock_unique_until": "start", "lock_key": ["a", "b"]}
-    conf = {"dislock_url": "redis+cluster://a"}
-    assert task_options("t", declared, conf).lock_on_conflict == "retry"
+    assert task_options("t", declared, conf).lock_on_conflict == strategy
 
 
 @pytest.mark.parametrize(
@@ -171,12 +166,6 @@ def test_a_good_value_comes_back_as_the_code_uses_it():
     assert settings.dislock_transport_options == given
 
 
-def test_a_default_that_is_overruled_is_checked_all_the_same():
-    """Whether a setting is refused does not depend on the tasks."""
-    with pytest.raises(SettingsError, match="dislock_watchdog_timeout=0"):
-        task_options("t", {"lock_expire": 600}, {"dislock_watchdog_timeout": 0})
-
-
 @pytest.mark.parametrize(
     ("option", "library", "ours"),
     [
@@ -216,13 +205,6 @@ def test_an_option_is_shown_but_for_what_may_be_secret_in_it(given, shown):
     assert refused(once=given).value == shown
 
 
-def test_a_misspelt_setting_is_shown_with_its_value():
-    """Nothing is secret in a strategy."""
-    with pytest.raises(SettingsError, match=r"^app\.conf: dislock_on_conflikt='raise': no such"):
-        check_settings({"dislock_on_conflikt": "raise"})
-
-
-CLUSTER = {"dislock_url": "redis+cluster://a"}
 QUEUE, TWO_KEYS = {"lock_on_conflict": "queue"}, {"lock_key": ["a", "b"]}
 
 
@@ -241,13 +223,6 @@ def test_a_task_whose_keys_are_on_several_servers_is_not_parked(declared, conf, 
         task_options("t", declared, conf)
     assert (caught.value.option, caught.value.value) == ("lock_on_conflict", "queue")
     assert f"{remedy} use 'wait' or 'retry'" in caught.value.remedy
-
-
-def test_a_rate_on_several_servers_is_refused_by_its_name():
-    """It leaves no limit; that is nothing that its author has written."""
-    conf = {"dislock_url": ["redis://a", "redis://b", "redis://c"]}
-    with pytest.raises(SettingsError, match=r"lock_rate=.*keep exclusive locks only"):
-        task_options("t", {"lock_rate": "1/d"}, conf)
 
 
 @pytest.mark.parametrize(
@@ -362,10 +337,33 @@ def test_a_setting_of_a_later_version_is_a_warning(caplog):
     assert "s3cret" not in caplog.text
 
 
-def test_a_setting_that_does_not_exist_is_refused_in_a_call():
-    """What a program passes by name was written for this version."""
-    with pytest.raises(SettingsError, match="no such setting"):
-        Dislock.from_url("redis://a", flavour_of_ice="lemon")
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda: task_options("t", {"lock_expire": 600}, {"dislock_watchdog_timeout": 0}),
+            "dislock_watchdog_timeout=0",
+        ),
+        (
+            lambda: task_options("t", {"lock_rate": "1/d"}, {"dislock_url": SEVERAL}),
+            r"lock_rate=.*keep exclusive locks only",
+        ),
+        (
+            lambda: app_settings({"dislock_url": SEVERAL, "dislock_min_replicas": 1}),
+            "dislock_min_replicas=1: not with several",
+        ),
+        (
+            lambda: check_settings({"dislock_on_conflikt": "raise"}),
+            r"^app\.conf: dislock_on_conflikt='raise': no such",
+        ),
+        (lambda: Dislock.from_url("redis://a", flavour_of_ice="lemon"), "no such setting"),
+    ],
+    ids=["overruled by a task", "a rate", "replicas", "misspelt", "of a later version, in a call"],
+)
+def test_a_setting_that_cannot_be_is_refused_by_its_name_and_value(call, says):
+    """Whatever the tasks say; a rate by its name, and not by that of the limit that it leaves."""
+    with pytest.raises(SettingsError, match=says):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -431,34 +429,27 @@ def test_no_error_about_a_setting_shows_a_password(conf):
         assert not any(part in told for part in ("secret", "sec@", "ret@", "se/cr", "cret"))
 
 
-class TestSettings:
-    @pytest.mark.parametrize(
-        ("urls", "remedy"),
-        [
-            ([], "3 or more"),
-            (["redis://u:s3cret@a"], "3 or more"),
-            (["redis://u:s3cret@a", "redis://b"], "3 or more"),
-            (["redis://u:s3cret@a", "redis://b", "redis://A:6379/1"], "named twice"),
-            (["unix:///s?db=0", "redis+socket:///s", "redis://u:s3cret@b"], "named twice"),
-            (["redis://u:s3cret@a", "sentinel://b", "redis://c"], "stands alone"),
-            (["redis://u:s3cret@a", "redis+cluster://b", "redis://c"], "stands alone"),
-            (["redis://u:s3cret@a", "redis://b", 5], "a list of them"),
-            (["redis://u:s3cret@a", "http://b", "redis://c"], "single one"),
-        ],
-    )
-    def test_servers_that_cannot_be_used_together(self, urls, remedy):
-        """The error names the setting, the servers without their passwords, and the remedy."""
-        with pytest.raises(SettingsError, match="dislock_url") as raised:
-            app_settings({"dislock_url": urls})
-        assert remedy in str(raised.value)
-        assert "s3cret" not in str(raised.value)
-        assert "s3cret" not in repr(raised.value.args)
-
-    def test_replicas_are_not_counted_as_well(self):
-        """dislock_min_replicas belongs to a single server."""
-        conf = {"dislock_url": SEVERAL, "dislock_min_replicas": 1}
-        with pytest.raises(SettingsError, match="dislock_min_replicas=1: not with several"):
-            app_settings(conf)
+@pytest.mark.parametrize(
+    ("urls", "remedy"),
+    [
+        ([], "3 or more"),
+        (["redis://u:s3cret@a"], "3 or more"),
+        (["redis://u:s3cret@a", "redis://b"], "3 or more"),
+        (["redis://u:s3cret@a", "redis://b", "redis://A:6379/1"], "named twice"),
+        (["unix:///s?db=0", "redis+socket:///s", "redis://u:s3cret@b"], "named twice"),
+        (["redis://u:s3cret@a", "sentinel://b", "redis://c"], "stands alone"),
+        (["redis://u:s3cret@a", "redis+cluster://b", "redis://c"], "stands alone"),
+        (["redis://u:s3cret@a", "redis://b", 5], "a list of them"),
+        (["redis://u:s3cret@a", "http://b", "redis://c"], "single one"),
+    ],
+)
+def test_servers_that_cannot_be_used_together(urls, remedy):
+    """The error names the setting, the servers without their passwords, and the remedy."""
+    with pytest.raises(SettingsError, match="dislock_url") as raised:
+        app_settings({"dislock_url": urls})
+    assert remedy in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+    assert "s3cret" not in repr(raised.value.args)
 
 
 class TestResolvedOptions:

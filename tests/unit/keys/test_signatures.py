@@ -98,11 +98,6 @@ def test_what_is_left_out_has_the_tasks_default(args, kwargs):
     assert called(lambda c, s: f"{c} {s}", export, *args, **kwargs) == "7 None"
 
 
-def test_a_callable_that_takes_anything_gets_the_call_as_it_was_made():
-    """It may look at the position itself."""
-    assert passing(taking("*args, **kwargs"), inspect.signature(export), TASK) is None
-
-
 def test_arguments_of_each_kind_are_passed():
     """Positional ones, those after a star, and those that a task takes beside its own."""
     assert called(lambda c, *, since: f"{c} {since}", keyword_only, 7, since=1) == "7 1"
@@ -137,9 +132,9 @@ def test_a_task_may_have_arguments_of_any_name():
     assert called(lambda args, kwargs: f"{args}{kwargs}", task, 1, kwargs=2) == "12"
 
 
-@pytest.mark.parametrize("function", [str, max])
-def test_a_built_in_callable_without_a_signature_is_called_as_the_task_is(function):
-    """Nobody knows what it takes."""
+@pytest.mark.parametrize("function", [str, max, taking("*args, **kwargs")])
+def test_a_callable_of_which_nobody_knows_what_it_takes_is_called_as_the_task_is(function):
+    """A built-in one without a signature, and one that takes anything, and may look at it."""
     assert passing(function, inspect.signature(export), TASK) is None
 
 

@@ -105,8 +105,16 @@ def variadic(corp_id, *args, **kwargs):
     """Be a task that takes anything more."""
 
 
+def positional_only(a, /, b=2, **kwargs):
+    """Be a task of which one argument has no name."""
+
+
 def no_arguments():
     """Be a task that takes nothing."""
+
+
+TEXTLESS = {None: "None", 1.5: "float", b"x": "bytes", Color.TUPLE: "Color of tuple"}
+REMEDY = "is not allowed in a key; use str, int, bool, UUID, Enum, date, datetime or Decimal"
 
 
 class TestTemplates:
@@ -154,27 +162,6 @@ class TestTemplates:
         """What a serializer turns into text on the way locks the same as before."""
         assert key_of("k:<a>", a=value) == key_of("k:<a>", a=text)
 
-    @pytest.mark.parametrize(
-        ("value", "kind"),
-        [
-            (None, "None"),
-            (1.5, "float"),
-            (b"x", "bytes"),
-            ([1], "list"),
-            (Customer(1), "Customer"),
-            (Color.TUPLE, "Color of tuple"),
-        ],
-    )
-    def test_other_types_are_refused(self, value, kind):
-        """A value without one stable text is an error that names argument, type and remedy."""
-        with pytest.raises(LockKeyError) as caught:
-            key_of("k:<a.id>", a={"id": value})
-        assert str(caught.value) == (
-            f"lock_key 'k:<a.id>', argument <a.id>: {kind} is not allowed in a key; "
-            "use str, int, bool, UUID, Enum, date, datetime or Decimal"
-        )
-        assert (caught.value.template, caught.value.argument) == ("k:<a.id>", "a.id")
-
     @pytest.mark.skipif(
         not hasattr(sys, "get_int_max_str_digits"), reason="this Python prints any int"
     )
@@ -199,17 +186,24 @@ class TestTemplates:
     @pytest.mark.parametrize(
         ("order", "reason"),
         [
+            # A value without one stable text.
+            *((Order(Customer(value)), f"{kind} {REMEDY}") for value, kind in TEXTLESS.items()),
+            (Order(Customer([1])), f"list {REMEDY}"),
+            (Order(Customer(Customer(1))), f"Customer {REMEDY}"),
+            # A path that leads nowhere.
             (Order(None), "None has no 'id'"),
             ({"customer": {}}, "dict has no 'id'"),
             ({}, "dict has no 'customer'"),
             ({"customer": defaultdict(int)}, "defaultdict has no 'id'"),
         ],
     )
-    def test_a_path_that_leads_nowhere(self, order, reason):
-        """A missing attribute or key is an error that names the path and the step that failed."""
+    def test_what_has_no_text_is_refused(self, order, reason):
+        """The error names the argument with its path, the type or the step, and the remedy."""
         with pytest.raises(LockKeyError) as caught:
             key_of("pay:<order.customer.id>", order=order)
-        assert str(caught.value).endswith(f"argument <order.customer.id>: {reason}")
+        path = "order.customer.id"
+        assert str(caught.value) == f"lock_key 'pay:<{path}>', argument <{path}>: {reason}"
+        assert (caught.value.template, caught.value.argument) == (f"pay:<{path}>", path)
 
 
 class TestBadTemplates:
@@ -264,23 +258,31 @@ def test_a_dollar_or_a_percent_sign_is_no_placeholder_of_others(template):
     assert built(template, optional).key((7,), {})
 
 
+OF_ALL = "<corp_id>:<year>:<fmt>"
+CALLS = [
+    ((7,), {}),
+    ([7, 2024], {}),
+    ((), {"corp_id": 7}),
+    ((7,), {"year": 2024}),
+    ((), {"fmt": "csv", "year": 2024, "corp_id": "7"}),
+]
+
+
 class TestCalls:
     """How arguments are found in a call."""
 
     @pytest.mark.parametrize(
-        ("args", "kwargs"),
+        ("template", "task", "args", "kwargs", "key"),
         [
-            ((7,), {}),
-            ([7, 2024], {}),
-            ((), {"corp_id": 7}),
-            ((7,), {"year": 2024}),
-            ((), {"fmt": "csv", "year": 2024, "corp_id": "7"}),
+            *((OF_ALL, optional, *call, "7:2024:csv") for call in CALLS),
+            # A keyword named like the ``**kwargs`` parameter itself does not replace it.
+            ("<kwargs.kwargs>", variadic, (7,), {"kwargs": "x"}, "x"),
+            ("<a>:<b>:<kwargs.a>", positional_only, (1,), {"a": 3}, "1:2:3"),
         ],
     )
-    def test_ways_to_give_an_argument(self, args, kwargs):
-        """Arguments given by position, by keyword or by default give one key."""
-        builder = built("<corp_id>:<year>:<fmt>", optional)
-        assert builder.key(args, kwargs) == "7:2024:csv"
+    def test_ways_to_give_an_argument(self, template, task, args, kwargs, key):
+        """Arguments given by position, by keyword or by default are found by their names."""
+        assert built(template, task).key(args, kwargs) == key
 
     @pytest.mark.parametrize(
         ("args", "kwargs", "message"),
@@ -298,24 +300,11 @@ class TestCalls:
         with pytest.raises(TypeError, match=message):
             builder.key(args, kwargs)
 
-    def test_a_variadic_keyword_never_hides_a_parameter(self):
-        """A keyword named like the ``**kwargs`` parameter itself does not replace it."""
-        builder = built("<kwargs.kwargs>", variadic)
-        assert builder.key((7,), {"kwargs": "x"}) == "x"
-
     @pytest.mark.parametrize("template", ["<extra>", "<extra.id>"])
     def test_a_variadic_keyword_that_is_not_given(self, template):
         """A name that could be in ``**kwargs`` and is not there is a LockKeyError."""
         with pytest.raises(LockKeyError, match="the call does not give it"):
             built(template, variadic).key((7,), {})
-
-    def test_positional_only(self):
-        """Positional-only parameters are found by name like any other."""
-
-        def task(a, /, b=2, **kwargs): ...
-
-        builder = built("<a>:<b>:<kwargs.a>", task)
-        assert builder.key((1,), {"a": 3}) == "1:2:3"
 
 
 class TestInjectivity:

@@ -8,6 +8,8 @@ from celery_dislock.exceptions import LockKeyError
 from celery_dislock.keys.templates import check_key, check_written
 from tests.unit.keys.support import LoudText, assert_valid
 
+FORBIDDEN = "{}\0\n\x1f\x7f\x80\x9f\u2028\u2029\ud800\udfff"
+
 
 class TestCheckKey:
     """What every finished key goes through."""
@@ -35,23 +37,18 @@ class TestCheckKey:
         assert type(key) is str
         assert key == "quiet"
 
-    @pytest.mark.parametrize("char", [*"{}\0\n\x1f\x7f\x80\x9f\u2028\u2029\ud800\udfff"])
-    def test_characters_that_no_key_may_hold(self, char):
-        """Braces, control characters and surrogates are refused, and named."""
-        with pytest.raises(LockKeyError) as caught:
-            check_key(f"a{char}b")
-        assert caught.value.reason == f"the key holds {char!r}, which no key may"
-
     @pytest.mark.parametrize(
         ("key", "reason"),
         [
+            *((f"a{char}b", f"the key holds {char!r}, which no key may") for char in FORBIDDEN),
             ("", "the key is empty"),
             (7, "a key is a str, not int"),
             (b"k", "a key is a str, not bytes"),
         ],
+        ids=ascii,
     )
     def test_no_key_at_all(self, key, reason):
-        """What is empty or no str is refused with its type."""
+        """Braces, control characters and surrogates are named; what is no str, with its type."""
         with pytest.raises(LockKeyError) as caught:
             check_key(key)
         assert caught.value.reason == reason

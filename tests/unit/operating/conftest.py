@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.operating.checks import facts
+from celery_dislock.operating.cli import session
 from celery_dislock.parking.process import runtime_of
 from tests.commands import Dislock
 from tests.staged import Staged, make_app, reach
 from tests.unit.operating.examining import MASTER, Doctor
+
+
+@pytest.fixture(autouse=True)
+def _me(monkeypatch):
+    """Who types the commands."""
+    monkeypatch.setattr(session.getpass, "getuser", lambda: "me")
+    monkeypatch.setattr(session, "gethostname", lambda: "here")
 
 
 @pytest.fixture

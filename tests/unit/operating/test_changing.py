@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 import pytest
 
-from celery_dislock.operating.cli import session
 from tests.commands import AWAY, FOUND, USAGE
 from tests.staged import RESERVED, holder, lock, place
 
@@ -14,9 +13,7 @@ WHO = f"'shop.export[id-1] on celery@w1 (pid 7)' (owner '{OWNER}', token 1)"
 
 
 @pytest.fixture(autouse=True)
-def _me(monkeypatch):
-    monkeypatch.setattr(session.getpass, "getuser", lambda: "me")
-    monkeypatch.setattr(session, "gethostname", lambda: "here")
+def _looks_at_once(monkeypatch):
     monkeypatch.setattr("celery_dislock.tasks.actions.LOOK_EVERY", 0.0)
 
 
@@ -66,6 +63,7 @@ def outcomes(answer):
 
 
 HELD, GONE = [(OWNER, 1)], []
+TWO = [*HELD, ("id-2@celery@w1:7/ab.2", 2)]
 
 
 def test_what_was_shown_is_freed(dislock, server, state, caplog):
@@ -212,22 +210,22 @@ def test_a_broker_that_is_away_frees_nothing(dislock, server, workers, state):
     assert answer.stderr.endswith("the broker did not take the command for the workers: refused\n")
 
 
-def test_a_reservation_alone_is_ended(dislock, server, state):
-    """Whoever holds the lock keeps it; if nothing is reserved, that is said."""
-    server.put(lock(holders=[holder()], reservation=RESERVED))
-    assert dislock("free", "k", "--reservation", "--yes").exit_code == 0
-    assert state() == (HELD, None)
-    answer = dislock("free", "k", "--reservation", "--yes")
-    assert (answer.exit_code, answer.stderr) == (FOUND, "Key k is not reserved.\n")
-
-
-def test_a_token_chooses_a_lease(dislock, server, state):
-    """Of several; if there is none with that token, nothing is freed, no reservation either."""
+@pytest.mark.parametrize(
+    ("option", "again", "left", "told"),
+    [
+        (["--reservation"], ["--reservation"], (TWO, None), "Key k is not reserved.\n"),
+        (["--token", "2"], ["--token", "7"], (HELD, "id-9"), "lock k with token 7."),
+    ],
+    ids=["the reservation", "one of two leases"],
+)
+def test_one_alone_is_ended(dislock, server, state, option, again, left, told):
+    """Whoever holds the lock keeps it; if there is no such one, that is said, and nothing ends."""
     server.put(lock(holders=[holder(1), holder(2)], reservation=RESERVED))
-    assert dislock("free", "k", "--token", "2", "--yes").exit_code == 0
-    answer = dislock("free", "k", "--token", "7", "--yes")
-    assert (answer.exit_code, state()) == (FOUND, (HELD, "id-9"))
-    assert "Nobody holds lock k with token 7." in answer.stderr
+    assert dislock("free", "k", *option, "--yes").exit_code == 0
+    assert state() == left
+    answer = dislock("free", "k", *again, "--yes")
+    assert (answer.exit_code, state()) == (FOUND, left)
+    assert told in answer.stderr
 
 
 @pytest.mark.parametrize(

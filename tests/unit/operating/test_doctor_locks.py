@@ -10,10 +10,12 @@ import pytest
 from celery import Celery
 
 from celery_dislock import SingletonTask
+from celery_dislock.config.settings import task_options
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating.checks import facts
+from celery_dislock.operating.inspection import differing
 from celery_dislock.operating.site import Site
 from celery_dislock.parking.epoch import Epoch
 from celery_dislock.parking.process import runtime_of
@@ -86,7 +88,8 @@ def test_a_lock_server(doctor, server, kind, infos, options, expected):
     doctor.set(dislock_min_replicas=options.get("replicas", 0))
     task = {**EXPORT, **({} if "replicas" in options else options)}
     doctor.declare(**task)
-    doctor.answers = {"w1": doctor.described(tasks={"export": task})}
+    known = differing(task_options("export", task, {}))
+    doctor.answers = {"w1": doctor.described(tasks={"export": known})}
     found = doctor.found()
     assert [one[:2] for one in found] == [one[:2] for one in expected]
     assert all(words in one[2] for one, (*_, words) in zip(found, expected, strict=True))
@@ -305,34 +308,31 @@ def test_a_reservation_whose_message_nobody_has_is_told_within_minutes(
     assert found == ([] if unmet is None else [is_known and messages == 0])
 
 
+TOGETHER = {"name": reserved_lock(["dislock:{a:1}", "dislock:{b}"])}
+SKIP = {"lock_on_conflict": "skip"}
+
+
 @pytest.mark.parametrize(
-    ("there", "unmet"),
+    ("options", "given", "unmet"),
     [
-        ({"waiting": 1, "line": [place(id=RESERVED.id)]}, False),
-        ({"turns": [place(id=RESERVED.id)]}, False),
-        ({"waiting": 1, "line": [place(id="other")]}, True),
+        ({}, {"waiting": 1, "line": [place(id=RESERVED.id)]}, False),
+        ({}, {"turns": [place(id=RESERVED.id)]}, False),
+        ({}, {"waiting": 1, "line": [place(id="other")]}, True),
+        # It stands in the line of one of its locks, which nobody can name.
+        ({"lock_key": ["a:<n>", "b"], **QUEUE}, TOGETHER, False),
+        ({"lock_key": ["a:<n>", "b"], **SKIP}, TOGETHER, True),
     ],
 )
-def test_a_reservation_whose_task_is_parked_is_not_unmet(doctor, monkeypatch, there, unmet):
-    """Its message is on the lock server: the one of the key that runs may run for long."""
-    doctor.declare("t", lock_key="a:<n>", lock_unique_until="start", lock_unique_for=3600.0)
-    monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
-    kept = RESERVED._replace(since=1200.0, remaining=2400.0)
-    doctor.at.put(lock("a:1", holders=[holder()], reservation=kept, **there))
-    assert bool(doctor.found("reservations")) == unmet
-
-
-@pytest.mark.parametrize(("strategy", "unmet"), [("queue", False), ("skip", True)])
-def test_keys_that_are_reserved_together_may_be_those_of_a_parked_task(
-    doctor, monkeypatch, strategy, unmet
+def test_a_reservation_whose_task_is_parked_is_not_unmet(
+    doctor, monkeypatch, options, given, unmet
 ):
-    """It stands in the line of one of their locks, which nobody can name."""
-    options = {"lock_key": ["a:<n>", "b"], "lock_on_conflict": strategy}
-    doctor.declare("t", lock_unique_until="start", lock_unique_for=3600.0, **options)
+    """Its message is on the lock server: the one of the key that runs may run for long."""
+    unique = {"lock_unique_until": "start", "lock_unique_for": 3600.0}
+    doctor.declare("t", **{"lock_key": "a:<n>", **unique, **options})
     monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
-    kept = RESERVED._replace(since=1200.0, remaining=2400.0)
-    name = reserved_lock(["dislock:{a:1}", "dislock:{b}"])
-    doctor.at.put(lock("a:1 and others", name=name, reservation=kept))
+    there = {"reservation": RESERVED._replace(since=1200.0, remaining=2400.0), **given}
+    holders = [] if given is TOGETHER else [holder()]
+    doctor.at.put(lock("a:1 and others" if given is TOGETHER else "a:1", holders=holders, **there))
     assert bool(doctor.found("reservations")) == unmet
 
 

@@ -14,13 +14,6 @@ from celery_dislock.tasks.handle import LockHandle
 from tests.commands import AWAY, USAGE
 from tests.staged import holder, lock
 
-
-@pytest.fixture(autouse=True)
-def _me(monkeypatch):
-    monkeypatch.setattr(session.getpass, "getuser", lambda: "me")
-    monkeypatch.setattr(session, "gethostname", lambda: "here")
-
-
 RATE = RateState(Rate(20, 60.0), 0.0, is_set=True, note="by ana")
 UNTIL = "until: celery dislock resume k."
 KEEPS = "Who has the lock keeps it."
@@ -127,14 +120,14 @@ def hold_back(app, seconds):
     LockHandle(["k"], runtime_of(app), app).hold_back(seconds)
 
 
-def test_programs_are_told_what_was_set(dislock, server):
+def test_programs_are_told_what_was_set(dislock, server, caplog):
     """By field, with what somebody had set before."""
     server.put(lock(limit=0, waiting=1))
     assert "paused" in dislock("limit", "k", "2").stdout
     rate = {"most": 5, "window": 60.0}
     first = {"key": "k", "rate": rate, "rate_before": None, "seconds": 60.0}
     assert dislock.json("limit", "k", "--rate", "5/m", "--for", "60") == [first]
-    hold_back(dislock.app, 9)
+    hold_back(dislock.app, 9)  # as a task does after an answer 429
     (told,) = dislock.json("resume", "k")
     assert told.pop("held_back_before") == pytest.approx(9.0, abs=0.1)
     before = {"limit": None, "before": 2, "rate": None, "rate_before": rate}
@@ -142,11 +135,6 @@ def test_programs_are_told_what_was_set(dislock, server):
     (told,) = dislock.json("resume", "k")
     assert told == {"key": "k", "limit": None, "before": None, "seconds": None}
     assert dislock("resume", "k").stdout == f"{AS_CODE} Nobody had set another.\n"
-
-
-def test_a_lock_is_held_back(dislock, server, caplog):
-    """A task does that after an answer 429; `resume` ends it."""
-    server.put(lock(waiting=1))
     hold_back(dislock.app, 90)
     assert dislock("resume", "k").stdout == f"{AS_CODE} It was held back.\n"
     assert caplog.messages[-1] == f"Command: 'me' on here {BACK}."
@@ -161,10 +149,19 @@ def test_a_lock_is_held_back(dislock, server, caplog):
         ("limit k --rate 0/m", "'0/m' cannot be used: give 1 to 1,000,000 starts in a window"),
         ("limit k --rate 1/90d", "give a window of 1 second to 30 days"),
         ("pause k --for 0", "'0' is no time above 0; give 90 (seconds), 10m, 2h or 1d"),
+        # A pattern is no key.
+        ("pause export:*", "looks like a pattern"),
+        ("resume export:*", "looks like a pattern"),
+        ("limit export:* 2", "looks like a pattern"),
+        ("limit export:* --rate 9/m", "looks like a pattern"),
+        # No script could read it, or Redis would not take it: a pause without an end.
+        ("limit k 1000000001", ""),
+        ("pause k --for 999999999999d", ""),
+        ("limit k --rate 9/m --for 999999999999d", ""),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_the_remedy(dislock, server, command, remedy):
-    """Nothing is set by halves."""
+    """Nothing is set by halves, on another lock, or so that the lock could not be used."""
     answer = dislock(*command.split())
     assert answer.exit_code == USAGE
     assert remedy in " ".join(answer.stderr.split())
@@ -211,25 +208,6 @@ def test_what_was_set_before_an_error_is_logged(dislock, server, caplog, monkeyp
     monkeypatch.setattr(server, "run", fail_later)
     assert dislock("pause", "--task", "shop.move").exit_code == AWAY
     assert ["paused lock 'a'" in one for one in caplog.messages] == [True]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("pause export:*", "resume export:*", "limit export:* 2", "limit export:* --rate 9/m"),
-        "limit k 1000000001",
-        *("pause k --for 999999999999d", "limit k --rate 9/m --for 999999999999d"),
-    ],
-)
-def test_what_would_be_another_lock_or_a_damaged_one_is_refused(dislock, server, command):
-    """A pattern is no key; a limit that no script could read would make the lock unusable.
-
-    A time that Redis does not take would leave a pause without an end.
-    """
-    answer = dislock(*command.split())
-    assert answer.exit_code == USAGE
-    assert "export" not in command or "looks like a pattern" in answer.stderr
-    assert server.contents() == {}
 
 
 def test_a_key_that_nobody_knows_is_a_warning(dislock, server):

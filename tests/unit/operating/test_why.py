@@ -12,6 +12,7 @@ from celery_dislock import SingletonTask
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LockHeldError, StoreError
 from celery_dislock.messages.message import Message
+from celery_dislock.operating.checks.troubles import troubles_of
 from celery_dislock.operating.site import Site, UniqueTask
 from celery_dislock.operating.why import asked
 from celery_dislock.operating.why.sentences import at, nth
@@ -22,6 +23,9 @@ from tests.declaring import declare
 from tests.staged import RESERVED, holder, lock, place
 
 HELD = "which shop.export[id-1] on celery@w1 (pid 7) has held for 61 s"
+RUNS = "shop.export[id-1] runs on celery@w1 (pid 7)"
+HAS_HELD, TO_FREE = "it has held lock 'k' for 61 s", "celery dislock free --terminate k"
+OVERDUE = {"renewed": 25.0, "remaining": 5.0}
 ID = "id-9"
 
 
@@ -82,46 +86,27 @@ def says(answer, state, *words):
 # It holds its lock.
 
 
-def test_it_runs(why, server):
-    """Where, for how long, when it was renewed, and how many wait."""
-    server.put(lock("k", holders=[holder()], waiting=2))
+@pytest.mark.parametrize(
+    ("held", "waiting", "sentence", "rests_on", "remedy"),
+    [
+        ({}, 2, f"{RUNS}: {HAS_HELD}, last renewed 1.0 s ago.", "2 wait for the", "It runs. If"),
+        ({"renewed": None}, 0, f"{HAS_HELD}, with a fixed expiry.", "", "It runs. If"),
+        ({"superseded": "id-2"}, 1, RUNS, "task id-2 waits for it to end", "It is cancelled if "),
+        ({"held": 9000.0}, 1, RUNS, "Held unusually long", f"If its body hangs: {TO_FREE}"),
+        (OVERDUE, 0, "not renewed it for 25 s: its process is dead, stopped", "", "They end by"),
+    ],
+    ids=["renewed", "a fixed expiry", "a newer task waits", "it may hang", "overdue"],
+)
+def test_it_runs(why, server, held, waiting, sentence, rests_on, remedy):
+    """Where, for how long, when it was renewed, how many wait, and how to end it."""
+    server.put(lock("k", holders=[holder(**held)], waiting=waiting))
     answer = why("id-1")
-    assert answer["sentence"] == (
-        "shop.export[id-1] runs on celery@w1 (pid 7): it has held lock 'k' for 61 s, last renewed "
-        "1.0 s ago."
-    )
-    assert "lock server: 2 wait for the lock" in answer["rests_on"]
+    says(answer, "overdue" if held is OVERDUE else "running", sentence)
+    assert rests_on in " ".join(answer["rests_on"])
+    assert answer["remedy"].startswith(remedy)
+    assert TO_FREE in answer["remedy"]
     assert answer["about"]["worker"] == "celery@w1"
-
-
-def test_it_runs_with_a_fixed_expiry(why, server):
-    """Nobody renews it."""
-    server.put(lock("k", holders=[holder(renewed=None)]))
-    says(why("id-1"), "running", "for 61 s, with a fixed expiry.")
-
-
-def test_it_is_cancelled(why, server):
-    """A newer task waits for it; its body has not ended yet, or is not told to end."""
-    server.put(lock("k", holders=[holder(superseded="id-2")], waiting=1))
-    answer = why("id-1")
-    assert "lock server: task id-2 waits for it to end" in answer["rests_on"]
-    assert answer["about"]["superseded"] == "id-2"
-    assert answer["remedy"].startswith("It is cancelled if its task has a lock_on_cancel.")
-
-
-def test_it_may_hang(why, server):
-    """It has run for long while others wait."""
-    server.put(lock("k", holders=[holder(held=9000.0)], waiting=1))
-    answer = why("id-1")
-    assert answer["remedy"].startswith("If its body hangs: celery dislock free --terminate k")
-
-
-def test_its_lease_is_overdue(why, server):
-    """Its process is dead, or it was renewed as often as it may."""
-    server.put(lock("k", holders=[holder(renewed=25.0, remaining=5.0)]))
-    answer = why("id-1")
-    says(answer, "overdue", "not renewed it for 25 s", "dead, stopped or cut off")
-    assert answer["remedy"].endswith("to end it first, celery dislock free --terminate k")
+    assert answer["about"].get("superseded") == held.get("superseded")
 
 
 def test_a_lease_that_is_left_to_expire_is_no_run(why, server, store):
@@ -143,7 +128,7 @@ def test_a_lease_that_is_left_to_expire_is_no_run(why, server, store):
             "in line",
             "which 2 hold; the oldest, shop.export[id-2]",
         ),
-        ({"holders": [holder(renewed=25.0, remaining=5.0)]}, "in line", "and not renewed for 25 s"),
+        ({"holders": [holder(**OVERDUE)]}, "in line", "and not renewed for 25 s"),
         (
             {"holders": [holder(turn=True)]},
             "in line",
@@ -224,20 +209,6 @@ def test_what_keeps_its_lock_is_followed_to_its_cause(why, server):
     says(why("parked-3"), "in line", "for task id-2, which waits for lock 'c'.")
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (NotRegistered("queue"), "task 'queue' is not registered in the worker that had its"),
-        (KeyError("queue"), "KeyError: 'queue'."),
-        (ValueError(), "ValueError"),
-    ],
-)
-def test_a_reason_is_never_a_bare_name(why, store, error, told):
-    """The text of a KeyError is a name in quotes, and that of other errors may be empty."""
-    store("FAILURE", error)
-    says(why(), "ended", "has failed", f": {told}")
-
-
 def test_nobody_sweeps_its_line(why, server, monkeypatch):
     """Its lock is free, and no worker gives it its turn."""
     monkeypatch.setattr(Site, "is_swept", lambda *_: False)
@@ -273,30 +244,25 @@ def test_it_keeps_what_it_has_passed(why, server):
         assert answer["sentence"].endswith("; it keeps 'a' meanwhile.")
 
 
-def test_it_waits_in_its_slot(why, server):
-    """Where, and behind whom."""
-    server.put(lock("k", holders=[holder()]))
-    owner = f"{ID}@celery@w2:8/cd.1"
-    about = '{"task":"shop.wait","id":"id-9","worker":"celery@w2","pid":8}'
-    server.send("HSET", "dislock:{k}:places", owner, f"1 {9 * 10**13} 30000 x:1 {about}")
-    server.send("ZADD", "dislock:{k}:line", server.now_us, owner)
-    slot = "waits in its slot on celery@w2 (pid 8), alone in line for lock 'k'"
-    says(why(), "waiting in its slot", f"shop.wait[{ID}] {slot}, {HELD}.")
-
-
-@pytest.mark.parametrize("locked", [True, False])
-def test_its_body_waits_for_a_lock(why, server, locked):
-    """Whether it holds a lock of its own or not; it is not told that it takes none."""
-    own = {"owner": f"{ID}@celery@w2:8/cd.1", "task": "shop.wait", "id": ID}
-    held = [lock("own", holders=[holder(**own)])] if locked else []
-    server.put(lock("k", holders=[holder()]), *held)
-    owner = f"{ID}:~cd.2@w2:8:9/"
+@pytest.mark.parametrize(
+    ("owner", "own", "where"),
+    [
+        (f"{ID}@celery@w2:8/cd.1", [], "slot"),
+        (f"{ID}:~cd.2@w2:8:9/", [], "body"),
+        (f"{ID}:~cd.2@w2:8:9/", [{"owner": f"{ID}@celery@w2:8/cd.1", "id": ID}], "body"),
+    ],
+    ids=["in its slot", "in its body, without a lock", "in its body, with a lock of its own"],
+)
+def test_it_waits_in_its_slot_or_its_body(why, server, owner, own, where):
+    """Where, and behind whom; it is not told that it takes no lock."""
+    locks = [lock("own", holders=[holder(task="shop.wait", **one)]) for one in own]
+    server.put(lock("k", holders=[holder()]), *locks)
     about = f'{{"task":"shop.wait","id":"{ID}","worker":"celery@w2","pid":8}}'
     server.send("HSET", "dislock:{k}:places", owner, f"1 {9 * 10**13} 30000 x:1 {about}")
     server.send("ZADD", "dislock:{k}:line", server.now_us, owner)
-    body = "waits in its body on celery@w2 (pid 8), alone in line for lock 'k'"
+    waits = f"waits in its {where} on celery@w2 (pid 8), alone in line for lock 'k'"
     for args in ((), ("--key", "k")):
-        says(why(ID, *args), "waiting in its slot", f"shop.wait[{ID}] {body}, {HELD}.")
+        says(why(ID, *args), "waiting in its slot", f"shop.wait[{ID}] {waits}, {HELD}.")
 
 
 def test_a_task_that_has_lost_its_place_gets_it_again(why, server):
@@ -337,20 +303,15 @@ def test_it_has_its_turn(why, server, workers, monkeypatch):
 # It has lost its place.
 
 
-A_MESSAGE = Message("", "mail", {}, None, None, {}, alone=True, body=b"").to_bytes()
+A_MESSAGE = Message("", "mail", {}, None, None, {}, alone=True, body=b"").to_bytes().decode()
+UNREAD = "in the line of lock 'k', because no worker could read or run it."
+LOST = "It cannot be put back, as its message is lost: "
+BEGAN = "1 BEGAN000 BEGAN {} x:1"  # and for how many seconds its result may be on its way
 
 
-def test_it_was_set_aside(why, server, store):
-    """Why, if its result says so, and how to put it back."""
-    server.send("HSET", "dislock:{k}:aside", f"{ID}:0:0", b"1 damaged " + A_MESSAGE)
-    answer = why()
-    says(answer, "set aside", "in the line of lock 'k', because no worker could read or run it.")
-    assert answer["remedy"].endswith(f"celery dislock put-back --ticket {ID}:0:0 k")
-    store("FAILURE", KeyError("shop.gone"))
-    says(why(), "set aside", ": 'shop.gone'.")
-
-
-def test_it_was_set_aside_and_some_workers_lack_its_task(why, server, workers, app, monkeypatch):
+def test_it_was_set_aside_and_some_workers_lack_its_task(
+    why, server, store, workers, app, monkeypatch
+):
     """They are named: put back, it would come to one of them, and be set aside again."""
     asked_of = []
 
@@ -375,39 +336,31 @@ def test_it_was_set_aside_and_some_workers_lack_its_task(why, server, workers, a
     assert answer["remedy"] == told
     monkeypatch.setattr(app.control, "inspect", lambda *_, **__: 1 / 0)
     assert why()["remedy"] == f"When a worker can run it: {put_back}"
-
-
-@pytest.mark.parametrize("kept", ["?", '1 {"headers": 7}\n'])
-def test_it_was_set_aside_and_cannot_be_put_back(why, server, kept):
-    """Nobody can read its message, so only its sender can help."""
-    server.send("HSET", "dislock:{k}:aside", f"{ID}:0:0", kept)
-    answer = why()
-    says(answer, "set aside", "in the line of lock 'k'")
-    assert answer["remedy"].startswith("It cannot be put back, as its message is lost: ")
-    assert answer["remedy"].endswith(". Send it again.")
-
-
-def test_it_was_replaced(why, server):
-    """That is not reported yet."""
-    server.send("HSET", "dislock:{k}:replaced", f"{ID}:0:0", "?")
-    says(why(), "replaced", f"Task {ID} has lost its place in line for lock 'k'")
+    store("FAILURE", KeyError("shop.gone"))
+    says(why(), "set aside", ": 'shop.gone'.")
 
 
 @pytest.mark.parametrize(
-    ("settles", "state", "words"),
-    [(0, "began", "has begun, 60 s ago, and does not hold lock 'k'"), (9, "ended", "on its way")],
+    ("part", "record", "state", "sentence", "remedy"),
+    [
+        ("aside", f"1 damaged {A_MESSAGE}", "set aside", UNREAD, f"put-back --ticket {ID}:0:0 k"),
+        ("aside", "?", "set aside", UNREAD, f"{LOST}Send it again."),
+        ("aside", '1 {"headers": 7}\n', "set aside", UNREAD, f"{LOST}Send it again."),
+        ("replaced", "?", "replaced", "has lost its place in line for lock 'k'", ""),
+        ("running", BEGAN.format(0), "began", "has begun, 60 s ago, and does not hold ", ""),
+        ("running", BEGAN.format(9), "ended", "on its way", ""),
+        ("running", "1 x", "began", "has begun, and does not hold lock 'k'", ""),
+    ],
+    ids=["aside", "lost", "no message", "replaced", "its process has died", "settles", "no time"],
 )
-def test_it_was_parked_and_has_begun(why, server, settles, state, words):
-    """Nobody holds its lock for it: its process has died, or its result is on its way."""
+def test_what_its_lock_keeps_of_it(why, server, part, record, state, sentence, remedy):
+    """Of what has lost its place: why, if a result says so, and how to put it back."""
     began = server.now_ms - 60_000
-    server.send("HSET", "dislock:{k}:running", f"{ID}:0:0", f"1 {began}000 {began} {settles} x:1")
-    says(why(), state, words)
-
-
-def test_a_record_that_is_no_time_is_no_harm(why, server):
-    """Somebody has written it by hand."""
-    server.send("HSET", "dislock:{k}:running", f"{ID}:0:0", "1 x")
-    says(why(), "began", "has begun, and does not hold lock 'k'")
+    server.send("HSET", f"dislock:{{k}}:{part}", f"{ID}:0:0", record.replace("BEGAN", f"{began}"))
+    answer = why()
+    says(answer, state, sentence)
+    assert answer["remedy"].startswith(LOST if LOST in remedy else "")
+    assert answer["remedy"].endswith(remedy.removeprefix(LOST))
 
 
 def test_its_done_mark_tells_that_it_is_over(why, server):
@@ -471,6 +424,10 @@ def test_a_worker_names_its_locks(why, server, workers):
     [
         ("SUCCESS", 7, f"Task {ID} has run, and has succeeded, at "),
         ("FAILURE", ValueError("no"), f"Task {ID} has failed, at "),
+        # A reason is never a bare name, as the text of a KeyError is.
+        ("FAILURE", NotRegistered("queue"), ": task 'queue' is not registered in the worker that"),
+        ("FAILURE", KeyError("queue"), ": KeyError: 'queue'."),
+        ("FAILURE", ValueError(), "ValueError"),
         ("REVOKED", TaskRevokedError("revoked"), f"Task {ID} was revoked, at "),
         ("REVOKED", TaskRevokedError("dropped by ann"), ": dropped by ann."),
         ("REJECTED", None, f"Task {ID} was rejected."),
@@ -524,8 +481,9 @@ def test_its_message_waits_in_its_queue_or_is_lost(
     why, app, server, workers, monkeypatch, messages
 ):
     """The queue is that of the app's task with this key."""
+    unique = {"lock_unique_until": "end", "lock_unique_for": 20.0}
 
-    @app.task(base=SingletonTask, name="m", lock_key="k", lock_unique_until="end", shared=False)
+    @app.task(base=SingletonTask, name="m", lock_key="k", shared=False, **unique)
     def mail(): ...
 
     app.conf.task_routes = {"m": "mail"}
@@ -554,6 +512,19 @@ def test_a_message_that_the_broker_delays_is_not_lost(why, server, monkeypatch):
     assert answer["remedy"].startswith("It starts by itself then. If it was purged: ")
 
 
+def test_what_is_due_later_for_one_task_of_its_key_is_not_lost(why, server, monkeypatch):
+    """Which of the tasks it is cannot be told; doctor and lists go by the same time."""
+    tasks = [UniqueTask(["k"], "end", hours * 3600.0, "mail") for hours in (1, 2)]
+    monkeypatch.setattr(Site, "tasks_of", lambda *_: tasks)
+    monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
+    for since, state in ((900.0, "not due"), (4500.0, "sent")):  # the first, with an ETA in an hour
+        kept = RESERVED._replace(since=since, remaining=7200.0 - since)
+        server.put(lock("k", reservation=kept))
+        assert why()["state"] == state
+        found = troubles_of(lock("k", reservation=kept), Site(server))
+        assert [one.name for one in found] == ([] if state == "not due" else ["unmet"])
+
+
 @pytest.mark.parametrize("key", ["1|2", "mail:Ann O'Neil", "export:$(id);#`id`", "TICKET:7", "KEY"])
 def test_a_shell_reads_each_command_as_it_is_meant(why, server, key):
     """Keys and ids come from anybody, and people paste what they are told."""
@@ -569,7 +540,7 @@ def test_a_shell_reads_each_command_as_it_is_meant(why, server, key):
 
 def test_what_is_reserved_for_several_keys_is_freed_by_its_task(why, server, monkeypatch):
     """Their name for people is no key of a lock."""
-    monkeypatch.setattr(Site, "tasks_of", lambda *_: [UniqueTask(["a"], "end", 60.0, "mail")])
+    monkeypatch.setattr(Site, "tasks_of", lambda *_: [UniqueTask(["a"], "end", 20.0, "mail")])
     monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
     name = "dislock:{a}:and:0123456789abcdef0123456789abcdef"
     server.put(lock("a and others", name=name, reservation=RESERVED))

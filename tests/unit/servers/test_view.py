@@ -189,17 +189,18 @@ def written(state=b"w", ends=61_000):
 
 
 @pytest.mark.parametrize(
-    ("state", "word"), [(b"s", "being sent"), (b"w", "waiting"), (b"r", "running"), (b"d", "ended")]
+    ("state", "now", "known"),
+    [
+        (b"s", 3000, ("being sent", 2.0, 58.0)),
+        (b"w", 3000, ("waiting", 2.0, 58.0)),
+        (b"r", 3000, ("running", 2.0, 58.0)),
+        (b"d", 3000, ("ended", 2.0, 58.0)),
+        (b"w", 500, ("waiting", 0.0, 60.5)),  # a clock that was set back, as by a failover
+    ],
 )
-def test_a_record_of_a_reserved_key(state, word):
-    """For whom, since when, and for how much longer."""
-    found = parse_reservation(3000, written(state))
-    assert found == ReservationState("a b", word, 2.0, 58.0, "ab", 7)
-
-
-def test_a_clock_that_was_set_back_makes_nothing_younger_than_now():
-    """A failover can do that."""
-    assert parse_reservation(500, written()).since == 0.0
+def test_a_record_of_a_reserved_key(state, now, known):
+    """For whom, since when, and for how much longer; nothing is younger than now."""
+    assert parse_reservation(now, written(state)) == ReservationState("a b", *known, "ab", 7)
 
 
 @pytest.mark.parametrize(

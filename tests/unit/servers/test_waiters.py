@@ -48,12 +48,6 @@ def test_a_task_that_has_its_turn_keeps_all():
     assert (turn.place, turn.keeps) == (0, ["tenant:a", 'the "disk" ', "api"])
 
 
-def test_a_task_of_one_lock_names_none():
-    """Its lock is the one that was looked at."""
-    place = in_line(API, NOW, 1, b"a1:0:0#", JOINED, record("s:4"))
-    assert (place.stations, place.keeps, place.mode, place.beside) == ([], [], "shared", "")
-
-
 @pytest.mark.parametrize(("terms", "mode"), [("s:4", "shared"), ("x:1", "exclusive"), ("?", None)])
 def test_who_waits_in_a_slot_is_shown(terms, mode):
     """How it wants the lock, and who it is."""
@@ -63,25 +57,19 @@ def test_who_waits_in_a_slot_is_shown(terms, mode):
     assert (place.waiting, place.ticket) == (2.0, "")
 
 
+UNREAD = ["[", "[]", "[1]", "[[]]", '[["a"]]', '[["a", 1, "1"]]', '[[{}, "x:1", "1"]]']
+UNREAD += ['[["a", "\\ud800", "1"]]', "[" * 5000, STATIONS[:-30]]
+
+
 @pytest.mark.parametrize(
-    "stations",
-    [
-        "[",
-        "[]",
-        "[1]",
-        "[[]]",
-        '[["a"]]',
-        '[["a", 1, "1"]]',
-        '[[{}, "x:1", "1"]]',
-        '[["a", "\\ud800", "1"]]',
-        "[" * 5000,
-        STATIONS[:-30],
-    ],
+    ("stations", "told", "mode"),
+    [*((one, [UNREADABLE], "exclusive") for one in UNREAD), ("s:4", [], "shared")],
+    ids=[*(one[:20] for one in UNREAD), "one lock, which is the one that was looked at"],
 )
-def test_stations_that_cannot_be_read_are_told_as_such(stations):
+def test_stations_that_cannot_be_read_are_told_as_such(stations, told, mode):
     """The task is shown all the same, with what its message tells, so that it can be dropped."""
     place = in_line(API, NOW, 1, b"a1:0:0#", JOINED, record(stations))
-    assert (place.stations, place.keeps, place.mode) == ([UNREADABLE], [], "exclusive")
+    assert (place.stations, place.keeps, place.mode, place.beside) == (told, [], mode, "")
     assert (place.ticket, place.who) == ("a1:0:0", "shop.call[a1]")
 
 

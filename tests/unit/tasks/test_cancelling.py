@@ -47,23 +47,18 @@ def test_a_message_says_when_it_was_sent(app, broker, options, later):
     assert broker.last.notes["sent"] == pytest.approx(us() + later, abs=1000)
 
 
-def test_a_sender_that_does_not_say_it(app, lock_server, broker):
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_sender_that_does_not_say_it(app, lock_server, broker, waits):
     """It was sent when it first came; its turn, and each retry, keep that."""
     task = declare(app, lambda self: self.retry(countdown=5), bind=True, **CANCEL)
-    came = us()
-    with held(app, "k", "holder"):
-        deliver(task)
-    lock_server.advance(60)
-    assert came <= broker.last.notes["sent"] <= came + 1000
-    deliver(task, headers=broker.last.headers)
-    assert came <= broker.last.notes["sent"] <= came + 1000
-
-
-def test_a_retry_of_a_task_whose_sender_does_not_say_it(app, lock_server, broker):
-    """It counts as sent when the task first came, also where that ran at once."""
-    task = declare(app, lambda self: self.retry(countdown=5), bind=True, **CANCEL)
-    came = us()
-    deliver(task, headers={})
+    came, sent = us(), {}
+    if waits:
+        with held(app, "k", "holder"):
+            deliver(task)
+        lock_server.advance(60)
+        sent = broker.last.headers
+        assert came <= broker.last.notes["sent"] <= came + 1000
+    deliver(task, headers=sent)
     assert broker.last.headers["retries"] == 1
     assert came <= broker.last.notes["sent"] <= came + 1000
 
@@ -85,22 +80,13 @@ def test_a_worker_whose_clock_is_behind(app, monkeypatch):
     assert app.AsyncResult("2").state == "SUCCESS"
 
 
-def test_a_sender_whose_clock_is_a_little_ahead(app, broker):
-    """Its task does not keep a later one of another sender out of the line."""
+@pytest.mark.parametrize("sent", [(2_000_000, 0), (-2, -1)], ids=["a clock is ahead", "in order"])
+def test_there_is_room_for_one_in_line(app, broker, sent):
+    """A second newcomer takes the place of the first, also if its sender's clock is behind."""
     task = declare(app, never, **CANCEL)
     with held(app, "k", "holder"):
-        deliver(task, "1", notes={"sent": us() + 2_000_000})
-        deliver(task, "2", notes={"sent": us()})
-        assert [one.id for one in task.lock_for().line()] == ["2"]
-    assert app.AsyncResult("1").state == "REVOKED"
-
-
-def test_there_is_room_for_one_in_line(app, broker):
-    """A second newcomer takes the place of the first, which ends as REVOKED."""
-    task = declare(app, never, **CANCEL)
-    with held(app, "k", "holder"):
-        deliver(task, "1", notes={"sent": us() - 2})
-        deliver(task, "2", notes={"sent": us() - 1})
+        for task_id, later in zip("12", sent, strict=True):
+            deliver(task, task_id, notes={"sent": us() + later})
         assert [one.id for one in task.lock_for().line()] == ["2"]
     assert app.AsyncResult("1").state == "REVOKED"
 
@@ -278,6 +264,14 @@ def test_what_cannot_be_used_with_it(options, conf, named):
     """It is refused when the task is bound, with what to do instead."""
     with pytest.raises(SettingsError, match=named):
         task_options("t", {"lock_key": "k", **CANCEL, **options}, conf)
+
+
+@pytest.mark.parametrize("conf", [{}, {"dislock_queue_limit": 5, "dislock_queue_overflow": "skip"}])
+def test_it_is_a_line_of_one_with_replacement(conf):
+    """Whatever an app says of its other lines."""
+    conf = {"dislock_on_conflict": "cancel", **conf}
+    options = task_options("t", {"lock_key": "k"}, conf)
+    assert (options.lock_queue_limit, options.lock_queue_overflow) == (1, "replace")
 
 
 def test_a_callable_cannot_choose_it(app):

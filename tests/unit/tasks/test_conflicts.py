@@ -70,21 +70,20 @@ def test_what_is_refused_by_the_lock(app, broker, until, lock_key, strategy, goe
         assert task.delay().duplicate is (left is not None)
 
 
-@pytest.mark.parametrize(("asked", "ignored"), [(None, True), (True, True), (False, False)])
-def test_no_result_is_stored_where_it_is_ignored(app, asked, ignored):
+@pytest.mark.parametrize(
+    ("request_", "options", "ignored"),
+    [
+        ({}, {}, True),
+        ({"ignore_result": True}, {}, True),
+        ({"ignore_result": False}, {}, False),
+        ({}, {"store_errors_even_if_ignored": True}, False),  # as Celery does
+    ],
+)
+def test_no_result_is_stored_where_it_is_ignored(app, request_, options, ignored):
     """The message says whether its result is wanted; where it does not, the task's option does."""
-    request = {} if asked is None else {"ignore_result": asked}
     with held(app):
-        deliver(refused(app, "skip", ignore_result=True), "2", **request)
+        deliver(refused(app, "skip", ignore_result=True, **options), "2", **request_)
     assert stored(app)[0] == ("PENDING" if ignored else "REVOKED")
-
-
-def test_an_error_is_stored_where_it_is_wanted_though_results_are_ignored(app):
-    """As Celery stores that of a task that is revoked."""
-    task = refused(app, "skip", ignore_result=True, store_errors_even_if_ignored=True)
-    with held(app):
-        deliver(task, "2")
-    assert stored(app)[0] == "REVOKED"
 
 
 def test_each_conflict_is_signalled_once(app, receiving, broker):
@@ -300,13 +299,20 @@ def test_a_copy_is_known_by_any_id(app, broker, task_id):
         assert str(error).isprintable()
 
 
+@pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_copy_of_the_holder_is_put_off_whatever_the_strategy(app, broker, strategy):
-    """After a lost connection it may be the only message of that work; its result stays open."""
+def test_a_copy_of_the_holder_is_put_off_whatever_the_strategy(
+    app, broker, strategy, broadcast, caplog
+):
+    """It may be the only message of that work; of one that was broadcast each worker has a copy."""
+    app.conf.task_queues = [Broadcast("all")] if broadcast else None
     with held(app, task_id="2"):
-        deliver(refused(app, strategy), "2")
-    assert broker.ids == ["2"]
-    assert stored(app)[0] == "SUCCESS"  # of the first delivery
+        info = {"exchange": "all"} if broadcast else {}
+        deliver(refused(app, strategy), "2", delivery_info=info)
+    assert broker.ids == ([] if broadcast else ["2"])
+    assert stored(app)[0] == "SUCCESS"  # of the first delivery, or of the worker that runs it
+    told = "shop.t[2] acknowledged unrun: it was broadcast, and cannot be put off"
+    assert (told in caplog.text) is broadcast
 
 
 @pytest.mark.parametrize(
@@ -335,18 +341,6 @@ def test_a_copy_whose_end_cannot_be_read_is_ended(app, monkeypatch, persistent):
     with held(app):
         deliver(refused(app, "skip"), "2", delivery_info={"redelivered": True})
     assert stored(app)[0] == "REVOKED"
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_message_that_was_broadcast_is_not_sent_again(app, broker, strategy, caplog):
-    """Each worker has a copy of it, and would get one more of each that is put off."""
-    app.conf.task_queues = [Broadcast("all")]
-    task = refused(app, strategy)
-    with held(app, task_id="2"):
-        deliver(task, "2", delivery_info={"exchange": "all"})
-    assert broker.ids == []
-    assert stored(app)[0] == "SUCCESS"  # of the worker that runs it
-    assert "shop.t[2] acknowledged unrun: it was broadcast, and cannot be put off" in caplog.text
 
 
 @pytest.mark.parametrize("away", [False, True])

@@ -90,12 +90,6 @@ def test_a_task_that_kills_its_process_each_time_fails_at_its_limit(dies, app, l
     assert isinstance(failures[-1].exception.exc.__cause__, WorkerLostError)
 
 
-def test_one_whose_failures_are_dead_lettered_is_dead_lettered(dies, app):
-    """It fails as any other, with acks_on_failure_or_timeout=False, too."""
-    assert dies(lock_crash_limit=1, acks_on_failure_or_timeout=False) is False
-    assert isinstance(app.AsyncResult("1").result, TaskCrashedError)
-
-
 def test_without_the_option_it_comes_back_for_ever_and_leaves_nothing(dies, lock_server):
     """The count costs nobody anything who has not asked for it."""
     asked = lock_server.requests
@@ -202,18 +196,13 @@ def test_a_count_whose_reply_was_lost_counts_once(lock_server):
         assert lock_server.run(scripts.CRASH, [CRASHES], nonce, 1000) == expected
 
 
-def test_no_copy_of_a_parked_task_runs_after_it(dies, lock_server):
-    """Its turn ends with it, and leaves a mark."""
+@pytest.mark.parametrize("dead_lettered", [False, True])
+def test_no_copy_of_a_parked_task_runs_after_it(dies, app, lock_server, dead_lettered):
+    """Its turn ends with it, and leaves a mark, unless its message may come back."""
     lock_server.send("HSET", "dislock:{k}:running", "1:0:0", "1 1 1 0 x:1")
-    headers = noted(ticket=["dislock:{k}", "1:0:0"])
-    assert dies(headers=headers, lock_crash_limit=1, lock_on_conflict="queue") is False
-    assert lock_server.contents().keys() == {"dislock:{k}:done:1:0:0", CRASHES}
-
-
-def test_one_of_them_that_is_dead_lettered_leaves_no_mark(dies, lock_server):
-    """Its message may come back, and is no copy of work that is done."""
-    lock_server.send("HSET", "dislock:{k}:running", "1:0:0", "1 1 1 0 x:1")
-    headers = noted(ticket=["dislock:{k}", "1:0:0"])
-    options = {"lock_crash_limit": 1, "lock_on_conflict": "queue"}
-    assert dies(headers=headers, acks_on_failure_or_timeout=False, **options) is False
-    assert lock_server.contents().keys() == {CRASHES}
+    options = {"acks_on_failure_or_timeout": False} if dead_lettered else {}
+    options |= {"lock_crash_limit": 1, "lock_on_conflict": "queue"}
+    assert dies(headers=noted(ticket=["dislock:{k}", "1:0:0"]), **options) is False
+    assert isinstance(app.AsyncResult("1").result, TaskCrashedError)
+    mark = set() if dead_lettered else {"dislock:{k}:done:1:0:0"}
+    assert lock_server.contents().keys() == {CRASHES, *mark}

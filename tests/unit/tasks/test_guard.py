@@ -435,13 +435,6 @@ def test_a_task_with_a_bad_option_never_runs(app):
         app.tasks.get("shop.export")
 
 
-def test_a_misspelt_option_may_be_a_callable(app):
-    """What a decorator is given is an option; only a class body has methods."""
-    declare(app, lock_key=None, lock_keys=lambda corp_id: f"export:{corp_id}")
-    with pytest.raises(SettingsError, match="did you mean 'lock_key'"):
-        app.finalize()
-
-
 @pytest.mark.parametrize(
     ("options", "stalls"),
     [
@@ -480,35 +473,27 @@ def test_a_task_that_would_wait_for_its_own_thread_fails(app, lock_server):
 # Interruptions: a soft time limit, for example, is an exception at any instruction
 
 
-def assert_nothing_is_left_to_release(lock_server):
-    requests = lock_server.requests
-    lock_server.advance(2)
-    assert lock_server.requests == requests
+@pytest.mark.parametrize(
+    ("until", "strikes"),
+    [(None, "release"), ("end", "release"), ("end", "grant"), ("end", "answer")],
+)
+def test_a_time_limit_around_the_body_leaves_nothing(app, lock_server, broker, until, strikes):
+    """Between the server's grant and its answer, too; a release that is cut short is done."""
 
+    def strike():
+        lock_server.strike(SoftTimeLimitExceeded(), after=strikes == "answer")
 
-@pytest.mark.parametrize("options", [{}, {"lock_unique_until": "end"}])
-def test_a_release_that_is_cut_short_is_done_all_the_same(app, lock_server, broker, options):
-    """An exception in the middle of the release leaves neither a lock nor a reservation behind."""
-    task = declare(app, lambda: lock_server.strike(SoftTimeLimitExceeded()), **options)
+    task = declare(app, strike if strikes == "release" else never, lock_unique_until=until)
     task.apply_async(task_id="1")
-    result = deliver(task, headers=broker.last.headers)
-    assert result.info.state == "FAILURE"
-    assert lock_server.locks() == []
-    assert reservation(task) is None
-    assert current_lease() is None
-    assert_nothing_is_left_to_release(lock_server)
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_time_limit_before_its_body_frees_its_key(app, lock_server, broker, after):
-    """Also between the server's grant and its answer: the message does not come again."""
-    task = declare(app, never, lock_unique_until="end")
-    task.apply_async(task_id="1")
-    lock_server.strike(SoftTimeLimitExceeded(), after=after)
+    if strikes != "release":
+        strike()
     assert deliver(task, headers=broker.last.headers).info.state == "FAILURE"
     assert lock_server.locks() == []
     assert reservation(task) is None
-    assert_nothing_is_left_to_release(lock_server)
+    assert current_lease() is None
+    requests = lock_server.requests
+    lock_server.advance(2)
+    assert lock_server.requests == requests
 
 
 @pytest.mark.parametrize("options", [{}, {"lock_limit": None, "lock_unique_until": "end"}])

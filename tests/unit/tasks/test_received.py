@@ -143,11 +143,15 @@ def test_a_caller_knows_the_key_that_the_worker_will_build(serializer, arguments
         assert key_of(builder, *mine) == key_of(builder, *gets)
 
 
-@pytest.mark.parametrize("value", [7, "seven", 7.5, True, None])
-def test_what_no_serializer_changes_is_not_serialized(value):
-    """Most arguments are text and numbers."""
-    args, kwargs = (value,), {"z": value}
-    assert Received(BUILDERS, SIGNATURE).of(args, kwargs, "no such serializer") == (args, kwargs)
+@pytest.mark.parametrize(
+    ("value", "serializer"),
+    [*((one, "no such serializer") for one in (7, "seven", 7.5, True, None)), (object(), "json")],
+    ids=["int", "str", "float", "bool", "None", "an object that cannot be sent"],
+)
+def test_what_no_serializer_changes_is_not_serialized(value, serializer):
+    """Most arguments are text and numbers; what cannot be sent, as of an eager task, stays."""
+    args, kwargs = [value], {"z": value}
+    assert Received(BUILDERS, SIGNATURE).of(args, kwargs, serializer) == (args, kwargs)
 
 
 class Counted(dict):
@@ -167,12 +171,6 @@ def test_what_no_key_reads_is_not_serialized(monkeypatch, declared, times):
     builder = key_builder(declared, signature=SIGNATURE, task_name="t")
     Received([builder], SIGNATURE).of([7], {"b": Counted(x=1)}, "json")
     assert Counted.times == times
-
-
-def test_what_cannot_be_serialized_is_left_as_it_is():
-    """An eager task may be given it; otherwise its message is not sent."""
-    args = [object()]
-    assert Received(BUILDERS, SIGNATURE).of(args, {}, "json") == (args, {})
 
 
 def test_what_is_thrown_into_a_sender_is_no_error_of_its_arguments():

@@ -22,6 +22,7 @@ from tests.driven import Child, held
 from tests.unit.deliveries import arrived, deliver, noted, run
 
 CHILD = Child.pid
+NO_POOL = [None, os.getpid(), sys.maxsize]
 
 
 class Users(Request):
@@ -123,11 +124,23 @@ def test_a_death_ends_no_lease_of_another_execution(running, lock_server, other)
     assert bool(lock_server.locks()) is not other.startswith("1@w1:{}/")
 
 
-def test_a_failed_body_has_released_by_itself(running):
-    """An exception of the task's own is no death."""
-    request = running()
-    request.on_failure(failure(ValueError()))
-    assert request.heard == [("on_failure", ["k"])]
+@pytest.mark.parametrize(
+    ("pid", "tells", "heard"),
+    [
+        (CHILD, lambda request: request.on_failure(failure(ValueError())), "on_failure"),
+        (CHILD, lambda request: request.on_timeout(True, 10), "on_timeout"),
+        *(
+            (pid, lambda one: one.on_failure(failure(SystemExit())), "on_failure")
+            for pid in NO_POOL
+        ),
+    ],
+    ids=["an error of the body", "a soft time limit", "no process", "own process", "greenlet"],
+)
+def test_what_is_no_death_of_a_pool_process_releases_nothing(running, pid, tells, heard):
+    """The body releases by itself; threads run in the worker's process, greenlets in none."""
+    request = running(pid)
+    tells(request)
+    assert request.heard == [(heard, ["k"])]
 
 
 def test_a_hard_time_limit_waits_for_the_child_to_be_gone(running, lock_server, alive):
@@ -142,13 +155,6 @@ def test_a_hard_time_limit_waits_for_the_child_to_be_gone(running, lock_server, 
     alive.pids.clear()
     alive.later.pop()()
     assert lock_server.locks() == []
-
-
-def test_a_soft_time_limit_is_no_death(running):
-    """The body goes on, and releases by itself."""
-    request = running()
-    request.on_timeout(True, 10)
-    assert request.heard == [("on_timeout", ["k"])]
 
 
 def test_a_child_that_does_not_die_is_given_up_on(running, lock_server, alive):
@@ -173,14 +179,6 @@ def test_a_release_that_fails_does_not_disturb_the_worker(running, lock_server, 
     first, second = caplog.messages
     assert first.startswith(f"Could not release the lock of x[1] (key 'k'), whose process {CHILD}")
     assert second.startswith("Could not release the lock of x[1] (key unknown: StopIteration")
-
-
-@pytest.mark.parametrize("pid", [None, os.getpid(), sys.maxsize], ids=["none", "own", "greenlet"])
-def test_only_a_pool_process_can_die(running, pid):
-    """Threads run in the worker's own process, and greenlets have no process id at all."""
-    request = running(pid)
-    request.on_failure(failure(SystemExit()))
-    assert request.heard == [("on_failure", ["k"])]
 
 
 @pytest.mark.parametrize(("released", "seconds"), [(True, 5), (False, 30)])

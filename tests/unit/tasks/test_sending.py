@@ -17,12 +17,17 @@ from redis.exceptions import ResponseError
 from celery_dislock import DuplicateTaskError, LockLostError, SingletonTask, StoreError
 from celery_dislock.keys.names import ticket_of
 from celery_dislock.servers.connections import store_error
+from celery_dislock.signals import task_deduplicated
 from tests.declaring import declare, never
 from tests.driven import new_app, reservation
 from tests.unit.deliveries import deliver, noted
 
 LOCK = "dislock:{k}"
 EDITIONS = 60
+OUTAGE = [
+    "Messages of unique tasks are sent without reservations",
+    "Messages of unique tasks are reserved again.",
+]
 
 
 def by_doc(self, doc): ...
@@ -143,6 +148,25 @@ def test_a_duplicate_knows_of_results_that_are_not_stored(task, broker, first, s
     assert (result.first.has_result, result.ignored) == (first, not second)
 
 
+@pytest.mark.parametrize("on_duplicate", ["return", "raise"])
+def test_a_duplicate_has_a_signal(app, broker, on_duplicate):
+    """With the task, its key and the id of the message that stays; the first one has none."""
+    task, heard = unique(app, lock_on_duplicate=on_duplicate), []
+
+    def hear(sender, **told):
+        heard.append((sender, told["key"], told["task_id"]))
+
+    task_deduplicated.connect(hear)
+    try:
+        first = task.delay()
+        assert heard == []
+        with contextlib.suppress(DuplicateTaskError):
+            task.delay()
+    finally:
+        task_deduplicated.disconnect(hear)
+    assert heard == [(task, "k", first.id)]
+
+
 def test_a_duplicate_has_the_class_that_its_caller_asks_for(app, task, broker):
     """As a result of Celery's has: with a constructor of its own, too."""
 
@@ -227,10 +251,7 @@ def test_a_lock_server_that_is_away_is_left_alone_for_a_while(task, lock_server,
     lock_server.advance(5)
     lock_server.away = False
     assert [task.delay().duplicate for _ in range(2)] == [False, True]
-    assert [message.split(":")[0] for message in caplog.messages] == [
-        "Messages of unique tasks are sent without reservations",
-        "Messages of unique tasks are reserved again.",
-    ]
+    assert [message.split(":")[0] for message in caplog.messages] == OUTAGE
 
 
 def test_a_lock_server_without_memory_is_an_outage_until_it_takes_a_key(
@@ -246,10 +267,7 @@ def test_a_lock_server_without_memory_is_an_outage_until_it_takes_a_key(
             lock_server.strike(store_error(lock_server.name, full))
         assert task.delay(doc).duplicate is (doc == 1)
         lock_server.advance(5)
-    assert [message.split(":")[0] for message in caplog.messages] == [
-        "Messages of unique tasks are sent without reservations",
-        "Messages of unique tasks are reserved again.",
-    ]
+    assert [message.split(":")[0] for message in caplog.messages] == OUTAGE
 
 
 def test_a_key_that_is_damaged_is_no_outage(app, lock_server, broker, caplog):
@@ -472,24 +490,19 @@ def test_a_task_ends_its_reservation_whatever_the_clock_says(
     assert reservation(task) is None
 
 
-def test_a_clock_that_goes_forward_ends_a_reservation(app, lock_server, broker):
-    """A second message is sent, and the first ends nothing of its reservation."""
-    task = unique(app, lock_unique_for=100)
-    for task_id in "ab":
-        task.apply_async(task_id=task_id)
-        lock_server.stall(HOUR if task_id == "a" else 0)
-    deliver(task, "a", headers=broker.sent[0].headers)
-    assert reservation(task).id == "b"
-
-
-def test_a_clock_that_goes_forward_by_hours_forgets_a_replacement(app, lock_server, broker):
-    """What was replaced runs as well, and leaves the key to the newer message."""
-    task = unique(app, lambda: "ran", lock_on_duplicate="replace", lock_unique_for=100)
-    for task_id in "abc":
-        lock_server.stall(3 * HOUR if task_id == "c" else 0)
+@pytest.mark.parametrize(
+    ("on_duplicate", "ids", "hours"), [("return", "ab", 1), ("replace", "abc", 3)]
+)
+def test_a_clock_that_goes_forward_ends_a_reservation(
+    app, lock_server, broker, on_duplicate, ids, hours
+):
+    """The last message is sent, and the first runs, replaced or not, and leaves it the key."""
+    task = unique(app, lambda: "ran", lock_on_duplicate=on_duplicate, lock_unique_for=100)
+    for task_id in ids:
+        lock_server.stall(hours * HOUR if task_id == ids[-1] else 0)
         task.apply_async(task_id=task_id)
     assert deliver(task, "a", headers=broker.sent[0].headers).retval == "ran"
-    assert reservation(task).id == "c"
+    assert reservation(task).id == ids[-1]
 
 
 @pytest.mark.parametrize(

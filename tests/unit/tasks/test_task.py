@@ -108,23 +108,6 @@ class TestPatched:
         assert patched.called
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("key", "lock_key"),
-        ("lock", "lock_key"),
-        ("timeout", "lock_watchdog_timeout"),
-        ("ttl", "lock_expire"),
-    ],
-)
-def test_an_option_by_a_name_that_others_use_is_answered_with_ours(app, name, words):
-    """Celery would take it for an attribute, and the task would lock by all its arguments."""
-    declare(app, lock_key=None, **{name: "export"})
-    with pytest.raises(SettingsError, match=words) as caught:
-        app.finalize()
-    assert caught.value.option == name
-
-
 CALLS = {
     "apply_async": lambda task, options: task.apply_async((7,), **options),
     "apply": lambda task, options: task.apply((7,), **options),
@@ -239,27 +222,19 @@ def test_a_body_that_nobody_awaits_fails_and_takes_no_lock(app, broker, heard, w
     assert not heard
 
 
-def test_an_eager_body_is_awaited_under_its_lock(app):
-    """As a worker with a pool that awaits does it."""
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_eager_body_is_awaited_under_its_lock(app, enabled):
+    """As a worker with a pool that awaits does it; without its lock where locks are off."""
 
     async def body(self):
         await asyncio.sleep(0)
-        ensure_held()
-        return self.lease.held, current_lease() is self.lease, self.request.id
+        if enabled:
+            ensure_held()
+        return self.lease.held, enabled and current_lease() is self.lease, self.request.id
 
+    app.conf.dislock_enabled = enabled
     result = declare(app, body).apply()
-    assert result.get() == (True, True, result.id)
-
-
-def test_an_eager_body_is_awaited_where_locks_are_off(app):
-    """It runs without its lock, as a plain one does."""
-
-    async def body(self):
-        await asyncio.sleep(0)
-        return bool(self.lease)
-
-    app.conf.dislock_enabled = False
-    assert declare(app, body).apply().get() is False
+    assert result.get() == (enabled, enabled, result.id)
 
 
 def test_what_a_plain_body_returns_must_not_have_to_be_awaited(app):
@@ -344,26 +319,39 @@ def test_a_method_that_does_not_take_what_the_task_takes_is_refused(app, takes):
     )
 
 
-def test_a_function_that_is_given_to_the_decorator_is_no_method(app):
-    """Nobody gives it the task, also if the task is bound."""
-    declare(app, body, lock_key=by_method)
-    with pytest.raises(SettingsError, match=r"this one takes \(self, corp_id\)$"):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        # Celery would take another name for an attribute, and lock by all its arguments.
+        ({"lock_key": None, "key": "export"}, "lock_key"),
+        ({"lock_key": None, "lock": "export"}, "lock_key"),
+        ({"lock_key": None, "timeout": "export"}, "lock_watchdog_timeout"),
+        ({"lock_key": None, "ttl": "export"}, "lock_expire"),
+        # What a decorator is given is an option, also if it is a callable.
+        ({"lock_key": None, "lock_keys": lambda n: f"export:{n}"}, "did you mean 'lock_key'"),
+        # Somebody means lock_at_least_for, and would lose the method.
+        ({"lock_for": 5}, "lock_for=5: no such option"),
+        # A coroutine would be no key, and no strategy.
+        ({"lock_key": coroutine}, "is not awaited"),
+        ({"lock_on_conflict": coroutine}, "is not awaited"),
+        # A function that is given to the decorator is no method.
+        ({"body": body, "lock_key": by_method}, r"this one takes \(self, corp_id\)$"),
+    ],
+    ids=[
+        *("key", "lock", "timeout", "ttl", "misspelt", "lock_for", "a key that nobody awaits"),
+        *("a strategy that nobody awaits", "a method"),
+    ],
+)
+def test_an_option_that_a_task_cannot_have_is_refused(app, options, words):
+    """When the task is bound; one by a name that others use is answered with ours."""
+    declare(app, **options)
+    with pytest.raises(SettingsError, match=words) as caught:
         app.finalize()
+    assert caught.value.option == [name for name in options if name != "body"][-1]
 
 
-@pytest.mark.parametrize("option", ["lock_key", "lock_on_conflict"])
-def test_a_callable_that_nobody_awaits_is_refused(app, option):
-    """Its coroutine would be no key, and no strategy."""
-    declare(app, **{option: coroutine})
-    with pytest.raises(SettingsError, match="is not awaited"):
-        app.finalize()
-
-
-def test_the_method_lock_for_is_no_option_but_a_value_of_that_name_is_refused(app):
-    """Somebody means lock_at_least_for, and would lose the method; a method of one's own stays."""
-    declare(app, name="wrong", lock_for=5)
-    with pytest.raises(SettingsError, match="lock_for=5: no such option"):
-        app.finalize()
+def test_a_class_may_have_a_method_lock_for_of_its_own(app):
+    """It is no option."""
 
     class Own(SingletonTask):
         abstract = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from celery_dislock.locks.callers import current_caller
 from celery_dislock.locks.journal import Journal
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.worker import bodies
-from celery_dislock.worker.bodies import BodyStep
+from celery_dislock.worker.bodies import FOLDER, BodyStep
 
 SOON = 1.0  # seconds
 
@@ -107,6 +108,34 @@ def test_a_disk_that_is_full_stops_no_body(locks, monkeypatch):
     with locks.lock("a") as lease:
         assert lease.held
     assert noted(locks) == []
+
+
+def test_what_a_killed_worker_has_left_is_removed(app, worker, tmp_path, monkeypatch):
+    """By the next one; not what another worker uses, or what only has such a name."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = Path(tempfile.mkdtemp(prefix="others", dir=tmp_path))
+    used, left, link, file = (tmp_path / f"{FOLDER}{name}" for name in ("a", "b", "c", "d"))
+    for folder in (used, left):
+        folder.mkdir()
+        (folder / "12345").touch()
+    link.symlink_to(others)
+    file.touch()
+    (others / "kept").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: -1)
+        assert BodyStep(worker).include_if(worker)
+        assert (left / "12345").exists(), "another user's"
+    other = os.open(used, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert BodyStep(worker).include_if(worker)
+    own = runtime_of(app).journals_in
+    assert BodyStep(worker).include_if(worker)
+    os.close(other)
+    assert (used / "12345").exists()
+    assert Path(own).is_dir()
+    assert not left.exists()
+    assert (others / "kept").exists()
+    assert file.exists()
 
 
 def test_it_is_for_prefork_and_where_there_is_a_folder(app, worker, monkeypatch, caplog):

@@ -1,0 +1,72 @@
+"""
+Blame a connection to Redis that is left to the garbage collector on the test that made it.
+
+redis-py closes such a connection without a word if it is a blocking one, and warns if it is an
+asyncio one: in whichever thread and test the collector runs then, perhaps in a loop that has ended.
+Here both are noted instead, and the test that made the connection fails after its fixtures have
+ended.  A connection that can still be reached then may be collected in a later test; that one
+fails, and its error names the one that made the connection.
+
+Only the tests of :data:`HELD_TO` fail: those of other tiers still leave some.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import pytest
+from redis import connection as blocking
+from redis.asyncio import connection as asynchronous
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HELD_TO = ("tests/unit/", "test_run.py::")  # how their names begin; the latter tests this module
+TEST = "PYTEST_CURRENT_TEST"  # in the environment: the test and its phase, set by pytest
+
+_makers: dict[tuple[int, int], str] = {}  # by process and the id of the connection there
+_made: list[tuple[ref[Any], str]] = []  # by the test that runs; where each keeps its socket
+_left: list[str] = []  # appended to in any thread, at any time
+
+
+def note_connections() -> None:
+    """Note which test makes each connection, and those that are collected while they are open."""
+    _note(blocking.AbstractConnection, "_sock")
+    _note(asynchronous.AbstractConnection, "_writer")
+
+
+def _note(kind: Any, place: str) -> None:
+    connect = kind.connect
+
+    def note_maker(self: Any) -> Any:
+        _makers[os.getpid(), id(self)] = os.environ.get(TEST, "no test ()").rpartition(" ")[0]
+        _made.append((ref(self), place))
+        return connect(self)
+
+    def note_left(self: Any) -> None:
+        if (end := getattr(self, place, None)) is not None:
+            if maker := _makers.get((os.getpid(), id(self))):  # a fork has those of its parent
+                _left.append(f"{maker} made {self!r}")
+            with contextlib.suppress(Exception):  # its loop has ended
+                end.close()
+
+    kind.connect = note_maker
+    kind.__del__ = note_left
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail if a connection was left."""
+    yield
+    if item.nodeid.startswith(HELD_TO) and any(
+        getattr(made(), place, None) for made, place in _made
+    ):
+        gc.collect()
+    _made.clear()
+    left = [said for said in (_left.pop() for _ in range(len(_left))) if said.startswith(HELD_TO)]
+    if left:
+        pytest.fail(f"left open for the garbage collector: {'; '.join(left)}", pytrace=False)
