@@ -7,7 +7,7 @@ So the functions that send messages are wrapped for all apps, when the package i
 of Celery's                              is wrapped or replaced because
 =======================================  ======================================================
 ``Celery.send_task``                     every message of a task goes through it: uniqueness
-``Signature.set``                        an option of a task has no effect there, and is refused
+``Signature.set``, ``Task.retry``        an option of a task has no effect there, and is refused
 ``Control.revoke``, a worker's revoke    a revoked message gives its key back
 ``filter_hidden_settings``               it hides only the broker's password
 ``AsyncResult.duplicate``                every result has the attribute
@@ -47,6 +47,7 @@ from celery.canvas import Signature
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import AsyncResult
 from celery.signals import task_postrun, task_prerun, task_revoked
+from celery.states import REVOKED
 from celery.utils.functional import maybe_list
 from kombu.utils.imports import symbol_by_name
 
@@ -69,7 +70,6 @@ from celery_dislock.tasks.task import (
     guard_objects,
     is_keyed,
     lease_of,
-    leave_revoked,
     lock_for,
     make_guard,
     name_of,
@@ -119,15 +119,23 @@ def _sending_uniquely() -> None:
 
 
 def _refusing() -> None:
-    """Wrap ``Signature.set``: a later step of a chain is sent when it is too late for an error."""
-    original = Signature.set
+    """
+    Wrap ``Signature.set`` and ``Task.retry``, after which it is too late for an error.
 
+    A later step of a chain is sent when the first has ended, and a retry that cannot be sent ends
+    as rejected.
+    """
+    for cls, name, owner in ((Signature, "set", "task"), (Task, "retry", "name")):
+        setattr(cls, name, _refusing_options(getattr(cls, name), owner))
+
+
+def _refusing_options(original: Callable[..., Any], owner: str) -> Callable[..., Any]:
     @wraps(original)
-    def set_options(self: Signature, *args: Any, **options: Any) -> Any:
-        refuse_in_call(self.task, options)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        refuse_in_call(getattr(self, owner), options)
         return original(self, *args, **options)
 
-    Signature.set = set_options
+    return call
 
 
 def _controlling() -> None:
@@ -209,7 +217,7 @@ def _following() -> None:
     """Follow every task: one that takes no lock here may have a reservation or a turn."""
     task_prerun.connect(_before_body, weak=False)
     task_postrun.connect(_after_result, weak=False)
-    task_revoked.connect(leave_revoked, weak=False)
+    task_revoked.connect(_after_revoke, weak=False)
 
 
 def _before_body(task: Task, **_kwargs: Any) -> None:
@@ -220,10 +228,14 @@ def _before_body(task: Task, **_kwargs: Any) -> None:
 def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
     delivery = Delivery.of(task.request)
     if delivery is None:
-        end_unguarded(task, state, retval)
+        end_unguarded(task, task.request, state, retval)
         return
     for call in delivery.after_result:
         call(state)
+
+
+def _after_revoke(sender: Task, request: Context, **_kwargs: Any) -> None:
+    end_unguarded(sender, request, REVOKED, None)
 
 
 def _reporting() -> None:

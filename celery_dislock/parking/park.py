@@ -22,7 +22,7 @@ from celery_dislock.messages.headers import SENT, SINCE
 from celery_dislock.messages.message import TaskParked, result_is_ignored
 from celery_dislock.messages.unrun import acknowledge, put_off
 from celery_dislock.parking.answers import PARKED, Done, Later, Parked
-from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
+from celery_dislock.parking.store import OVER, UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import Conflict, in_words, is_turn
 from celery_dislock.servers.replies import Granted
@@ -220,16 +220,10 @@ def put_off_later(delivery: Delivery, lines: Lines) -> NoReturn:
         #: release of celery-dislock`: A newer worker has parked it, or kept its lock for a retry;
         #: it fails after 24 hours. -> Update this worker.
         put_off(delivery, str(error), level=logging.WARNING)
-    turn = notes.parked
-    if turn is not None:
+    if turn := notes.parked:
 
         def leave(_state: str) -> None:
-            try:
-                lines.leave(*turn, task=delivery.sent_to)
-            except StoreError as exc:
-                #: WARNING: A later release had parked it, and the lock server is away; it has
-                #: another turn later. -> Check the lock server.
-                logger.warning("Task %s has failed, and stays in line: %s", delivery, exc)
+            lines.take_out(turn, error, delivery.sent_to, OVER)
 
         delivery.after_result.append(leave)
     delivery.end_reservation()

@@ -101,7 +101,7 @@ class Publisher:
                 lines = self.lines.handing_to(pending.extend)
                 if not written:  # the script has set it aside
                     log_unrunnable(ticket, lock, exc)
-                elif not lines.set_aside((lock, ticket), ticket, exc):
+                elif not lines.take_out((lock, ticket), exc):
                     continue
                 unreadable.append((lock, ticket, exc))
         self._publish(readable)
@@ -178,7 +178,7 @@ class Publisher:
             try:
                 message = Message.from_bytes(written)
             except ValueError as exc:
-                if self.lines.set_aside((lock, ticket), ticket, exc, how=UNREAD):
+                if self.lines.take_out((lock, ticket), exc, how=UNREAD):
                     self._fail(lock, ticket, exc)
                 continue
             try:
@@ -224,7 +224,7 @@ class Publisher:
                 return
             if state in states.READY_STATES:
                 why = f"its result is {state}, and it does not claim its turns"
-                self.lines.set_aside((lock, ticket), ticket, why)
+                self.lines.take_out((lock, ticket), why)
 
     def waits_again(self, lock: str, ticket: str) -> None:
         """Store PARKED for a task that is put back, if its result says that it has ended."""

@@ -273,34 +273,33 @@ class Lines:
         """Forget what was set aside under a ticket."""
         self._server.run(scripts.ASIDE, [lock], FIRST, 1, ticket)
 
-    def set_aside(
-        self, turn: tuple[str, str], what: str, why: object, task: str = "", how: str = ASIDE
+    def take_out(
+        self, turn: tuple[str, str], why: object, task: str = "", how: str = ASIDE
     ) -> bool:
         """
-        Set aside a parked task that cannot claim its turn, and give the turn to the next.
+        Take a parked task that does not claim its turn out of line, and give the turn to the next.
 
-        Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or
-        left the line.
+        Logs a StoreError instead of raising it: the task has another turn later.
 
         Args:
             turn: Lock and ticket.
-            what: Name of the task for the log.
-            why: Why the task cannot claim its turn, for the log.
-            task: The task's name.
-            how: ASIDE; or UNREAD, if nobody can read its message.
+            why: Why the task does not claim its turn, for the log.
+            task: The task's name; empty: it is not known.
+            how: See :meth:`leave`.
 
         Returns:
-            Whether it was set aside.
+            Whether it was taken out; if it was set aside, that is logged.
         """
         lock, ticket = turn
+        what = f"{task}[{ticket}]" if task else ticket
         try:
-            is_aside = self.leave(lock, ticket, how, task) == scripts.HAS_LEFT
+            has_left = self.leave(lock, ticket, how, task) == scripts.HAS_LEFT
         except StoreError as exc:
             log_unrunnable(what, lock, why, exc)
             return False
-        if is_aside:
+        if has_left and how in {ASIDE, UNREAD}:
             log_unrunnable(what, lock, why)
-        return is_aside
+        return has_left
 
     def enlist(self, lock: str) -> None:
         """Add a lock to the index."""
@@ -415,8 +414,8 @@ def log_unrunnable(what: str, lock: str, why: object, error: StoreError | None =
     #: damaged, its task is not registered, another worker has ended it at each turn, or no worker
     #: of its release has come for a day. -> Put it back or drop it: `celery dislock put-back KEY`.
     #: ERROR `Parked task … for lock … cannot be run, and stays in line until the lock server
-    #: answers …`: The reason follows, and the lock server is away; it has another turn later. ->
-    #: Check the lock server.
+    #: answers …`: The reason follows, such as its end. It has another turn later. -> Check the lock
+    #: server.
     logger.error(
         "Parked task %s for lock %r cannot be run, and %s: %s", what, key_of(lock), becomes, why
     )

@@ -21,7 +21,7 @@ from celery import states
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.config.options import IN_LINE
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import SettingsError
 from celery_dislock.keys.names import shown_id, task_id_of_reserved
 from celery_dislock.locks.interruption import THROWN
 from celery_dislock.messages.message import TaskParked, store_end
@@ -32,7 +32,7 @@ from celery_dislock.messages.unrun import (
     skip,
 )
 from celery_dislock.parking.answers import Full
-from celery_dislock.parking.store import Bounds
+from celery_dislock.parking.store import OVER, Bounds
 from celery_dislock.servers.records import Conflict, in_words, is_turn
 from celery_dislock.signals import lock_conflict
 from celery_dislock.tasks.cancelling import replaced_by, tell_workers
@@ -168,10 +168,7 @@ def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess
     except Ignore:  # the task's end is stored, so the task may give up its place in line
         delivery.ending = delivery.if_done
         if delivery.notes.parked is not None:
-            try:
-                process.lines.leave(*delivery.notes.parked, task=delivery.sent_to)
-            except StoreError as exc:
-                process.lock_server_failed(exc)
+            process.lines.take_out(delivery.notes.parked, reason, delivery.sent_to, OVER)
         raise
 
 

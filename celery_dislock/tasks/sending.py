@@ -48,7 +48,13 @@ from celery_dislock.messages.delivery import (
     running_request,
     seconds_until,
 )
-from celery_dislock.messages.headers import SENT, notes_in, with_notes, with_reservation
+from celery_dislock.messages.headers import (
+    SENT,
+    forget_reservation,
+    notes_in,
+    with_notes,
+    with_reservation,
+)
 from celery_dislock.messages.message import AS_IT_CAME
 from celery_dislock.messages.resending import REPLACEMENTS, in_time, numbered, postponed, retried
 from celery_dislock.parking.process import runtime_of
@@ -292,8 +298,10 @@ class Sender:
             lock, result = before.lock if before else "", sending.send_now(options)
         if delivery is not None:
             delivery.hand_on(lock)
-        elif before is not None and before.lock != lock:
-            self.tell("end", before)
+        elif before is not None:
+            forget_reservation(request)
+            if before.lock != lock:
+                self.tell("end", before)
         return result
 
     def _publish(

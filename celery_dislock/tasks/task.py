@@ -21,15 +21,14 @@ from celery.signals import task_postrun, task_prerun
 from celery_dislock.config.execution import refuse_in_call
 from celery_dislock.config.options import MEANT
 from celery_dislock.config.settings import OPTIONS, nearer, task_options
-from celery_dislock.exceptions import DislockError, SettingsError, StoreError
+from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.keys.signatures import passing
-from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.lease import NOT_LOCKED, current_lease
 from celery_dislock.messages.delivery import Delivery, Traced, outbox_of, running_request, traced
-from celery_dislock.messages.headers import UNIQUE, Notes, notes_of, reservation_of
+from celery_dislock.messages.headers import UNIQUE, notes_of, own_turn, reservation_of
 from celery_dislock.messages.message import TaskSkipped
-from celery_dislock.parking import store
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.parking.store import ASIDE, ENDED, OVER
 from celery_dislock.tasks.answer import Answer
 from celery_dislock.tasks.guard import Guard
 from celery_dislock.tasks.keys import signature_of
@@ -48,9 +47,14 @@ if TYPE_CHECKING:
     from celery_dislock.tasks.sending import What
 
 
-# States in which Celery leaves a delivery that has ended.  A task that is stopped with its worker
-# is in none of them, and its message may be redelivered.
-END_STATES = {states.SUCCESS, states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED}
+# What becomes of a turn that was not claimed, by the state in which Celery leaves its delivery.
+# A task that failed is set aside.  Those that are ENDED may have sent themselves again, so
+# copies run.  A task that is stopped with its worker is in no state, and may be redelivered.
+LEAVES = {
+    states.FAILURE: ASIDE,
+    states.REVOKED: OVER,
+    **dict.fromkeys((states.SUCCESS, states.RETRY, states.IGNORED, states.REJECTED), ENDED),
+}
 BATCHES = "celery_batches"
 BATCHED = (
     "celery-batches calls the body once for many messages, as a function, which takes no lock: "
@@ -309,63 +313,42 @@ def tell(app: Celery, what: What, request: Context) -> None:
         sender_of(app).tell(what, reservation)
 
 
-def end_unguarded(task: Task, state: str, retval: Any) -> None:
-    """End the reservation and the turn of a task that has ended before its guard was entered."""
-    request = task.request
-    if state not in END_STATES or not notes_of(request):
+def end_unguarded(task: Task, request: Context, state: str, retval: Any) -> None:
+    """End the reservation and the turn of a delivery that ended before its guard was entered."""
+    if state not in LEAVES or not notes_of(request):
         return
     if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
         return
     if state in {states.IGNORED, states.REJECTED}:  # other ends free the key when they are stored
         tell(task.app, "end", request)
     guard: Guard | None = getattr(task, "dislock_guard", None)
-    if guard is not None:
-        _leave_unclaimed(guard, request, state, retval)
+    if guard is not None and guard.has_lock:  # else its turn ended when it came
+        why = retval if state == states.FAILURE else f"it has ended as {state}"
+        leave_line(task.app, request, LEAVES[state], why)
 
 
-def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) -> None:
+def leave_line(app: Celery, request: Context, how: str, why: object) -> None:
     """
-    Take a parked task out of line that ended before its guard could claim its turn.
+    Take a parked task that no guard has run out of its line.
 
-    Its ``before_start`` raised an exception, or its key could not be built from its arguments.
-    A task that failed is set aside.  A task with another end may have sent itself again, so no
-    mark is left that would keep copies from running.  If another delivery has claimed the turn,
-    nothing is changed.  Logs a StoreError instead of raising it; blocks for a round trip.
+    Logs a DislockError instead of raising it: the task has another turn later.  Blocks for a round
+    trip.
+
+    Args:
+        app: The app of this process.
+        request: The request of the delivery, or one that was made of a message's headers.
+        how: See :meth:`celery_dislock.parking.store.Lines.leave`.
+        why: Why no guard has run it, for the log.
     """
-    turn = guard.turn_of(request)
-    if turn is None:
-        return
-    what, lines = f"{request.task}[{turn[1]}]", guard.runtime.process.lines
-    if state == states.FAILURE:
-        lines.set_aside(turn, what, retval, request.task)
-        return
+    runtime = runtime_of(app)
+    turn = own_turn(request, runtime.settings.dislock_prefix)
     try:
-        lines.leave(*turn, store.ENDED, request.task)
-    except StoreError as exc:
-        store.log_unrunnable(what, turn[0], f"it has ended as {state}", exc)
-
-
-def leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
-    """
-    Take a task that was revoked or has expired out of line.
-
-    Logs a StoreError instead of raising it: the task stays in line, and is revoked again at its
-    next turn.  Blocks for a round trip.
-    """
-    guard: Guard | None = getattr(sender, "dislock_guard", None)
-    turn = None if guard is None else guard.turn_of(request)
-    Notes.of(request)  # logs a warning if they are forged
-    if guard is None or turn is None:
-        return
-    try:
-        guard.runtime.process.lines.leave(*turn, task=request.task)
-    except StoreError as exc:
-        #: WARNING: The lock server is away; the task is discarded at its next turn. -> Check the
-        #: lock server.
-        logger.warning(
-            "Task %s[%s] is revoked and stays in line for lock %r until its next turn: %s",
-            *(sender.name, request.id, key_of(turn[0]), exc),
-        )
+        if turn is not None and runtime.process.can_park:
+            runtime.process.lines.take_out(turn, why, request.task or "", how)
+    except DislockError as exc:
+        #: WARNING: Its worker has no lock server, so it has another turn later. -> Check the
+        #: worker's `dislock_url`.
+        logger.warning("Parked task %s cannot be run, and stays in line: %s", turn, exc)
 
 
 def follow_contexts() -> None:

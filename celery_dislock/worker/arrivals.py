@@ -27,10 +27,10 @@ from celery_dislock.messages.broker import BACKEND_WITHIN, answer_within
 from celery_dislock.messages.headers import HEADER, Notes, own_turn
 from celery_dislock.messages.message import error_is_stored
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.parking.store import RUNS
+from celery_dislock.parking.store import ASIDE, RUNS
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import LEFT_BEFORE
-from celery_dislock.tasks.task import tell
+from celery_dislock.tasks.task import leave_line, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -99,19 +99,10 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         return dropped
 
     def _dropped(self, request: Context, error: Exception, *, tells: bool) -> None:
-        turn = self._turn_of(request)
-        if turn is None:
-            return
-        if not tells:
-            self._store_failure(request, error)
-        try:
-            if self._runtime.process.can_park:
-                what = f"{request.task}[{turn[1]}]"
-                self._runtime.process.lines.set_aside(turn, what, error, request.task or "")
-        except DislockError as exc:
-            #: WARNING: Its worker has no lock server, so it has another turn later. -> Check the
-            #: worker's `dislock_url`.
-            logger.warning("Parked task %s cannot be run, and stays in line: %s", turn[1], exc)
+        if self._turn_of(request) is not None:
+            if not tells:
+                self._store_failure(request, error)
+            leave_line(self._app, request, ASIDE, error)
 
     def _turn_of(self, request: Context) -> tuple[str, str] | None:
         return own_turn(request, self._runtime.settings.dislock_prefix)

@@ -92,7 +92,10 @@ FACTS: dict[str, tuple[Fact, ...]] = {
         ),
         _sends_itself,
     ),
-    "Signature.set": (takes("celery.canvas:Signature.set", "immutable", keywords=("options",)),),
+    "Signature.set, Task.retry": (
+        takes("celery.canvas:Signature.set", "immutable", keywords=("options",)),
+        takes("celery:Task.retry", keywords=("options",)),
+    ),
     "Control.revoke, a worker's revoke": (
         takes("celery.app.control:Control.revoke", "task_id"),
         takes("celery.worker.control:revoke", "state", "task_id"),

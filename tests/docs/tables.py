@@ -435,7 +435,7 @@ def lines() -> list[Line]:
             row = source[: block.end()].count("\n")
             told = " ".join(line.strip().removeprefix("#: ") for line in block[0].splitlines())
             for level, text, meaning in ABOUT_LINE.findall(told):
-                of_code = next(words for at, _, words in texts if at > row)
+                of_code = next((words for at, _, words in texts if at > row), "")
                 words = re.sub(r"(?:[ :;,.]*…)+\.?$", " …", text or of_code)  # filled in at the end
                 found[level, words] = Line(level, words, shown(meaning), file, row)
     return sorted(found.values(), key=lambda line: re.findall(r"[a-z]+", line.text.lower()))

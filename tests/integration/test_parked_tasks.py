@@ -541,8 +541,8 @@ class TestRevoked:
 
     def test_a_lock_server_that_is_away_does_not_disturb_it(self, shop, parked, caplog):
         """Its turn runs out and comes again, and is discarded again; the log says so."""
-        told = f"Task shop.export[2] is revoked and stays in line {NAMED} until its next turn: "
-        work_in_an_outage(shop, caplog, told, logging.WARNING)
+        told = f"Parked task shop.export[2:0:0] {NAMED} cannot be run, and stays in line until "
+        work_in_an_outage(shop, caplog, told, logging.ERROR)
 
     @pytest.mark.parametrize("ticket", ["9:0:0", "2:1:0", "2:0:1", "bytes", ""])
     def test_a_revoked_task_leaves_the_line_for_itself_alone(self, shop, ticket):

@@ -10,7 +10,8 @@ from tests.driven import held, reservation
 from tests.unit.deliveries import deliver
 
 UNTIL = pytest.mark.parametrize("until", ["start", "end", "expiry"])
-WAYS = ("retry", "autoretry", "before_start", "replace", "itself")
+WAYS = ("retry", "autoretry", "before_start", "replaced before", "replace", "itself")
+BEFORE = {"before_start", "replaced before"}  # ways of one that no guard runs
 
 
 def page(app, how="retry", *, to=2, **options):
@@ -21,7 +22,7 @@ def page(app, how="retry", *, to=2, **options):
             return
         if how in {"retry", "before_start"}:
             raise self.retry(args=(to,), countdown=100)
-        if how == "replace":
+        if how in {"replace", "replaced before"}:
             self.replace(self.si(to))
         if how == "itself":
             self.apply_async((to,), task_id=self.request.id)
@@ -30,7 +31,7 @@ def page(app, how="retry", *, to=2, **options):
             raise KeyError
 
     def body(self, n):
-        if how != "before_start":
+        if how not in BEFORE:
             again(self, n)
 
     begins = {"before_start": lambda self, _id, args, _kwargs: again(self, *args)}
@@ -41,7 +42,7 @@ def page(app, how="retry", *, to=2, **options):
             "lock_key": "page:<n>",
             "lock_unique_until": "end",
             "autoretry_for": (KeyError,),
-            **(begins if how == "before_start" else {}),
+            **(begins if how in BEFORE else {}),
             **options,
         },
     )
@@ -75,6 +76,36 @@ def test_the_key_of_its_next_message_takes_the_place_of_its_own(app, broker, unt
     deliver(task, "x", 2, headers=again.headers, retries=1)
     assert (state_of(task, 1), state_of(task, 2)) == (left, left)
     assert task.delay(1).duplicate is (until == "expiry")
+
+
+@UNTIL
+@pytest.mark.parametrize("how", WAYS)
+def test_its_own_key_goes_with_its_next_message(app, broker, until, how):
+    """Nobody else may send a message of that key before this one has begun, or ended."""
+    task = page(app, how, lock_key="page", lock_unique_until=until)
+    again = first(task, broker)
+    assert state_of(task, 1) == ("x", "waiting")
+    deliver(task, "x", 2, headers=again.headers, retries=1)
+    assert state_of(task, 1) == (("x", "ended") if until == "expiry" else None)
+
+
+@pytest.mark.parametrize("options", [{}, {"lock_key": False}], ids=["guarded", "no guard"])
+def test_another_task_under_its_id_and_key_keeps_the_key(app, broker, options):
+    """The end of the first does not end the reservation of the second."""
+    other = declare(app, does_nothing, name="shop.other", lock_key="page", lock_unique_until="end")
+    sends = page(app, "nothing", lock_key="page", lock_unique_until="end")
+    sends.apply_async((2,), task_id="x")
+    headers = broker.last.headers
+    app.tasks.pop(sends.name)
+    task = declare(
+        app,
+        lambda **_: other.apply_async(task_id="x"),
+        **{"lock_key": "page", "lock_unique_until": "end", **options},
+    )
+    deliver(task, "x", headers=headers)
+    assert (broker.ids, state_of(other)) == (["x", "x"], ("x", "waiting"))
+    deliver(other, "x", headers=broker.last.headers)
+    assert state_of(other) is None
 
 
 @pytest.mark.parametrize("how", WAYS)

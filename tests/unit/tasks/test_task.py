@@ -143,6 +143,16 @@ def test_an_option_of_a_task_is_refused_in_a_call(app, broker, given, words, how
     assert broker.sent == []
 
 
+@pytest.mark.parametrize("base", [SingletonTask, Task])
+def test_an_option_of_a_task_is_refused_in_a_retry(app, broker, base):
+    """Celery would reject the task for what cannot be sent: the task fails with the reason."""
+    task = declare(app, lambda self: self.retry(lock_key="k"), base=base, lock_key=None)
+    app.finalize()
+    with pytest.raises(SettingsError, match="without effect in a call"):
+        raise deliver(task).retval.exception
+    assert broker.sent == []
+
+
 def test_what_celery_takes_in_a_call_is_no_option_of_ours():
     """Neither do its names resemble ours."""
     callables = [Task.apply_async, Task.apply, Task.retry, Celery.send_task, AMQP.as_task_v2]
