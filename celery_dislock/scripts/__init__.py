@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ARGUMENTS = re.compile(r"^(?:local )?(\w+(?:,\s+\w+)*) = unpack\(ARGV\)$", re.MULTILINE)
 NUMBER = re.compile(r"^local TAKE_UP_MS = (\d+)", re.MULTILINE)
+KEY = re.compile(r"^local ([A-Z]+) = ':.*\n", re.MULTILINE)  # a key's name, of _names.lua
 TIMES_KEPT = 100  # times whose conversion is remembered: those of settings, mostly
 
 
@@ -36,8 +37,14 @@ class Script:
 
     @classmethod
     def load(cls, name: str, within: str = "") -> Script:
-        """Read a script of this package, with its includes; *within* another, around it."""
+        """
+        Read a script of this package, with its includes; *within* another, around it.
+
+        Names of keys that it does not use are left out: Lua has room for 200 local variables.
+        """
         text = read_lua(name, within)
+        unused = {end for end in KEY.findall(text) if len(re.findall(rf"\b{end}\b", text)) == 1}
+        text = KEY.sub(lambda found: "" if found[1] in unused else found[0], text)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
     @cached_property

@@ -17,6 +17,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "set-up-the-lock-server.m
 def start_worker(url: str, **conf: object) -> tuple[str, list[str]]:
     """Do what a worker does under --dislock before it starts."""
     app = Celery("shop", broker="memory://", set_as_current=False)
-    Dislock(app)
     app.conf.update(dislock_url=url, dislock_enabled=True, **conf)
-    return check_lock_server(app)
+    with Dislock(app):
+        return check_lock_server(app)

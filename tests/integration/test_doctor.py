@@ -22,7 +22,8 @@ class Report:
     def __init__(self, url: Any, **conf: Any) -> None:
         app = Celery("shop", broker="memory://", set_as_current=False)
         app.conf.update(dislock_url=url, **conf)
-        result = Dislock(app)("doctor", "--json", "--timeout", "0.1")
+        with Locks(app):
+            result = Dislock(app)("doctor", "--json", "--timeout", "0.1")
         assert SECRET not in result.output
         self.told = json.loads(result.stdout)
         self.away = self.told["away"]
