@@ -72,11 +72,11 @@ from celery_dislock.tasks.task import (
     lease_of,
     lock_for,
     make_guard,
-    name_of,
     refuse,
     replace_after_release,
+    task_name_of,
     task_named,
-    tell,
+    tell_server,
 )
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def receive_revokes() -> None:
         from celery_dislock.tasks.request import waiting  # noqa: PLC0415 -- as above
 
         for context in waiting(control.consumer, set(maybe_list(task_id) or ())):
-            tell(control.app, "end_waiting", context)
+            tell_server(control.app, "end_waiting", context)
         return received(control, task_id, *args, **kwargs)
 
     Panel.data["revoke"] = on_revoke
@@ -207,7 +207,7 @@ def _freeing_key(original: Callable[..., Any]) -> Callable[..., Any]:
         if delivery is not None:
             delivery.end_reservation()  # left if an exception has interrupted the guard
         elif isinstance(request, Context):
-            tell(self.app, "end", request)
+            tell_server(self.app, "end", request)
         return original(self, *args, **kwargs)
 
     return mark
@@ -222,7 +222,7 @@ def _following() -> None:
 
 def _before_body(task: Task, **_kwargs: Any) -> None:
     if getattr(task, "dislock_guard", None) is None:  # a guard tells the server itself
-        tell(task.app, "begin_unlocked", task.request)
+        tell_server(task.app, "begin_unlocked", task.request)
 
 
 def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
@@ -261,7 +261,7 @@ def _binding() -> None:
 
     @wraps(original)
     def bind(cls: type[Task], app: Celery) -> Celery:
-        name, locks = name_of(cls, app), issubclass(cls, SingletonTask)
+        name, locks = task_name_of(cls, app), issubclass(cls, SingletonTask)
         if name is None and locks:
             # A base class.  Reading its `app`, as `hasattr(SingletonTask, "app")` does, comes here.
             # If it were bound, its subclasses would inherit the current app's settings.
@@ -294,7 +294,7 @@ def install(task: type[Task], app: Celery) -> None:
     Raises:
         SettingsError: One of the task's options cannot be used.
     """
-    name = name_of(task, app)
+    name = task_name_of(task, app)
     if name is None or guard_objects(task, app):
         return
     declared = getattr(task, "lock_key", None)
@@ -328,7 +328,7 @@ def _guarded(of_class: Guard, own_call: Callable[..., Any] | None) -> Callable[.
         guard: Guard = vars(self).get("dislock_guard", of_class)
         body = own_call.__get__(self) if own_call else self.run
         if guard.runtime.off:
-            tell(self.app, "begin_unlocked", request)
+            tell_server(self.app, "begin_unlocked", request)
             return guard.run_unlocked(self, request, body, args, kwargs)
         if guard.is_async:
             return guard.run_async(self, request, body, args, kwargs)

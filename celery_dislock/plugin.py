@@ -140,11 +140,11 @@ def _extend_workers() -> None:
         inspect_task,
     )
     from celery_dislock.tasks.cancelling import LOOK_COMMAND  # noqa: PLC0415
-    from celery_dislock.worker.cancelled import look  # noqa: PLC0415
+    from celery_dislock.worker.cancelled import renew_if_superseded  # noqa: PLC0415
 
     # Celery's command line, too, must know the commands, or "celery inspect dislock" is refused.
     inspect_command(name="dislock", variadic="shown", signature="[full]")(inspect_locks)
-    control_command(name=LOOK_COMMAND, args=[("task_id", str)])(look)
+    control_command(name=LOOK_COMMAND, args=[("task_id", str)])(renew_if_superseded)
     inspect_command(name=INSPECT_TASK, args=[("task_id", str)], signature="ID")(inspect_task)
     hooks.receive_revokes()
     _extend_beats()

@@ -35,7 +35,7 @@ class Ours(Exception):  # noqa: N818  # subclasses also derive from an error of 
 def reason_of(exc: BaseException) -> str:
     """Return what went wrong, in one short line that contains no password."""
     chain = list(_chain(exc))
-    shown = next((one for one in chain if isinstance(one, (Ours, RedisError))), None)
+    shown = next((error for error in chain if isinstance(error, (Ours, RedisError))), None)
     if shown is None:
         text = (_of_system(exc) if isinstance(exc, OSError) else "") or str(exc)
     elif isinstance(shown, Ours) or str(shown) in PLAIN:
@@ -45,7 +45,7 @@ def reason_of(exc: BaseException) -> str:
         if text.startswith(NO_LOGIN):
             text = "Authentication required."  # as it says before the protocol is RESP3
     else:
-        system = next((one for one in chain if isinstance(one, OSError)), None)
+        system = next((error for error in chain if isinstance(error, OSError)), None)
         text = (_of_system(system) if system else "") or _of_kind(shown)
     line = plain(" ".join((text or type(exc).__name__).split()))
     return line if len(line) <= LINE_MOST else f"{line[:LINE_MOST]}..."

@@ -79,7 +79,9 @@ def plain(text: object) -> str:
     written = str(text)
     if written.isprintable():
         return written
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in written)
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in written
+    )
 
 
 def as_argument(text: str) -> str:

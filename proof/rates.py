@@ -14,7 +14,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
-from celery_dislock.config.terms import parsed
+from celery_dislock.config.terms import parse_terms
 from proof.order import ACQUIRES, PARKS, named
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Rates:
         if script is scripts.OVERRIDE and "back" in arguments:
             self._held_back[keys[0]] = self.net.now_ms + named(script, arguments)["ttl_ms"]
         if script in ACQUIRES or script in PARKS:
-            rate = parsed(arguments[3].partition(",")[0].encode()).rate
+            rate = parse_terms(arguments[3].partition(",")[0].encode()).rate
             if rate is not None:
                 self._rate_of[arguments[0]] = rate
         for name in [key for key in self.net.touched(keys) if key.endswith("}")]:

@@ -38,7 +38,7 @@ from kombu.exceptions import OperationalError
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.beat import reasons
-from celery_dislock.beat.entries import copy_of, is_over, name_of, to_time, to_us
+from celery_dislock.beat.entries import copy_of, entry_name, is_over, to_time, to_us
 from celery_dislock.beat.reasons import PAUSE, StandBy
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.urls import MEMORY, shown
@@ -48,7 +48,7 @@ from celery_dislock.locks.lease import WAITED, Attempt
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.scripts import TICK, TICKS
 from celery_dislock.scripts.names import beat_of
-from celery_dislock.servers.records import LEADER, Conflict, describe, in_words, text
+from celery_dislock.servers.records import LEADER, Conflict, decode, describe, in_words
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -130,13 +130,13 @@ class BeatLock:
             pause = exc.pause
         finally:
             self._ticks = False
-        self._goes_on(pause)
+        self._allow_renewals(pause)
         return pause
 
     def reserve(self, entry: Any) -> Any:
         """Claim a tick of the entry, before the scheduler takes note that it was sent."""
         self._claim(entry)
-        self._unsent.pop(name_of(entry), None)  # this tick takes its place
+        self._unsent.pop(entry_name(entry), None)  # this tick takes its place
         return super().reserve(entry)  # type: ignore[misc]
 
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,10 +145,10 @@ class BeatLock:
             raise StandBy(reasons.LOST)
         before_us = to_us(entry.last_run_at)
         if before_us:  # else it is new, and an older entry may have had its name
-            tick = f"{self._lock.names[0]} {before_us} {name_of(entry)}"
+            tick = f"{self._lock.names[0]} {before_us} {entry_name(entry)}"
             options = {"task_id": str(uuid5(NAMESPACE_OID, tick)), **(entry.options or {})}
             entry = copy_of(entry, options=options)
-        name = name_of(entry)
+        name = entry_name(entry)
         try:
             sent = super().apply_async(entry, *args, **kwargs)  # type: ignore[misc]
         except Exception as exc:
@@ -188,7 +188,7 @@ class BeatLock:
             raise StandBy(reasons.HELD, in_words(answer.holder), level=logging.INFO, pause=0.0)
         answer.on_end = self._says_if_it_hangs
         try:
-            self._go_on()
+            self._load_record()
         except BaseException as exc:
             self._give_up()
             if not isinstance(exc, Exception):
@@ -200,7 +200,7 @@ class BeatLock:
         #: INFO: This beat sends from now on.
         logger.info("Beat leads, lock %r.", self._lock.key)
 
-    def _goes_on(self, pause: float = 0.0) -> None:
+    def _allow_renewals(self, pause: float = 0.0) -> None:
         """Let the lease be renewed for the pause, and for as long as the loop may stand still."""
         if self._lease is not None:
             more = math.ceil(pause / self._lock.timeout + HANGS) * RENEWALS_PER_TIMEOUT
@@ -220,7 +220,7 @@ class BeatLock:
         lease = self._lease
         return to_us(self.app.now()) - int(lease.held_for * 1e6) if lease else 0
 
-    def _go_on(self) -> None:
+    def _load_record(self) -> None:
         """Learn from the record when each entry was last sent."""
         entries = self._entries()
         now_us = to_us(self.app.now())
@@ -232,9 +232,9 @@ class BeatLock:
         unnoted, self._unnoted = self._unnoted, {}
         for name, last, before in zip(told, told, told, strict=True):
             claimed = before != HAS_GONE_OUT.encode()
-            if claimed and unnoted.get(text(name)) == int(last):
-                claimed, self._unnoted[text(name)] = False, int(last)
-            entry = entries.get(text(name)) or (claimed and self._load(text(name)))
+            if claimed and unnoted.get(decode(name)) == int(last):
+                claimed, self._unnoted[decode(name)] = False, int(last)
+            entry = entries.get(decode(name)) or (claimed and self._load(decode(name)))
             if not entry:
                 continue
             last_us, known_us = int(last), to_us(entry.last_run_at)
@@ -243,12 +243,12 @@ class BeatLock:
             if not catches_up and entry.is_due()[0]:
                 self._put(entry, now_us)
             elif catches_up and claimed:
-                self._unsent[text(name)] = int(before), last_us
+                self._unsent[decode(name)] = int(before), last_us
         self._followed = False
         self._heap = None
 
     def _entries(self) -> dict[str, Any]:
-        return {name_of(entry): entry for entry in self.schedule.values()}
+        return {entry_name(entry): entry for entry in self.schedule.values()}
 
     def _send_again(self) -> None:
         """Send the ticks that were claimed and have not gone out, until the broker takes none."""
@@ -281,14 +281,14 @@ class BeatLock:
         """Keep a tick that the broker did not take; one that cannot be sent at all is lost."""
         # A scheduler raises its own error while it handles that of the broker's client.
         errors = (error, error.__context__)
-        if not any(isinstance(one, (OperationalError, OSError)) for one in errors):
+        if not any(isinstance(error, (OperationalError, OSError)) for error in errors):
             self._unsent.pop(name, None)
         elif self._unsent.get(name) != tick:
             self._unsent[name] = tick
             logger.warning(reasons.KEPT, self._lock.key, name, error)
 
     def _claim(self, entry: Any) -> None:
-        name, self._claimed_us = name_of(entry), to_us(entry.default_now())
+        name, self._claimed_us = entry_name(entry), to_us(entry.default_now())
         told = self._ask(TICK, self._claimed_us, name, to_us(entry.last_run_at))
         self._unnoted.pop(name, None)
         if told:
@@ -331,7 +331,7 @@ class BeatLock:
         lease = self._lease
         if lease is None:
             raise StandBy(reasons.LOST)
-        self._goes_on()
+        self._allow_renewals()
         name, timeout = self._lock.names[0], self._lock.timeout
         keys, apart_us = [name, beat_of(name)], math.ceil(timeout * 1e6)
         try:
@@ -380,10 +380,10 @@ class TableLock(BeatLock):
         if self.leads:
             super().sync()  # type: ignore[misc]
 
-    def _go_on(self) -> None:
+    def _load_record(self) -> None:
         self._dirty: set[str] = set()  # not to be saved: others have sent since, and saved that
         self._initial_read = True
-        super()._go_on()
+        super()._load_record()
 
     def _load(self, name: str) -> Any:
         """Return a one-off entry, which is disabled as soon as it was claimed."""

@@ -15,7 +15,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 MICROSECOND = timedelta(microseconds=1)
 
 
-def name_of(entry: Any) -> str:
+def entry_name(entry: Any) -> str:
     """Return an entry's name as text that can be sent: any key of a dict may be one."""
     return str(entry.name).encode(errors="backslashreplace").decode()
 

@@ -64,16 +64,16 @@ def reported(name: str, value: object) -> object:
 def censored(name: str, value: object) -> object:
     """Hide values that may be secret: by the name of their option, and passwords in URLs."""
     if isinstance(value, Mapping):
-        inner = {key: censored(str(key), one) for key, one in value.items()}
+        inner = {key: censored(str(key), item) for key, item in value.items()}
         if _is_secret(name):  # any text within connection options may be a password
-            return {key: harmless(one) for key, one in inner.items()}
+            return {key: harmless(text) for key, text in inner.items()}
         return inner
     if _is_secret(name) or (isinstance(value, bytes) and b"://" in value):
         return HIDDEN
     if "url" in name.lower() or (isinstance(value, str) and "://" in value):
         return shown(value)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [censored(name, one) for one in value]
+        return [censored(name, item) for item in value]
     return value
 
 

@@ -20,9 +20,9 @@ CELERYS = {"max_retries"}  # names that resemble one of ours
 def meant_for_tasks(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return those of the names of a call's options that are, or may be, options of a task."""
     return tuple(
-        one
-        for one in names
-        if one.startswith("lock_") or (is_like_ours(one) and one not in CELERYS)
+        name
+        for name in names
+        if name.startswith("lock_") or (is_like_ours(name) and name not in CELERYS)
     )
 
 

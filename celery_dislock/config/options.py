@@ -258,12 +258,12 @@ class TaskOptions:
     @cached_property
     def admits_several(self) -> bool:
         """Whether a key of the task may have several exclusive leases at a time."""
-        return any(one.limit > 1 for one in self.terms)
+        return any(terms.limit > 1 for terms in self.terms)
 
     @cached_property
     def has_rate(self) -> bool:
         """Whether a key of the task has a rate."""
-        return any(one.rate is not None for one in self.terms)
+        return any(terms.rate is not None for terms in self.terms)
 
     @cached_property
     def newest_counts(self) -> bool:

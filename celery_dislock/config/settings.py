@@ -224,7 +224,7 @@ def _check_rate(owner: str, options: TaskOptions) -> None:
     if options.lock_hold_on_retry:
         remedy = "a retry that keeps its lease is not counted: leave it out, or the rate"
         raise refused(owner, "lock_hold_on_retry", options.lock_hold_on_retry, remedy)
-    if any(one.rate and one.rate.most >= STARTS_MANY for one in options.terms):
+    if any(terms.rate and terms.rate.most >= STARTS_MANY for terms in options.terms):
         #: WARNING: 10,000 or more in a window take 100 KB or more for each key. -> Use a smaller
         #: window, or leave it.
         logger.warning(

@@ -91,7 +91,7 @@ class Terms(NamedTuple):
 
         Of two rates, it is the one that admits fewer starts on average.
         """
-        rates = [one.rate for one in (self, other) if one.rate is not None]
+        rates = [terms.rate for terms in (self, other) if terms.rate is not None]
         slowest = min(rates, key=lambda rate: rate.most / rate.window, default=None)
         return self._replace(limit=min(self.limit, other.limit), rate=slowest)
 
@@ -108,7 +108,7 @@ def _instead_of(given: str) -> str:
     """Say what to write in place of what is no rate."""
     several = _BETWEEN.split(given)
     if len(several) > 1 and all(map(_RATE.fullmatch, several)):
-        keys = [f"Key('api{nth}', rate={one!r})" for nth, one in enumerate(several, 1)]
+        keys = [f"Key('api{nth}', rate={word!r})" for nth, word in enumerate(several, 1)]
         return f"a key has one rate: give a key for each, as lock_key=[{', '.join(keys)}]"
     found = _PARTS.fullmatch(given)
     if found is not None and int(found[2] or 1):
@@ -125,15 +125,16 @@ ALONE = Terms()
 
 
 @lru_cache(KEPT_MOST)
-def written(terms: tuple[Terms, ...]) -> str:
+def terms_text(terms: tuple[Terms, ...]) -> str:
     """Write the terms of each of several locks, or one for all, as the scripts read them."""
     return ",".join(
-        f"{MODES[one.mode]}:{one.limit}" + ("" if one.rate is None else f":{one.rate.word}")
-        for one in terms
+        f"{MODES[lock_terms.mode]}:{lock_terms.limit}"
+        + ("" if lock_terms.rate is None else f":{lock_terms.rate.word}")
+        for lock_terms in terms
     )
 
 
-def parsed(word: bytes) -> Terms:
+def parse_terms(word: bytes) -> Terms:
     """Parse the terms in a record; the strictest if only a later release knows them."""
     found = _WORD.fullmatch(word)
     if not found:

@@ -169,7 +169,7 @@ def address(url: str) -> tuple[str, int]:
 def shown(value: object) -> Any:
     """Return a ``dislock_url``, one or several, without passwords, for a message."""
     if isinstance(value, (list, tuple)):
-        return [shown(one) for one in value]
+        return [shown(item) for item in value]
     return without_password(value) if isinstance(value, str) else harmless(value)
 
 

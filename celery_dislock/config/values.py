@@ -90,7 +90,7 @@ def one_or_several_urls(value: object) -> str | tuple[str, ...]:
         return value
     if not isinstance(value, (list, tuple)):
         raise ValueError(URL_WANTED)
-    if not all(isinstance(one, str) for one in value):
+    if not all(isinstance(item, str) for item in value):
         raise ValueError("give a URL, or a list of them")
     check_several(value)
     return tuple(value)

@@ -100,12 +100,12 @@ class CallableKey(KeyBuilder):
             args, kwargs = self._passed(*args, **kwargs)
         made = self._function(*args, **kwargs)
         keys = made if isinstance(made, (list, tuple)) else (made,)
-        wrong = next((one for one in keys if not isinstance(one, str)), None)
+        wrong = next((key for key in keys if not isinstance(key, str)), None)
         if not keys or wrong is not None or None in keys:
             what = f"a key is a str, not {kind_of(wrong)}" if keys else "a task has one at least"
             reason = f"it returned {reprlib.repr(made)} for task {self._task}; {what}"
             raise LockKeyError(self._name, None, reason)
-        checked = [check_key(one, declared=self._name) for one in keys]
+        checked = [check_key(key, declared=self._name) for key in keys]
         if len(set(checked)) > 1 and (why := self._why_one()):
             reason = f"it returned {len(keys)} keys for task {self._task}; {why}"
             raise LockKeyError(self._name, None, reason)

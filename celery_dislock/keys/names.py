@@ -67,7 +67,7 @@ def body_owner(task_id: object, own: str, caller: str) -> str:
     return f"{body_owners_start(task_id)}{own}@{caller}"
 
 
-def ticket_of(request: Any) -> str:
+def ticket_of_request(request: Any) -> str:
     """Return the ticket of a request's work; Celery's Context, or an object with its attributes."""
     numbers = f"{_number(request.retries)}:{_number(request.replaced_task_nesting)}"
     return f"{task_name(request.id)}:{numbers}"

@@ -43,10 +43,10 @@ def passing(
     takes = _taken_by(function)
     if takes is None:
         return None
-    given = [one for one in signature.parameters.values() if one.kind not in VARIADIC]
+    given = [arg for arg in signature.parameters.values() if arg.kind not in VARIADIC]
     placed, named = (_accepts(takes, given, by_name=by_name) for by_name in (False, True))
-    never = [one for one in _required(takes) if one.name in NEVER_GIVEN]
-    if [one for one in never if one.name not in signature.parameters] or not (placed or named):
+    never = [arg for arg in _required(takes) if arg.name in NEVER_GIVEN]
+    if [arg for arg in never if arg.name not in signature.parameters] or not (placed or named):
         raise ValueError(
             f"give a callable that takes the arguments of the task, {_without_types(signature)}; "
             f"this one takes {_without_types(takes)}"
@@ -54,8 +54,8 @@ def passing(
     if placed and named and _accepts(takes, _required(signature), by_name=False):
         return None
     bind = binder(signature, task_name)
-    by_place = [one.name for one in given if not _is_named(one, by_name=not placed)]
-    by_name = [one.name for one in given if _is_named(one, by_name=not placed)]
+    by_place = [arg.name for arg in given if not _is_named(arg, by_name=not placed)]
+    by_name = [arg.name for arg in given if _is_named(arg, by_name=not placed)]
     others, extra = _name_of(signature, inspect.Parameter.VAR_POSITIONAL), keywords_name(signature)
 
     def passed(*args: Any, **kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -83,8 +83,8 @@ def _accepts(
     takes: inspect.Signature, given: Iterable[inspect.Parameter], *, by_name: bool
 ) -> bool:
     """Tell whether a signature takes these arguments, each as the parameter of its name."""
-    args = [one.name for one in given if not _is_named(one, by_name=by_name)]
-    kwargs = {one.name: one.name for one in given if _is_named(one, by_name=by_name)}
+    args = [arg.name for arg in given if not _is_named(arg, by_name=by_name)]
+    kwargs = {arg.name: arg.name for arg in given if _is_named(arg, by_name=by_name)}
     try:
         bound = takes.bind(*args, **kwargs).arguments
     except TypeError:
@@ -95,16 +95,16 @@ def _accepts(
 
 def _required(signature: inspect.Signature) -> list[inspect.Parameter]:
     given = signature.parameters.values()
-    return [one for one in given if one.default is NOT_GIVEN and one.kind not in VARIADIC]
+    return [arg for arg in given if arg.default is NOT_GIVEN and arg.kind not in VARIADIC]
 
 
-def _is_named(one: inspect.Parameter, *, by_name: bool) -> bool:
-    return one.kind is one.KEYWORD_ONLY or (by_name and one.kind is one.POSITIONAL_OR_KEYWORD)
+def _is_named(arg: inspect.Parameter, *, by_name: bool) -> bool:
+    return arg.kind is arg.KEYWORD_ONLY or (by_name and arg.kind is arg.POSITIONAL_OR_KEYWORD)
 
 
 def _without_types(signature: inspect.Signature) -> str:
     """Return a signature without its types, for a message."""
-    bare = [one.replace(annotation=NOT_GIVEN) for one in signature.parameters.values()]
+    bare = [arg.replace(annotation=NOT_GIVEN) for arg in signature.parameters.values()]
     return str(inspect.Signature(bare))
 
 
@@ -114,7 +114,7 @@ def keywords_name(signature: inspect.Signature) -> str:
 
 
 def _name_of(signature: inspect.Signature, kind: Any) -> str:
-    return "".join(one.name for one in signature.parameters.values() if one.kind is kind)
+    return "".join(arg.name for arg in signature.parameters.values() if arg.kind is kind)
 
 
 def binder(signature: inspect.Signature, task_name: str) -> Callable[..., dict[str, Any]]:
@@ -124,12 +124,12 @@ def binder(signature: inspect.Signature, task_name: str) -> Callable[..., dict[s
     Python binds the arguments of a call many times faster than `inspect.Signature.bind`.
     """
     given = list(signature.parameters.values())
-    plain = [one.replace(annotation=one.empty, default=one.empty) for one in given]
+    plain = [arg.replace(annotation=arg.empty, default=arg.empty) for arg in given]
     head = str(inspect.Signature(plain))[1:-1]
-    body = ", ".join(f"{one.name!r}: {one.name}" for one in given)
+    body = ", ".join(f"{arg.name!r}: {arg.name}" for arg in given)
     bind: Any = eval(f"lambda {head}: {{{body}}}")  # noqa: S307 -- of names alone
-    by_name = {one.name for one in given if one.kind is one.KEYWORD_ONLY}
-    defaults = {one.name: one.default for one in given if one.default is not one.empty}
+    by_name = {arg.name for arg in given if arg.kind is arg.KEYWORD_ONLY}
+    defaults = {arg.name: arg.default for arg in given if arg.default is not arg.empty}
     bind.__defaults__ = tuple(value for name, value in defaults.items() if name not in by_name)
     bind.__kwdefaults__ = {name: defaults[name] for name in defaults if name in by_name}
     bind.__qualname__ = task_name  # in the text of a TypeError

@@ -300,7 +300,7 @@ def keys_of(key: object) -> tuple[str, ...]:
     """
     several = isinstance(key, Iterable) and not isinstance(key, (str, bytes))
     given: Any = key if several else [key]
-    return tuple(in_order([check_written(one) for one in given]))
+    return tuple(in_order([check_written(key) for key in given]))
 
 
 @lru_cache(WRITTEN)

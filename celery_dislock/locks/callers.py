@@ -153,24 +153,24 @@ class Caller:
             eager task comes after that of the task that runs it.
     """
 
-    def __init__(self, kind: Kind = "thread", one: Any = None) -> None:
+    def __init__(self, kind: Kind = "thread", identity: Any = None) -> None:
         self.leases: list[CallerLease] = []
         self.kind = kind
         self.thread = threading.current_thread()
         self.is_main = self.thread is threading.main_thread()
-        self.label: str = f", {one.get_name()}" if kind == "task" else ""
+        self.label: str = f", {identity.get_name()}" if kind == "task" else ""
         self.pid = os.getpid()
-        self._one = None if one is None else ref(one)
+        self._identity = None if identity is None else ref(identity)
 
     @property
     def dead(self) -> bool:
         """Whether it has ended; unknown for a thread that :mod:`threading` did not start."""
-        if self._one is None:
+        if self._identity is None:
             return not self.thread.is_alive()
-        one = self._one()
-        if one is None or self.kind == "greenlet":
-            return one is None or bool(one.dead)
-        return bool(one.done() or one.get_loop().is_closed())
+        identity = self._identity()
+        if identity is None or self.kind == "greenlet":
+            return identity is None or bool(identity.dead)
+        return bool(identity.done() or identity.get_loop().is_closed())
 
     def hold(self, held: CallerLease) -> None:
         """Record a lease of this caller, and mark the context in which it was taken."""
@@ -181,13 +181,13 @@ class Caller:
             held.lease.caller_ended = partial(nobody_is_left, ref(self), elsewhere)
         around = _around.get()
         if around:  # drop the marks of blocks that have ended in another context
-            around = tuple([one for one in around if one() is not None])
+            around = tuple([mark for mark in around if mark() is not None])
         _around.set((*around, ref(held)))
         self.leases.append(held)
 
     def is_inside(self, held: CallerLease) -> bool:
         """Return whether the caller's code that runs here runs inside the block of a lease."""
-        if not any(one() is held for one in _around.get()):
+        if not any(mark() is held for mark in _around.get()):
             return False
         return held.job == (() if self.is_main else _job_here())
 
@@ -281,10 +281,10 @@ def caller_of(task: asyncio.Task[Any]) -> Caller:
     return _record("task", task)
 
 
-def _record(kind: Kind, one: Any) -> Caller:
-    caller = _others.get(one)
+def _record(kind: Kind, identity: Any) -> Caller:
+    caller = _others.get(identity)
     if caller is None or caller.pid != os.getpid():
-        caller = _others[one] = Caller(kind, one)
+        caller = _others[identity] = Caller(kind, identity)
     return caller
 
 

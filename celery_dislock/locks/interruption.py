@@ -95,7 +95,7 @@ def running_here(block: FrameType | None = None) -> Target:
     return _ThreadTarget(block)
 
 
-def refusal() -> str:
+def why_not_interruptible() -> str:
     """Return why the calling thread or greenlet cannot be interrupted; empty if it can."""
     if current_call() is not None:
         return ""
@@ -226,7 +226,9 @@ class _MainThreadTarget:
 
     def disarm(self) -> None:
         # This target need not be the last one: blocks inside generators end in any order.
-        _MainThreadTarget.armed = tuple([one for one in _MainThreadTarget.armed if one is not self])
+        _MainThreadTarget.armed = tuple(
+            [target for target in _MainThreadTarget.armed if target is not self]
+        )
 
 
 def _raise_pending(_signum: int, _frame: FrameType | None) -> None:

@@ -93,6 +93,6 @@ def read(path: Path) -> list[Entry]:
     """Return the entries of a process; empty if they cannot be read."""
     try:
         line, _, _ = path.read_bytes().partition(b"\n")
-        return [Entry(*one) for one in json.loads(line)]
+        return [Entry(*fields) for fields in json.loads(line)]
     except (OSError, ValueError, TypeError):
         return []

@@ -96,7 +96,7 @@ class Lock:
         """Whether the worker's main process may renew the leases."""
         return self.watchdog.asks
 
-    def take_names(self, names: Sequence[str]) -> None:
+    def adopt_ticket_keys(self, names: Sequence[str]) -> None:
         """Become the lock of a ticket's keys; the code of the task may name other keys by now."""
         self.names, self.keys = names, [key_of(name) for name in names]
         self.key = _in_one_text(self.keys)

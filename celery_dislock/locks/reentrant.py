@@ -34,7 +34,7 @@ from celery_dislock.locks.callers import (
     current_caller,
     warn_of_wait,
 )
-from celery_dislock.locks.interruption import Running, refusal
+from celery_dislock.locks.interruption import Running, why_not_interruptible
 from celery_dislock.locks.lease import End
 from celery_dislock.locks.lock import Lock
 from celery_dislock.servers.records import Conflict
@@ -449,7 +449,7 @@ class ReentrantLock:
 
     def _refuse_to_interrupt(self, option: str, block: object) -> None:
         """Raise an error if this option could interrupt nothing here."""
-        remedy = refusal()
+        remedy = why_not_interruptible()
         if not block and of_task(option) in self._stated:
             remedy = "it interrupts the body of a `with` block, and nothing else: use one"
         if remedy:
@@ -459,4 +459,6 @@ class ReentrantLock:
         return SettingsError(f"lock {self.key!r}", option, value, remedy)
 
     def _not_owner(self) -> NotOwnerError:
-        return NotOwnerError(self.key, ", ".join(one.who for one in self.holders()), self._hint())
+        return NotOwnerError(
+            self.key, ", ".join(holder.who for holder in self.holders()), self._hint()
+        )

@@ -201,7 +201,7 @@ class Watchdog(Loop):
         return max(lease.trusted_until, self._leases.get(lease, 0.0))
 
     def _renewal_due(self) -> float:
-        return min((one.due or one.trusted_until for one in self), default=FOREVER)
+        return min((lease.due or lease.trusted_until for lease in self), default=FOREVER)
 
     def _renew_due(self, now: float) -> None:
         """Report the leases that are over, and renew the most urgent ones that are due."""
@@ -249,7 +249,7 @@ class Watchdog(Loop):
     def _renew(self, batch: Sequence[Lease]) -> None:
         sent_at = self.clock()
         within = max(WITHIN_LEAST, min((self._lost_at(batch[0]) - sent_at) / 2, WITHIN_MOST))
-        leases = [(one.lock.names, one.owner, one.lock.timeout) for one in batch]
+        leases = [(lease.lock.names, lease.owner, lease.lock.timeout) for lease in batch]
         renew = partial(self._store.renew, leases, within=within)
         answers = self.ask("renewing leases", within, renew, len(batch))
         self._report_outage([answer for answer in answers if isinstance(answer, StoreError)])

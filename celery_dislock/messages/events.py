@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("celery_dislock")
 
 
-def send(app: Celery, sender: str, type_: str, *events: Mapping[str, Any]) -> None:
+def send_events(app: Celery, sender: str, type_: str, *events: Mapping[str, Any]) -> None:
     """
     Send events from a process that has no dispatcher of a worker's.
 
@@ -80,7 +80,7 @@ def tell_revoked(app: Celery, ended: Mapping[str, str]) -> None:
     """Send ``task-revoked`` by :func:`send`; *ended* has the reason of each task, by its id."""
     if ended:
         events = [{"uuid": task_id, **revoked(reason)} for task_id, reason in ended.items()]
-        send(app, f"dislock@{gethostname()}", "task-revoked", *events)
+        send_events(app, f"dislock@{gethostname()}", "task-revoked", *events)
 
 
 def worker_tells_revoked(dispatcher: EventDispatcher | None, ended: Mapping[str, str]) -> None:

@@ -28,7 +28,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import UNIQUE_UNTIL
-from celery_dislock.keys.names import is_of_one, owners_start, reserved_name, task_name, ticket_of
+from celery_dislock.keys.names import (
+    is_of_one,
+    owners_start,
+    reserved_name,
+    task_name,
+    ticket_of_request,
+)
 from celery_dislock.servers.reservations import Reservation
 
 if TYPE_CHECKING:
@@ -141,7 +147,7 @@ class Notes:
                 ignored.append(f"{name}={reprlib.repr(note)}")
             else:
                 setattr(notes, attribute, value)
-        if notes.parked and notes.parked[1] != ticket_of(request):
+        if notes.parked and notes.parked[1] != ticket_of_request(request):
             notes.parked = None
         if ignored:
             #: WARNING: A body has copied `request.headers` into another task, or somebody has
@@ -233,10 +239,10 @@ def with_notes(headers: Mapping[str, Any] | None, notes: Mapping[str, Any]) -> d
 def as_sent(headers: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a message's headers without the notes of one delivery, and without the broker's."""
     given = headers or {}
-    own = {name: one for name, one in given.items() if not str(name).startswith(OF_THE_BROKER)}
+    own = {name: value for name, value in given.items() if not str(name).startswith(OF_THE_BROKER)}
     if HEADER not in own:
         return own
-    kept = {name: one for name, one in _members(own.pop(HEADER)).items() if name not in READERS}
+    kept = {name: value for name, value in _members(own.pop(HEADER)).items() if name not in READERS}
     return {**own, HEADER: kept} if len(kept) > 1 else own  # more than the version
 
 
@@ -253,7 +259,9 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     """
     given = notes_of(request).get(TICKET)
     turn = None if given is None else _ticket(given, str(request.id))
-    is_own = turn is not None and turn[1] == ticket_of(request) and is_under(prefix, turn[0])
+    is_own = (
+        turn is not None and turn[1] == ticket_of_request(request) and is_under(prefix, turn[0])
+    )
     return turn if is_own else None
 
 
@@ -289,9 +297,12 @@ def reservation_of(
     return Reservation(lock, encoded_id, until, kept, mark, number)
 
 
-def with_reservation(headers: Any, its: Reservation) -> dict[str, Any]:
+def with_reservation(headers: Any, reservation: Reservation) -> dict[str, Any]:
     """Return a message's headers with its reservation."""
-    return with_notes(headers, {UNIQUE: [its.lock, its.until, its.mark, its.number]})
+    return with_notes(
+        headers,
+        {UNIQUE: [reservation.lock, reservation.until, reservation.mark, reservation.number]},
+    )
 
 
 def forget_notes(request: Context) -> None:
@@ -336,15 +347,15 @@ def _owner(given: Any, task_id: str) -> str | None:
 def _owners(given: Any, task_id: str) -> list[str] | None:
     if not isinstance(given, (list, tuple)) or len(given) > OWNERS_MOST:
         return None
-    owners = [_owner(one, task_id) for one in given]
-    return None if None in owners else [one for one in owners if one]
+    owners = [_owner(owner, task_id) for owner in given]
+    return None if None in owners else [owner for owner in owners if owner]
 
 
 def _held(given: Any, task_id: str) -> list[str] | None:
     if not isinstance(given, (list, tuple)) or not 1 < len(given) <= 1 + LOCKS_MOST:
         return None
     owner, *locks = given
-    is_own = _owner(owner, task_id) and all(_is_text(one, LOCK_MOST) for one in locks)
+    is_own = _owner(owner, task_id) and all(_is_text(lock, LOCK_MOST) for lock in locks)
     return [owner, *locks] if is_own else None
 
 

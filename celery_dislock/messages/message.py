@@ -154,14 +154,14 @@ class Message:
             if REPLACED in members:  # drop.lua has put it there
                 notes = {REPLACED: members[REPLACED]}
                 members["headers"] = with_notes(members["headers"], notes)
-            known = {name: one for name, one in members.items() if name in FIELDS}
+            known = {name: value for name, value in members.items() if name in FIELDS}
             message = cls(**known, body=body)
             named = [message.headers.get(name, "") for name in ("id", "task")]
             texts = (message.exchange, message.routing_key, *named)
-            can_be_sent = [_can_be_sent(*one) for one in message.properties.items()]
+            can_be_sent = [_can_be_sent(*item) for item in message.properties.items()]
         except Exception as exc:  # any malformed content
             raise ValueError(f"it cannot be read: {exc!r}") from exc
-        if not all(isinstance(one, str) for one in texts):
+        if not all(isinstance(text, str) for text in texts):
             raise ValueError("its exchange, routing key, id or task name is not text")
         if not all(can_be_sent):
             raise ValueError("it has a property that no broker accepts")
@@ -210,7 +210,7 @@ class Message:
         )
 
 
-FIELDS = {one.name for one in fields(Message)} - {"body"}  # of the stored message's first line
+FIELDS = {field.name for field in fields(Message)} - {"body"}  # of the stored message's first line
 
 
 def undelayed(exchange: str | None, routing_key: str | None) -> tuple[str, str]:

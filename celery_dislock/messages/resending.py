@@ -97,7 +97,7 @@ def _is_delayed_by_broker(app: Celery, kind: str, message: Message) -> bool:
         return False  # it would come to all of them
     was_delayed = message.exchange.endswith(DELAYED_DELIVERY)
     queues = queues_of(app, message.exchange)
-    return was_delayed or any(one.exchange.type != "direct" for one in queues)
+    return was_delayed or any(queue.exchange.type != "direct" for queue in queues)
 
 
 def _kept_most(app: Celery) -> float:
@@ -144,7 +144,7 @@ def postponed(options: dict[str, Any], most: float) -> dict[str, Any]:
     return {**options, "eta": None, "countdown": max(most, 0.0)}
 
 
-def retried(app: Celery, options: dict[str, Any], request: Context) -> dict[str, Any]:
+def retry_options(app: Celery, options: dict[str, Any], request: Context) -> dict[str, Any]:
     """
     Return the options of a retry, without what belongs to the delivery that is retried.
 

@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
 def is_broadcast(app: Celery, exchange: str) -> bool:
     """Tell whether an exchange copies each message to all workers, as that of a ``Broadcast``."""
-    return any(one.exchange.type == "fanout" for one in queues_of(app, exchange))
+    return any(queue.exchange.type == "fanout" for queue in queues_of(app, exchange))
 
 
 def queues_of(app: Celery, exchange: str) -> list[Queue]:
     """Return those of the app's queues that are bound to an exchange."""
     queues = app.amqp.queues.values()
-    return [one for one in queues if one.exchange is not None and one.exchange.name == exchange]
+    return [
+        queue for queue in queues if queue.exchange is not None and queue.exchange.name == exchange
+    ]
 
 
 def reached(
@@ -63,13 +65,15 @@ def reached(
         if not is_delayed and (of.name != exchange or of.type != "topic"):
             return bool(of.name == exchange)
         keys = [key, f"#.{key}"] if twice else [key]
-        return any(_fits(one.split("."), words) for one in keys)
+        return any(_fits(pattern.split("."), words) for pattern in keys)
 
     def gets(queue: Queue) -> bool:
         others = () if is_delayed else queue.bindings or ()
-        return leads(queue, twice=bound_twice) or any(leads(one, twice=False) for one in others)
+        return leads(queue, twice=bound_twice) or any(
+            leads(binding, twice=False) for binding in others
+        )
 
-    return [one for one in app.amqp.queues.values() if gets(one)]
+    return [queue for queue in app.amqp.queues.values() if gets(queue)]
 
 
 def to_one_queue(app: Celery, message: Message) -> Message:
@@ -97,19 +101,19 @@ def known_here(app: Celery, request: Request) -> list[str]:
     exchange, routing_key = map(request.delivery_info.get, ("exchange", "routing_key"))
     if not (exchange and hasattr(request.message.channel, "typeof")):
         return []
-    later = [one for one in queues_of(app, exchange) if one.exchange.type == "topic"]
-    if not later or any(one.name in _configured(app) for one in later):
+    later = [queue for queue in queues_of(app, exchange) if queue.exchange.type == "topic"]
+    if not later or any(queue.name in _configured(app) for queue in later):
         return []
     return _consumed(app, reached(app, exchange, str(routing_key or "")))[:1]
 
 
 def _configured(app: Celery) -> set[str]:
     queues = app.conf.task_queues or ()
-    return {one if isinstance(one, str) else one.name for one in queues}
+    return {queue if isinstance(queue, str) else queue.name for queue in queues}
 
 
 def _consumed(app: Celery, queues: Sequence[Queue]) -> list[str]:
-    return [one.name for one in queues if one.name in app.amqp.queues.consume_from]
+    return [queue.name for queue in queues if queue.name in app.amqp.queues.consume_from]
 
 
 def _arguments_of(bound: Any) -> Mapping[str, Any]:

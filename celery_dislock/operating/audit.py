@@ -40,7 +40,7 @@ def dropped(name: str, ticket: str) -> str:
     return f"dropped the parked task of ticket {ticket!r} from the line of lock {shown_key(name)!r}"
 
 
-def limited(name: str, limit: int | None, note: str, seconds: float | None = None) -> str:
+def log_limit(name: str, limit: int | None, note: str, seconds: float | None = None) -> str:
     """Say that a limit or a pause was set, or taken back."""
     key = repr(shown_key(name))
     if limit is None:

@@ -208,7 +208,7 @@ class Counters:
             replies = send(calls)
         except StoreError as exc:
             replies = [exc] * len(calls)
-        self.error = next((one for one in replies if isinstance(one, StoreError)), None)
+        self.error = next((reply for reply in replies if isinstance(reply, StoreError)), None)
         done = zip(list(sums), replies, strict=True)
         return [worker for worker, reply in done if not isinstance(reply, StoreError)]
 

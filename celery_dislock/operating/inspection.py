@@ -60,14 +60,17 @@ def inspect_task(state: Any, task_id: str, **_kwargs: Any) -> dict[str, Any]:
     """What this worker knows of one task: whether it runs or waits here; its queues, too."""
     consumer = state.consumer
     queues = consumer.task_consumer.queues if consumer.task_consumer else ()
-    told = {"locks": not runtime_of(state.app).off, "queues": sorted(one.name for one in queues)}
+    told = {
+        "locks": not runtime_of(state.app).off,
+        "queues": sorted(queue.name for queue in queues),
+    }
     told["revoked"] = task_id in worker_state.revoked
     for name, requests in (
         (ACTIVE, worker_state.active_requests),
         (RESERVED, worker_state.reserved_requests),
         (SCHEDULED, scheduled(consumer)),
     ):
-        found = next((one for one in list(requests) if one.id == task_id), None)
+        found = next((request for request in list(requests) if request.id == task_id), None)
         if found is not None:
             return {**told, "is": name, **_of_request(found)}
     return {**told, "is": None}
@@ -103,7 +106,9 @@ def inspection(app: Celery, worker: WorkController) -> dict[str, Any]:
     """
     runtime = runtime_of(app)
     answer = about(runtime, {name: guard.options for name, guard in guards_of(app).items()})
-    answer["warnings"] = [one for step in worker.steps for one in getattr(step, "warnings", ())]
+    answer["warnings"] = [
+        warning for step in worker.steps for warning in getattr(step, "warnings", ())
+    ]
     answer |= {"errors": 0, "unavailable": None, "leases": []}
     if answer["no_server"] is None and answer["locks"]:
         answer["errors"] = runtime.process.watchdog.errors
@@ -158,7 +163,7 @@ def _plain(value: Any) -> Any:
         known = {"key": _plain(value.key), "limit": value.limit, "rate": rate}
         return {name: given for name, given in known.items() if given is not None}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if callable(value):  # each process has another repr of it
         return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', '?')}"
     return value
@@ -216,17 +221,17 @@ def _lease(request: Request, name: str, lock: LockState | None) -> dict[str, Any
         "id": request.id,
         "pid": request.worker_pid,
     }
-    for one in lock.holders if lock else ():
-        if one.id == shown_id(request.id) and one.worker == request.hostname and not one.turn:
+    for held in lock.holders if lock else ():
+        if held.id == shown_id(request.id) and held.worker == request.hostname and not held.turn:
             return {
                 **about_task,
-                "pid": one.pid,  # greenlets and threads have numbers of their own in a request
+                "pid": held.pid,  # greenlets and threads have numbers of their own in a request
                 "held": True,
-                "token": one.token,
-                "held_for": one.held,
-                "remaining": one.remaining,
-                "renewed": one.renewed,
-                "overdue": one.is_overdue,
+                "token": held.token,
+                "held_for": held.held,
+                "remaining": held.remaining,
+                "renewed": held.renewed,
+                "overdue": held.is_overdue,
             }
     return {**about_task, "held": False, "missed": _misses(request, lock)}
 
@@ -236,7 +241,7 @@ def _misses(request: Request, lock: LockState | None) -> bool:
     if lock is None or lock.waiting > len(lock.line):  # it may wait behind those
         return False
     is_young = time.time() - (request.time_start or time.time()) < BEGINS_WITHIN
-    return not (is_young or any(one.id == shown_id(request.id) for one in lock.line))
+    return not (is_young or any(waiter.id == shown_id(request.id) for waiter in lock.line))
 
 
 def _in_short(answer: Mapping[str, Any]) -> dict[str, Any]:

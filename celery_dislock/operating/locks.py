@@ -135,7 +135,7 @@ class ListedLock(NamedTuple):
     @property
     def longest(self) -> float:
         """Seconds for which a holder has held it, the longest."""
-        return max((one.held for one in self.holders), default=0.0)
+        return max((holder.held for holder in self.holders), default=0.0)
 
     @property
     def waiting(self) -> int:
@@ -172,4 +172,4 @@ def as_data(known: Any) -> Any:
     fields = known._asdict() if hasattr(known, "_asdict") else known
     if isinstance(fields, dict):
         return {name: as_data(value) for name, value in fields.items()}
-    return [as_data(one) for one in known] if isinstance(known, list) else known
+    return [as_data(key) for key in known] if isinstance(known, list) else known

@@ -65,25 +65,25 @@ def _one(_of: object) -> float:
 
 
 def _holders(number: Callable[[Holder], float]) -> Source:
-    return lambda lock: (((one.task, one.worker), number(one)) for one in lock.holders)
+    return lambda lock: (((holder.task, holder.worker), number(holder)) for holder in lock.holders)
 
 
 def _parked(lock: LockState) -> Iterable[tuple[tuple[str | None], float]]:
     """Count the parked tasks that were read; those beyond them count for the most frequent task."""
-    found = Counter((one.task,) for one in lock.line if one.parked)
+    found = Counter((waiter.task,) for waiter in lock.line if waiter.parked)
     for task, _ in found.most_common(1):
         found[task] += lock.waiting - len(lock.line)
     return found.items()
 
 
 def _oldest(lock: LockState) -> Iterable[tuple[tuple[str | None], float]]:
-    return [((one.task,), one.parked_for or 0.0) for one in lock.line if one.parked][:1]
+    return [((waiter.task,), waiter.parked_for or 0.0) for waiter in lock.line if waiter.parked][:1]
 
 
 def _reserved(number: Callable[[ReservationState], float]) -> Source:
     def of(lock: LockState) -> Iterable[tuple[tuple[str], float]]:
-        one = lock.reservation
-        return [((one.state,), number(one))] if one is not None else []
+        reservation = lock.reservation
+        return [((reservation.state,), number(reservation))] if reservation is not None else []
 
     return of
 

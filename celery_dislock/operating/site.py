@@ -77,7 +77,7 @@ class Site:
         """Return the unique tasks of the app that may have this key."""
         if self._unique is None:
             self._unique = [] if self._app is None else list(_unique_tasks(self._app))
-        return [one for one in self._unique if any(map(key.startswith, one.heads))]
+        return [task for task in self._unique if any(map(key.startswith, task.heads))]
 
     def messages_in(self, queues: Iterable[str]) -> int | None:
         """Return how many messages wait in some queues; None: the broker cannot be asked."""
@@ -97,7 +97,7 @@ def _unique_tasks(app: Celery) -> Iterable[UniqueTask]:
     for name, guard in guards_of(app).items():
         until = guard.options.lock_unique_until
         if until is not None:
-            heads = [_head(one, name) for one in guard.options.keys]
+            heads = [_head(key, name) for key in guard.options.keys]
             queue = _queue_of(app, name)
             kept, parks = guard.options.lock_unique_for, guard.options.parks
             yield UniqueTask(heads, until, kept, queue, parks)

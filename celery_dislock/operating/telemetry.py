@@ -22,7 +22,7 @@ from celery_dislock.clock import FOREVER
 from celery_dislock.locks.channel import Watcher
 from celery_dislock.locks.interruption import is_pool_process
 from celery_dislock.locks.lease import GONE, End
-from celery_dislock.messages.events import send
+from celery_dislock.messages.events import send_events
 from celery_dislock.operating.counting import SPOKEN, Counters
 from celery_dislock.scripts import COUNT
 from celery_dislock.servers.records import in_words
@@ -171,7 +171,9 @@ class Telemetry(Watcher):
         about["key"] = lease.key
         if is_pool_process():
             fields = {"uuid": task_id, **about}
-            self._events.append(partial(send, task.app, lease.holder["worker"], type_, fields))
+            self._events.append(
+                partial(send_events, task.app, lease.holder["worker"], type_, fields)
+            )
             self._wake()
             return
         from celery.worker import state  # noqa: PLC0415 -- other processes have none

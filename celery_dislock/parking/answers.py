@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
-from celery_dislock.servers.records import Conflict, locks_of, text
+from celery_dislock.servers.records import Conflict, decode, station_locks
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Circle(NamedTuple):
     tasks: tuple[str, ...]  # each with the keys of its locks, in the order in which it takes them
 
 
-class First(NamedTuple):
+class Head(NamedTuple):
     """A parked task that is first in line, and the terms of its ticket there."""
 
     lock: str  # its name in Redis
@@ -72,7 +72,7 @@ class Swept(NamedTuple):
     replaced: Mapping[str, bytes]  # as in Parked
     unclaimed: tuple[str, ...] = ()  # tickets of which nobody has claimed several turns in a row
     circles: tuple[Circle, ...] = ()  # found and opened by this sweep
-    first: tuple[First, ...] = ()  # in this line, and in those that its tasks have come to
+    first: tuple[Head, ...] = ()  # in this line, and in those that its tasks have come to
 
 
 class Dropped(NamedTuple):
@@ -86,17 +86,17 @@ def _circle(told: Sequence[bytes]) -> Circle:
     """Parse a circle that was opened; see ``_circles.lua``."""
     began_anew, *parts = told
     tasks = {
-        text(ticket): f"{plain(text(name))}[{task_id_of(text(ticket))}]"
+        decode(ticket): f"{plain(decode(name))}[{task_id_of(decode(ticket))}]"
         for ticket, name, _ in zip(*[iter(parts)] * 3, strict=True)
     }
-    orders = [", ".join(map(key_of, locks_of(stations))) for stations in parts[2::3]]
+    orders = [", ".join(map(key_of, station_locks(stations))) for stations in parts[2::3]]
     ordered = zip(tasks.values(), orders, strict=True)
-    return Circle(tasks[text(began_anew)], tuple(f"{task} ({keys})" for task, keys in ordered))
+    return Circle(tasks[decode(began_anew)], tuple(f"{task} ({keys})" for task, keys in ordered))
 
 
 def messages(reply: Sequence[bytes]) -> dict[str, bytes]:
     """Parse tickets and their messages."""
-    return dict(zip(map(text, reply[::2]), reply[1::2], strict=True))
+    return dict(zip(map(decode, reply[::2]), reply[1::2], strict=True))
 
 
 def swept(
@@ -110,7 +110,7 @@ def swept(
     return Swept(
         parked,
         messages(replaced),
-        tuple(map(text, unclaimed)),
+        tuple(map(decode, unclaimed)),
         tuple(map(_circle, circles)),
-        tuple(First(*map(text, one)) for one in zip(*[iter(first)] * 3, strict=True)),
+        tuple(Head(*map(decode, names)) for names in zip(*[iter(first)] * 3, strict=True)),
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock import scripts
 from celery_dislock.scripts.names import epoch_of
-from celery_dislock.servers.records import text
+from celery_dislock.servers.records import decode
 
 if TYPE_CHECKING:
     from celery_dislock.servers.server import Server
@@ -94,7 +94,7 @@ class Epoch:
         if not found:
             self._seen, self._parked = ("", 0), 0
             return None
-        self._seen = text(found[0]), int(found[1])
+        self._seen = decode(found[0]), int(found[1])
         self._parked = int(found[2]) if parked is None else parked
         return _loss(found) if self._seen[0] == new else None
 
@@ -110,7 +110,7 @@ class Epoch:
 
 
 def _loss(found: list[bytes]) -> Loss | None:
-    before, ago, was, left, how = map(text, found[3:])
+    before, ago, was, left, how = map(decode, found[3:])
     if before == NONE:
         return None
     return Loss(HOW.get(how, how), int(was), int(left), int(ago) / 1000)

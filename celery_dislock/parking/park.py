@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from celery_dislock.exceptions import LaterReleaseError, StoreError
-from celery_dislock.keys.names import ticket_of
+from celery_dislock.keys.names import ticket_of_request
 from celery_dislock.locks.lease import WAS_PARKED
 from celery_dislock.messages.headers import SENT, SINCE
 from celery_dislock.messages.message import TaskParked, result_is_ignored
@@ -51,7 +51,7 @@ class Parking:
 
     def __init__(self, delivery: Delivery, process: ParkingProcess) -> None:
         self._delivery, self._process = delivery, process
-        self._ticket = ticket_of(delivery.request)
+        self._ticket = ticket_of_request(delivery.request)
         # A task that is acknowledged late may be redelivered until its result is stored.
         settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
         delivery.if_done = Ending(ticket=self._ticket, settles=settles)
@@ -93,8 +93,8 @@ class Parking:
             parked.about = {"key": answer.key, "place": answer.place, "holder": holder, **since}
             delivery.logged(parked, f"{parked}.")
             if answer.replaced:
-                its = lock.names[0], answer.replaced
-                parked.replaced = self._process.publisher.tell_replaced(*its, str(delivery.id))
+                tell = self._process.publisher.tell_replaced
+                parked.replaced = tell(lock.names[0], answer.replaced, str(delivery.id))
             parked.told = answer.told
             raise parked
         if isinstance(answer, Done):
@@ -106,7 +106,7 @@ class Parking:
             if answer.claimed and ticket.marked:
                 attempt.how = WAS_PARKED
             if answer.locks != lock.names:
-                lock.take_names(answer.locks)
+                lock.adopt_ticket_keys(answer.locks)
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         if isinstance(answer, Later):
             put_off_later(delivery, self._process.lines)

@@ -10,7 +10,7 @@ from celery._state import get_current_task
 from celery_dislock.locks.runtime import Process, Runtime
 from celery_dislock.messages.delivery import end_reservation, traced
 from celery_dislock.messages.headers import reservation_of
-from celery_dislock.parking.publisher import Publisher, home_of
+from celery_dislock.parking.publisher import Publisher, broker_digest
 from celery_dislock.parking.store import Lines
 from celery_dislock.scripts.names import sweep_lock
 from celery_dislock.servers.bridge import wait_for
@@ -42,7 +42,7 @@ class ParkingProcess(Process):
     """
 
     def __init__(self, conf: Mapping[str, Any], settings: AppSettings, app: Celery) -> None:
-        super().__init__(conf, settings, home=home_of(app), hand_over=self._hand_over)
+        super().__init__(conf, settings, home=broker_digest(app), hand_over=self._hand_over)
         self.can_park = self.store.lock_server.keeps_lines
         home, prefix = self.store.home, settings.dislock_prefix
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)

@@ -105,8 +105,8 @@ class Publisher:
                     continue
                 unreadable.append((lock, ticket, exc))
         self._publish(readable)
-        for one in unreadable:
-            self._fail(*one)
+        for lock, ticket, error in unreadable:
+            self._fail(lock, ticket, error)
 
     def _publish(self, readable: Sequence[tuple[Turn, Message]]) -> None:
         for nth, (turn, message) in enumerate(readable):
@@ -189,8 +189,8 @@ class Publisher:
                     # The properties say where a caller waits, if results are sent as messages.
                     request = Context({**message.headers, **message.properties})
                     self._end_reservation(request)
-                    its = task, request, TaskRevokedError(reason), states.REVOKED
-                    store_end(*its, within=within)
+                    end = task, request, TaskRevokedError(reason), states.REVOKED
+                    store_end(*end, within=within)
                 else:  # a worker that knows the task notifies its chord and chain
                     publish(self._app, message, {REPLACED: reason})
                 if self.lines.leave(lock, ticket) == HAS_LEFT and known:  # else that worker logs it
@@ -295,7 +295,7 @@ def _give_back(lines: Lines, turns: Iterable[tuple[Turn, Message]]) -> str:
     return "by the next sweep"
 
 
-def home_of(app: Celery) -> str:
+def broker_digest(app: Celery) -> str:
     """Return a digest of the broker's URL; different spellings of one host give different ones."""
     urls = app.conf.broker_write_url or app.conf.broker_url or ""
     given = urls.split(";") if isinstance(urls, str) else urls

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kombu.utils.json import dumps
 
 from celery_dislock import scripts
-from celery_dislock.config.terms import ALONE, written
+from celery_dislock.config.terms import ALONE, terms_text
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.parking.answers import Done, Dropped, Full, Later, Parked, messages, swept
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
-from celery_dislock.servers.records import Conflict, holder_of, text
+from celery_dislock.servers.records import Conflict, decode, holder_of
 from celery_dislock.servers.replies import Granted, Replaced, turns
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Lines:
         # In a cluster the index is on another node than most locks.
         self._is_apart = len(server.together(APART)) > 1
 
-    def hold(self, locks: Sequence[str]) -> bool:
+    def can_queue(self, locks: Sequence[str]) -> bool:
         """Tell whether a task can wait in line for these locks."""
         return len(locks) == 1 or not self._is_apart
 
@@ -142,7 +142,7 @@ class Lines:
             "owner": owner,
             "ttl": milliseconds(ttl),
             "holder": holder,
-            "terms": written(ticket.terms),
+            "terms": terms_text(ticket.terms),
             "its_home": self._home,
             "ticket": ticket.name,
             "marked": int(ticket.marked),
@@ -265,9 +265,9 @@ class Lines:
         cursor: bytes | None = None
         while cursor != FIRST:
             cursor, found = self._server.run(scripts.ASIDE, [lock], cursor or FIRST, ASIDE_PAGE)
-            for one, kept in zip(*[iter(found)] * 2, strict=True):
-                if not ticket or text(one) == ticket:
-                    yield text(one), kept
+            for ticket_id, kept in zip(*[iter(found)] * 2, strict=True):
+                if not ticket or decode(ticket_id) == ticket:
+                    yield decode(ticket_id), kept
 
     def forget_aside(self, lock: str, ticket: str) -> None:
         """Forget what was set aside under a ticket."""
@@ -330,7 +330,7 @@ class Lines:
             the page: each lock's name with its number for :meth:`delist`.
         """
         total, cursor, found = self._server.run(scripts.LINES, [self._names], cursor, count)
-        names = {text(lock): seen for lock, seen in zip(*[iter(found)] * 2, strict=True)}
+        names = {decode(lock): seen for lock, seen in zip(*[iter(found)] * 2, strict=True)}
         return total, cursor, names
 
     def names(self) -> Iterator[str]:
@@ -390,18 +390,18 @@ def _answer(reply: Sequence[Any]) -> Granted | Conflict | Done | Later:
     match reply:
         case [scripts.GRANTED, _, claimed, *granted]:
             return Granted(
-                tuple(map(int, granted[1::2])), bool(claimed), tuple(map(text, granted[::2]))
+                tuple(map(int, granted[1::2])), bool(claimed), tuple(map(decode, granted[::2]))
             )
         case [scripts.REFUSED, _, lock, place, *lease]:
-            return Conflict.of(text(lock), *lease, place=place)
+            return Conflict.of(decode(lock), *lease, place=place)
         case [scripts.PARKED, _, lock, place, *lease, replaced, told]:
-            its = messages(replaced) if replaced else {}
+            ended = messages(replaced) if replaced else {}
             told = tuple(map(holder_of, told))
-            return Parked.of(text(lock), *lease, place=place, replaced=its, told=told)
+            return Parked.of(decode(lock), *lease, place=place, replaced=ended, told=told)
         case [scripts.FULL, _, lock, waiting, *lease]:
-            return Full.of(text(lock), *lease, waiting=waiting)
+            return Full.of(decode(lock), *lease, waiting=waiting)
         case [scripts.REPLACED_BY, _, by]:
-            raise Replaced(text(by))
+            raise Replaced(decode(by))
     return Later() if reply[0] == scripts.LATER else Done()
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
-from celery_dislock.config.terms import written as written_terms
+from celery_dislock.config.terms import terms_text
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.broker import BACKEND_WITHIN
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.config.terms import Terms
-    from celery_dislock.parking.answers import First
+    from celery_dislock.parking.answers import Head
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.parking.store import Lines
 
@@ -53,7 +53,9 @@ def interval(tasks: Iterable[TaskOptions]) -> float | None:
     tasks that used to park may have left a line.
     """
     known = list(tasks)
-    timeouts = [options.timeout for options in [one for one in known if one.parks] or known]
+    timeouts = [
+        options.timeout for options in [options for options in known if options.parks] or known
+    ]
     return min(MOST, min(timeouts) / RENEWALS_PER_TIMEOUT) if timeouts else None
 
 
@@ -211,8 +213,8 @@ class Sweep:
             if newer is None:
                 this.parked += swept.parked
             if swept.replaced:
-                its = lock, swept.replaced
-                if told := publisher.tell_replaced(*its, within=BACKEND_WITHIN):
+                told = publisher.tell_replaced(lock, swept.replaced, within=BACKEND_WITHIN)
+                if told:
                     self.tell(told)
             if swept.unclaimed:
                 publisher.end_unclaimed(lock, swept.unclaimed)
@@ -227,14 +229,14 @@ class Sweep:
                 )
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
-            if follows := [other for one in swept.first if (other := self._newer(one))]:
+            if follows := [other for head in swept.first if (other := self._newer(head))]:
                 others[lock] = follows
         return others
 
-    def _newer(self, first: First) -> Sequence[str]:
+    def _newer(self, first: Head) -> Sequence[str]:
         """Return what sweep.lua is given of a task whose code says other terms; else nothing."""
         terms = self.says(json.loads(f"{{{first.task}}}")["task"], key_of(first.lock))
-        word = written_terms((terms,)) if terms is not None else first.terms
+        word = terms_text((terms,)) if terms is not None else first.terms
         return [*first, word] if word != first.terms else ()
 
     def end(self) -> None:

@@ -52,9 +52,9 @@ end
 -- done before an error stays.  *hashes*: endings of the keys that are hashes.
 local function check_keys(lock, hashes)
   count_leases(lock)
-  for _, key in ipairs({lock.line, lock.handed}) do unless_hidden(pcall(redis.call, 'ZCARD', key)) end
-  for _, ending in ipairs(hashes) do unless_hidden(pcall(redis.call, 'HLEN', lock.name .. ending)) end
-  unless_hidden(pcall(redis.call, 'LINDEX', lock.name .. STARTS, 0))
+  for _, key in ipairs({lock.line, lock.handed}) do fail_unless_moving(pcall(redis.call, 'ZCARD', key)) end
+  for _, ending in ipairs(hashes) do fail_unless_moving(pcall(redis.call, 'HLEN', lock.name .. ending)) end
+  fail_unless_moving(pcall(redis.call, 'LINDEX', lock.name .. STARTS, 0))
   overrides(lock)
 end
 

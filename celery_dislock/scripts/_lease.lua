@@ -52,7 +52,7 @@ local function lease_of(lock, owner)
 end
 
 -- What a command has found; false where a moving slot hides it.  A key of another type is an error.
-local function unless_hidden(seen, found)
+local function fail_unless_moving(seen, found)
   if not seen and string.find(found.err or found, 'WRONGTYPE') then error(found) end
   return seen and found
 end

@@ -56,7 +56,7 @@ local moves = 0                 -- calls of go_on() that this script has made
 -- As check_keys(), at all keys of the lock.
 local function check_all_keys(lock)
   check_keys(lock, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE, NEWEST})
-  local total = unless_hidden(pcall(redis.call, 'HGET', lock.tickets, TOTAL))
+  local total = fail_unless_moving(pcall(redis.call, 'HGET', lock.tickets, TOTAL))
   if total and (not string.find(total, '^%-?%d+$') or #total > NUMBER_DIGITS) then
     error('dislock: its count of bytes cannot be read', 0)
   end

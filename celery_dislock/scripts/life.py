@@ -111,7 +111,7 @@ class Life:
         # Some starts of a lock with a rate, of which not all are kept.
         yield scripts.OVERRIDE, lock, (home, TTL_MS, "", "rate", "1/1000", "pause", "-")
         yield scripts.OVERRIDE, lock, (home, 0, "", "rate", "", "pause", "")
-        yield from ((scripts.ACQUIRE, lock, (one, TTL_MS, "{}", RATED, 0, 1)) for one in "efgh")
+        yield from ((scripts.ACQUIRE, lock, (owner, TTL_MS, "{}", RATED, 0, 1)) for owner in "efgh")
         yield scripts.TAKE_OVER, lock, ("b", "c", "{}")
         # A task with a reservation.
         unique, message = [self._lock + UNIQUE], ("i", "mark", 0)

@@ -163,7 +163,7 @@ def _end_calls_of_closed_loops() -> None:
     greenlet that waits, and keeps what that refers to: the task, and its connection.
     """
     waiting = vars(_here).get("waiting", {})
-    for loop in [one for one in waiting if one.is_closed()]:
+    for loop in [loop_of_waiter for loop_of_waiter in waiting if loop_of_waiter.is_closed()]:
         for call in list(waiting.pop(loop, ())):
             with suppress(Exception, asyncio.CancelledError):  # nobody waits for that task
                 call.task.get_coro().close()

@@ -30,7 +30,7 @@ from celery_dislock.servers.connections import (
     CONNECTION_ERRORS,
     SOCKET_TIMEOUT,
     commands_of,
-    one_of,
+    only_reply,
 )
 from celery_dislock.servers.node import RESEND_PAUSE, RESENDS, Node
 from celery_dislock.servers.peers import LEAST, ask_all
@@ -319,7 +319,7 @@ class Cluster(Server):
         error = StoreError(self.name, "no slot is on a node")
         for address in order:
             try:
-                reply = one_of(self._node(address).wire.ask(SLOTS, within=each))
+                reply = only_reply(self._node(address).wire.ask(SLOTS, within=each))
             except StoreError as exc:
                 error = exc
                 # The node that failed moves to the end.

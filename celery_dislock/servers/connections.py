@@ -89,7 +89,7 @@ def by_text(script: Script, keys: Sequence[str], *arguments: str | bytes | float
     return (b"EVAL", script.text, len(keys), *keys, *arguments)
 
 
-def send(connection: redis.Connection, *commands: Command) -> None:
+def send_commands(connection: redis.Connection, *commands: Command) -> None:
     """
     Send commands on a connection, which connects first if it is not connected.
 
@@ -197,7 +197,7 @@ class Wire:
         except IndexError:
             connection = self._connected(within)
         try:
-            send(connection, *commands)
+            send_commands(connection, *commands)
         except BaseException as exc:  # noqa: BLE001 -- raised again by _failed()
             connection.disconnect()
             if again and isinstance(exc, redis.ConnectionError):
@@ -300,14 +300,14 @@ class Wire:
                     disable_decoding=True, disconnect_on_error=within is None
                 )
             except ResponseError as exc:
-                reply = store_error(self.name, _meant(exc), locks_of(command))
+                reply = store_error(self.name, _meant(exc), locks_of_command(command))
                 if script is not None and isinstance(exc, NoScriptError):
                     unknown.append(number)
             replies.append(reply)
         if script is not None and unknown:
             again = [commands[number] for number in unknown]
             again[0] = (b"EVAL", script.text, *again[0][2:])  # loads the script for the others
-            send(connection, *again)
+            send_commands(connection, *again)
             answers = self._read(connection, again, None, within)
             for number, answer in zip(unknown, answers, strict=True):
                 replies[number] = answer
@@ -349,7 +349,7 @@ def _break_off(
     is_open = connection._sock is not None  # noqa: SLF001 -- no other way
     if is_open and (silent or not isinstance(exc, (RedisError, OSError))):
         with contextlib.suppress(RedisError, OSError):
-            send(connection, undo())
+            send_commands(connection, undo())
 
 
 def set_patience(connection: redis.Connection, seconds: float | None) -> None:
@@ -381,7 +381,7 @@ def _meant(exc: ResponseError) -> ResponseError:
     return exc
 
 
-def one_of(replies: Sequence[Any]) -> Any:
+def only_reply(replies: Sequence[Any]) -> Any:
     """Return the one reply; raise it if it is an error."""
     (reply,) = replies
     if isinstance(reply, StoreError):
@@ -421,7 +421,7 @@ def store_error(
     return error
 
 
-def locks_of(command: Command) -> list[str]:
+def locks_of_command(command: Command) -> list[str]:
     """Return the locks that a script command is run on; empty for other commands."""
     if command[0] not in {b"EVAL", b"EVALSHA"}:
         return []

@@ -28,10 +28,10 @@ from celery_dislock.scripts.names import (
     mark_in,
 )
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
-from celery_dislock.servers.records import text
+from celery_dislock.servers.records import decode
 from celery_dislock.servers.server import SCANNED, escaped, keys_pattern, scan
 from celery_dislock.servers.view import LEASES_ALONE
-from celery_dislock.servers.waiters import Waiter, in_line, ticket_of
+from celery_dislock.servers.waiters import Waiter, parse_place, ticket_of_member
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -50,7 +50,7 @@ FIRST = b"0"  # cursor of the first page, and after the last one
 RETRIES = 4  # retries of a task whose done-marks are looked for beside a lock that is named
 
 
-class Found(NamedTuple):
+class TaskRecord(NamedTuple):
     """
     A record that names a task.
 
@@ -116,7 +116,7 @@ class Search:
         self._ticket = re.compile(rf"{re.escape(self._name)}(:\d+){{2}}")
         self._pattern = f"*{escaped(self._name)}[:@]*"
 
-    def among(self, locks: Iterable[str], ends: Sequence[str] = OF_TASKS) -> Iterator[Found]:
+    def among(self, locks: Iterable[str], ends: Sequence[str] = OF_TASKS) -> Iterator[TaskRecord]:
         """
         Look into some locks.
 
@@ -129,13 +129,13 @@ class Search:
         """
         return self._into((lock, end) for lock in locks for end in ends)
 
-    def marks(self, locks: Iterable[str]) -> Iterator[Found]:
+    def marks(self, locks: Iterable[str]) -> Iterator[TaskRecord]:
         """Look beside these locks for marks: the task was not sent, or its work is done."""
         names = [f"{DONE}{self._name}:{nth}:0" for nth in range(RETRIES)]
         names.append(UNSENT + reserved_name(self._id))
         return self._into((lock, name) for lock in locks for name in names)
 
-    def anywhere(self, end: str = "") -> Iterator[Found]:
+    def anywhere(self, end: str = "") -> Iterator[TaskRecord]:
         """
         Look into all locks.
 
@@ -174,12 +174,12 @@ class Search:
         reply = self._server.run(WHERE, [lock], member)
         if reply is None:
             return None
-        now_ms, at, rank, its, joined, record, ends_ms = reply
-        waiter = in_line(text(at), now_ms, rank + 1, its, joined, record)
+        now_ms, at, rank, member_of_line, joined, record, ends_ms = reply
+        waiter = parse_place(decode(at), now_ms, rank + 1, member_of_line, joined, record)
         ends = (ends_ms - now_ms) / 1000 if ends_ms else None
-        return Place(text(at), waiter, ends, is_lost=rank < 0 and ends is None)
+        return Place(decode(at), waiter, ends, is_lost=rank < 0 and ends is None)
 
-    def _in_page(self, page: Iterable[str]) -> Iterator[Found]:
+    def _in_page(self, page: Iterable[str]) -> Iterator[TaskRecord]:
         """Look into the keys of a page of names."""
         into = []
         for redis_key in page:
@@ -192,7 +192,7 @@ class Search:
                 into += [(lock, end)] if end in OF_TASKS else []
         yield from self._into(into)
 
-    def _into(self, keys: Iterable[tuple[str, str]]) -> Iterator[Found]:
+    def _into(self, keys: Iterable[tuple[str, str]]) -> Iterator[TaskRecord]:
         """Look into keys, each given as its lock and its ending."""
         if not self._server.keeps_lines:
             yield from self._holding(lock for lock, end in keys if end == LEASES)
@@ -211,7 +211,7 @@ class Search:
                     if reply[0] != FIRST
                 ]
 
-    def _holding(self, locks: Iterable[str]) -> Iterator[Found]:
+    def _holding(self, locks: Iterable[str]) -> Iterator[TaskRecord]:
         """Look at the leases on a majority of independent servers, which keep nothing else."""
         rest = iter(locks)
         while some := list(islice(rest, TOGETHER)):
@@ -219,8 +219,10 @@ class Search:
             replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
             for lock, reply in zip(some, replies, strict=True):
                 if not isinstance(reply, StoreError):
-                    owners = (text(owner) for owner in reply[1][::6])
-                    yield from (Found(lock, LEASES, one) for one in owners if self._is_named(one))
+                    owners = (decode(owner) for owner in reply[1][::6])
+                    yield from (
+                        TaskRecord(lock, LEASES, owner) for owner in owners if self._is_named(owner)
+                    )
 
     def _ask(self, pages: Sequence[tuple[str, str, bytes]]) -> list[Any]:
         """Read a page of each key; empty for a key that cannot be read."""
@@ -229,19 +231,19 @@ class Search:
             for lock, end, cursor in pages
         ]
         replies = self._server.run_many(FIND, calls, within=SOCKET_TIMEOUT)
-        return [[FIRST] if isinstance(one, StoreError) else one for one in replies]
+        return [[FIRST] if isinstance(page, StoreError) else page for page in replies]
 
-    def _named(self, lock: str, end: str, page: Sequence[bytes]) -> Iterator[Found]:
+    def _named(self, lock: str, end: str, page: Sequence[bytes]) -> Iterator[TaskRecord]:
         for field, head in zip(page[::2], page[1::2], strict=True):
             if end in HASHES:
-                if self._is_named(text(field)):
-                    yield Found(lock, end, text(field), head)
+                if self._is_named(decode(field)):
+                    yield TaskRecord(lock, end, decode(field), head)
             elif head and (end != UNIQUE or self._reserved in head):
                 mark = mark_in(lock + end)
-                yield Found(lock, *(mark[1:] if mark else (end, self._id)), head)
+                yield TaskRecord(lock, *(mark[1:] if mark else (end, self._id)), head)
 
     def _is_named(self, name: str) -> bool:
         """Tell whether an owner or a ticket is of the task."""
         owner = name.removeprefix("~")  # its lease is left to expire
-        is_ticket = self._ticket.fullmatch(ticket_of(name.encode())[0])
+        is_ticket = self._ticket.fullmatch(ticket_of_member(name.encode())[0])
         return owner.startswith(self._owners) or bool(is_ticket)

@@ -25,9 +25,9 @@ from celery_dislock.servers.connections import (
     by_digest,
     by_text,
     commands_of,
-    one_of,
+    only_reply,
     reset_patience,
-    send,
+    send_commands,
     set_patience,
     store_error,
 )
@@ -180,7 +180,7 @@ class Node(Server):
         if isinstance(reply, StoreError) or reply[0] not in {scripts.GRANTED, scripts.PARKED}:
             return reply
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
-        send(connection, (b"WAIT", self.min_replicas, int(patience * 1000)))
+        send_commands(connection, (b"WAIT", self.min_replicas, int(patience * 1000)))
         have = connection.read_response()
         if have >= self.min_replicas:
             return reply
@@ -212,7 +212,7 @@ class Node(Server):
         connection = self.wire.start(commands)
         set_patience(connection, seconds)
         try:
-            reply = one_of(self.wire.finish(connection, commands, then=_reset_patience)[-1:])
+            reply = only_reply(self.wire.finish(connection, commands, then=_reset_patience)[-1:])
         except StoreError as exc:
             if isinstance(exc.raw, redis.TimeoutError):
                 return None

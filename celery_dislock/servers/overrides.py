@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.terms import Rate
-from celery_dislock.servers.records import bounded_text, text
+from celery_dislock.servers.records import bounded_text, decode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ class RateState(NamedTuple):
 def overrides_of(shown: Sequence[Any]) -> dict[str, Override]:
     """Parse what a script shows of all that is set for a lock, by name."""
     return {
-        text(name): Override(value, int(since), int(until), bounded_text(text(note)) or "")
+        decode(name): Override(value, int(since), int(until), bounded_text(decode(note)) or "")
         for name, value, since, until, note in zip(*[iter(shown)] * 5, strict=True)
     }
 
@@ -84,7 +84,7 @@ def rate_state(
 ) -> RateState | None:
     """Describe a lock's rate as look.lua tells it; None: it has none, and is not held back."""
     rate, early = rate_of(word), early_ms / 1000
-    set_, back = overrides.get("rate"), overrides.get(text(held_back))
+    set_, back = overrides.get("rate"), overrides.get(decode(held_back))
     about = set_ or back
     if about is None:
         return None if rate is None else RateState(rate, early)

@@ -11,7 +11,7 @@ from celery_dislock.scripts import LOOK
 from celery_dislock.scripts.names import lock_in
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.server import keys_pattern, scan
-from celery_dislock.servers.view import LockState, look, state_of
+from celery_dislock.servers.view import LockState, read_state, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ class Overview:
             DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        return look(self.server, name, first, most)
+        return read_state(self.server, name, first, most)
 
     def names(
         self, pattern: str = "*", failed: list[StoreError] | None = None
@@ -124,6 +124,6 @@ def look_at_all(server: Server, names: Sequence[str], most: int = PLACES_SHOWN) 
     Raises:
         DamagedLockError, StoreError: As for :meth:`Overview.lock`.
     """
-    found = [look(server, name, most=most) for name in names]
-    together = look(server, reserved_lock(names)) if len(names) > 1 else None
+    found = [read_state(server, name, most=most) for name in names]
+    together = read_state(server, reserved_lock(names)) if len(names) > 1 else None
     return [*found, together] if together is not None and together.exists else found

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
 from celery_dislock.clock import monotonic
-from celery_dislock.config.terms import ALONE, written
+from celery_dislock.config.terms import ALONE, terms_text
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.servers.connecting import BLOCKING
@@ -28,7 +28,7 @@ from celery_dislock.servers.connections import (
     by_text,
     commands_of,
     is_answer,
-    one_of,
+    only_reply,
 )
 from celery_dislock.servers.overrides import overrides_of
 from celery_dislock.servers.peers import GRACE, LEAST, Names, Peer, ask_all
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
 PATIENCE_RATIO = 1 / 4  # of a lease's expiry: the limit for an acquisition if that is shorter
 WAITER_PAUSE = (0.05, 0.2)  # seconds between two attempts of a waiter, at least and at most
-USUAL = (written((ALONE,)), 0, 1)  # terms, place_ms and fair of acquire.lua: always these here
+USUAL = (terms_text((ALONE,)), 0, 1)  # terms, place_ms and fair of acquire.lua: always these here
 ATTEMPTS = 4  # to acquire, if no owner gets a majority because several ask at once
 ATTEMPT_PAUSE = 0.02  # maximum seconds before the second attempt; doubled each time
 RENEWS = {scripts.RENEW, scripts.RENEW_STALLED}
@@ -119,7 +119,7 @@ class Quorum(Server):
         if script is scripts.ACQUIRE:
             return self._acquire(keys, *arguments), False
         command = by_digest(script, keys, *self._as_sent(script, arguments))
-        return one_of(self._run(script, (command,), self._patience, again=True)), False
+        return only_reply(self._run(script, (command,), self._patience, again=True)), False
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """Run a script many times on all servers; see :meth:`Server.run_many`."""
@@ -148,8 +148,10 @@ class Quorum(Server):
             StoreError: No majority of the servers answered; a refusal if a majority is there.
         """
         replies = _column(self._ask((command,), within=self._patience))
-        refusals = [one for one in replies if isinstance(one, StoreError) and is_answer(one)]
-        there = [one for one in replies if not isinstance(one, StoreError)] + refusals
+        refusals = [
+            reply for reply in replies if isinstance(reply, StoreError) and is_answer(reply)
+        ]
+        there = [reply for reply in replies if not isinstance(reply, StoreError)] + refusals
         if len(there) < self._majority:
             raise self._too_few(replies)
         if there[0] in refusals:
@@ -263,7 +265,7 @@ class Quorum(Server):
     def _decides(self, script: Script | None, answered: Sequence[Sequence[Any]]) -> bool:
         """Return whether these replies of a majority decide, whatever the other servers say."""
         agreed = (
-            max(Counter(said(script, reply) for reply in column).values())
+            max(Counter(agreed_part(script, reply) for reply in column).values())
             for column in zip(*answered, strict=True)
         )
         return min(agreed) >= self._majority
@@ -329,7 +331,7 @@ def _one(reply: Any) -> Any:
     return reply[0] if isinstance(reply, list) and len(reply) == 1 else reply
 
 
-def said(script: Script | None, reply: Any) -> Any:
+def agreed_part(script: Script | None, reply: Any) -> Any:
     """Return the part of a reply that a majority must agree on for it to decide; None: nothing."""
     if script is scripts.ACQUIRE:  # the lock is granted, or the same owner holds it
         return reply[0] if reply[0] == scripts.GRANTED else reply[3]

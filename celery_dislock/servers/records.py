@@ -87,7 +87,7 @@ class Conflict:
             more["held_for"] = held_for = held_ms / 1000
             if not owner.startswith(b"~"):
                 more["renewed"] = renewed_ago(who, remaining, held_for)
-        more |= {"owner": text(owner).removeprefix("~"), "is_copy": bool(is_copy)}
+        more |= {"owner": decode(owner).removeprefix("~"), "is_copy": bool(is_copy)}
         return cls(key_of(lock), who, remaining, **more)
 
     def __bool__(self) -> Literal[False]:
@@ -174,9 +174,9 @@ def is_turn(holder: Mapping[str, Any]) -> bool:
 
 def holder_of(written: bytes) -> dict[str, Any]:
     """Parse a description, each value bounded; text that is no JSON object is shown."""
-    if (holder := parsed(written)) or written == b"{}":
+    if (holder := parse_object(written)) or written == b"{}":
         return {name: bounded(value) for name, value in holder.items()}
-    return {"unreadable": reprlib.repr(text(written[:TEXT_MOST]))}
+    return {"unreadable": reprlib.repr(decode(written[:TEXT_MOST]))}
 
 
 def renewed_ago(holder: Mapping[str, Any], remaining: float, held_for: float) -> float | None:
@@ -195,7 +195,7 @@ def renewed_ago(holder: Mapping[str, Any], remaining: float, held_for: float) ->
     return min(max(0.0, timeout - remaining), held_for)
 
 
-def locks_of(stations: bytes) -> list[str]:
+def station_locks(stations: bytes) -> list[str]:
     """Return the locks in a parked task's record; empty if the task has only one lock."""
     try:
         return [str(name) for name, *_ in json.loads(stations)]
@@ -203,12 +203,12 @@ def locks_of(stations: bytes) -> list[str]:
         return []
 
 
-def text(written: bytes) -> str:
+def decode(written: bytes) -> str:
     """Decode a name from Redis, which may not be valid UTF-8."""
     return written.decode(errors="replace")
 
 
-def parsed(written: bytes) -> dict[str, Any]:
+def parse_object(written: bytes) -> dict[str, Any]:
     """Parse a JSON object of limited size; empty if it is none."""
     if len(written) > HOLDER_MOST:
         return {}

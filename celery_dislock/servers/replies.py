@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.scripts import REPLACED_BY, TAKE_UP_MS
-from celery_dislock.servers.records import Conflict, text
+from celery_dislock.servers.records import Conflict, decode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Turn(NamedTuple):
     delay: float = 0.0  # seconds until the task may start, if it is still too early
 
 
-class Looked(NamedTuple):
+class StalledState(NamedTuple):
     """
     What was found of an execution whose process may be stalled.
 
@@ -73,7 +73,7 @@ class Looked(NamedTuple):
     capped: bool = False
 
 
-def refusal(reply: Sequence[Any], locks: Sequence[str]) -> Conflict:
+def conflict_of(reply: Sequence[Any], locks: Sequence[str]) -> Conflict:
     """
     Parse a reply of acquire.lua that grants nothing: the lease that is in the way.
 
@@ -86,7 +86,7 @@ def refusal(reply: Sequence[Any], locks: Sequence[str]) -> Conflict:
     """
     state, *answer = reply
     if state == REPLACED_BY:
-        raise Replaced(text(answer[-1]))
+        raise Replaced(decode(answer[-1]))
     nth, *lease = answer
     return Conflict.of(locks[nth], *lease)
 
@@ -94,7 +94,7 @@ def refusal(reply: Sequence[Any], locks: Sequence[str]) -> Conflict:
 def turns(reply: Sequence[Any]) -> list[Turn]:
     """Parse the parked tasks that have their turn."""
     return [
-        Turn(text(lock), text(ticket), message, delay_ms / 1000)
+        Turn(decode(lock), decode(ticket), message, delay_ms / 1000)
         for lock, ticket, message, delay_ms in zip(*[iter(reply)] * 4, strict=True)
     ]
 
@@ -112,15 +112,15 @@ def renewed(replies: Sequence[Any]) -> bool | str | StoreError:
     if error := next((reply for reply in replies if isinstance(reply, StoreError)), None):
         return error
     newer = next((reply for reply in replies if isinstance(reply, bytes)), None)
-    return True if newer is None else task_id_of_reserved(text(newer))
+    return True if newer is None else task_id_of_reserved(decode(newer))
 
 
-def looked(replies: Sequence[Any]) -> Looked | StoreError:
+def looked(replies: Sequence[Any]) -> StalledState | StoreError:
     """Combine the replies about one execution's locks; the first error, if there is one."""
     error = next((reply for reply in replies if isinstance(reply, StoreError)), None)
     if error is not None:
         return error
     if b"capped" in replies:
-        return Looked(0.0, 0.0, capped=True)
+        return StalledState(0.0, 0.0, capped=True)
     soon = min((-reply for reply in replies if reply < 0), default=0)
-    return Looked(max(0, *replies) / 1000, soon / 1000)
+    return StalledState(max(0, *replies) / 1000, soon / 1000)

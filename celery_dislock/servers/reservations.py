@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from celery_dislock.keys.names import reserved_name
 from celery_dislock.scripts import BEGIN, CONFIRM, RESERVE, UNRESERVE, milliseconds
 from celery_dislock.scripts.names import UNIQUE
-from celery_dislock.servers.records import text
+from celery_dislock.servers.records import decode
 from celery_dislock.servers.replies import Replaced
 
 if TYPE_CHECKING:
@@ -143,11 +143,11 @@ class Reservations:
         )
         if done == 1:
             burst_ms, mark, number = answer
-            return Reserved(burst_ms / 1000, text(mark), number)
+            return Reserved(burst_ms / 1000, decode(mark), number)
         if not answer:
             return None
         task_id, state, result = answer
-        return Taken(text(task_id), state != b"s", result == b"1")
+        return Taken(decode(task_id), state != b"s", result == b"1")
 
     def confirm(self, reservation: Reservation) -> bool:
         """
@@ -177,8 +177,8 @@ class Reservations:
             StoreError: The server did not answer.
         """
         calls = [
-            (one.lock + UNIQUE, *one.identity, milliseconds(one.ttl), int(runs))
-            for one in reservations
+            (kept.lock + UNIQUE, *kept.identity, milliseconds(kept.ttl), int(runs))
+            for kept in reservations
         ]
         self._server.run_many(CONFIRM, calls, within=within)
 
@@ -200,7 +200,7 @@ class Reservations:
         key = reservation.lock + UNIQUE
         by = self._server.run(BEGIN, [key], *reservation.begins, int(elsewhere))
         if by is not None:
-            raise Replaced(text(by))
+            raise Replaced(decode(by))
 
     def begin_unlocked(self, reservation: Reservation) -> None:
         """

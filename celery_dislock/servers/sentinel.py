@@ -24,7 +24,7 @@ from celery_dislock.config.urls import group
 from celery_dislock.exceptions import ForbiddenError, SettingsError, StoreError
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.connecting import BLOCKING, connection_maker
-from celery_dislock.servers.connections import SOCKET_TIMEOUT, Wire, is_answer, one_of
+from celery_dislock.servers.connections import SOCKET_TIMEOUT, Wire, is_answer, only_reply
 from celery_dislock.servers.server import Outage
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class NoSentinel(NoMaster, redis.TimeoutError):
     """No Sentinel gave an answer that counts, and at least one timed out."""
 
 
-class Said(NamedTuple):
+class SentinelReply(NamedTuple):
     """What one Sentinel says about the master."""
 
     epoch: int  # of the failover that made this server the master
@@ -132,16 +132,19 @@ class Sentinels:
             Of each Sentinel its address, and why its answer does not count; empty: it does.
         """
         each = self._timeout / len(self._wires)
-        return [(_at(one), _why(self._hear(one, each))) for one in self._wires]
+        return [(_at(wire), _why(self._hear(wire, each))) for wire in self._wires]
 
-    def _hear(self, at: Address, within: float) -> Said | NoMaster:
+    def _hear(self, at: Address, within: float) -> SentinelReply | NoMaster:
         """Ask a Sentinel for the master; return its answer, or why that does not count."""
         began = self._clock()
-        asked = [("SENTINEL", one, self._master) for one in ("MASTER", "GET-MASTER-ADDR-BY-NAME")]
+        asked = [
+            ("SENTINEL", subcommand, self._master)
+            for subcommand in ("MASTER", "GET-MASTER-ADDR-BY-NAME")
+        ]
         try:
             replies = self._wires[at].ask(asked, within=within, again=True)
-            state, named = (one_of([reply]) for reply in replies)
-            answer = said(state, named, self._others)
+            state, named = (only_reply([reply]) for reply in replies)
+            answer = parse_sentinel_reply(state, named, self._others)
         except StoreError as exc:
             if is_answer(exc):
                 forbidden = isinstance(exc, ForbiddenError)
@@ -177,8 +180,10 @@ class Sentinels:
     def _ask(self, within: float | None, *, or_last: bool = False) -> Address:
         began = self._clock()
         heard = self._ask_all(within)
-        answers = [one for one in heard.values() if isinstance(one, Said)]
-        errors = "; ".join(f"{_at(at)}: {why}" for at, one in heard.items() if (why := _why(one)))
+        answers = [answer for answer in heard.values() if isinstance(answer, SentinelReply)]
+        errors = "; ".join(
+            f"{_at(at)}: {why}" for at, answer in heard.items() if (why := _why(answer))
+        )
         if answers:
             if self._outage.ends():
                 #: INFO: A Sentinel has answered.
@@ -198,44 +203,44 @@ class Sentinels:
                     *(_at(self._named), errors),
                 )
             return self._named
-        slow = not answers and any(isinstance(one, NoSentinel) for one in heard.values())
+        slow = not answers and any(isinstance(answer, NoSentinel) for answer in heard.values())
         kind = NoSentinel if slow else NoMaster
         raise kind(f"no Sentinel names a master {self._master!r} ({errors})")
 
-    def _ask_all(self, within: float | None) -> dict[Address, Said | NoMaster]:
+    def _ask_all(self, within: float | None) -> dict[Address, SentinelReply | NoMaster]:
         """Ask the Sentinels that did not fail recently; the others only if none of them answers."""
         now = self._clock()
         until = now + min(self._timeout, self._timeout if within is None else within)
         each = (until - now) / len(self._wires)
-        heard: dict[Address, Said | NoMaster] = {}
+        heard: dict[Address, SentinelReply | NoMaster] = {}
         answered = failed = False
         for at in sorted(self._wires, key=self._left_alone_until.__getitem__):
             is_left_alone = self._left_alone_until[at] > now
             if (answered and is_left_alone) or (failed and self._clock() >= until):
                 continue
-            heard[at] = one = self._hear(at, each)
-            answered = answered or isinstance(one, Said)
-            failed = failed or bool(_why(one))
+            heard[at] = answer = self._hear(at, each)
+            answered = answered or isinstance(answer, SentinelReply)
+            failed = failed or bool(_why(answer))
         return heard
 
 
-def _why(heard: Said | NoMaster) -> str:
+def _why(heard: SentinelReply | NoMaster) -> str:
     """Say why a Sentinel names no master; empty: it names one."""
     if isinstance(heard, NoMaster):
         return str(heard)
     return "" if heard.address else "says that the master is down"
 
 
-def choose(answers: Sequence[Said]) -> Address | None:
+def choose(answers: Sequence[SentinelReply]) -> Address | None:
     """Return the master that the answers of the highest epoch name; None: they name none."""
-    newest = max((one.epoch for one in answers), default=0)
-    heard = [one for one in answers if one.epoch == newest]
-    if any(one.is_replaced for one in heard):
+    newest = max((answer.epoch for answer in answers), default=0)
+    heard = [answer for answer in answers if answer.epoch == newest]
+    if any(answer.is_replaced for answer in heard):
         return None
-    return next((one.address for one in heard if one.address), None)
+    return next((answer.address for answer in heard if answer.address), None)
 
 
-def said(state: Any, named: Sequence[bytes], others: int) -> Said | None:
+def parse_sentinel_reply(state: Any, named: Sequence[bytes], others: int) -> SentinelReply | None:
     """
     Parse the answer of one Sentinel.
 
@@ -256,7 +261,7 @@ def said(state: Any, named: Sequence[bytes], others: int) -> Said | None:
     is_next = list(named) != [fields[b"ip"], fields[b"port"]]
     is_up = is_next or (b"master" in flags and not {b"s_down", b"o_down"} & flags)
     host, port = named
-    return Said(
+    return SentinelReply(
         int(fields[b"config-epoch"]),
         (host.decode(), int(port)) if is_up else None,
         is_replaced=b"failover_in_progress" in flags and not is_next,

@@ -123,7 +123,7 @@ class Server(Protocol):
 
     def senders(self) -> list[Callable[..., Any]]:
         """Return the *send* of each of :meth:`members`."""
-        return [one.send for one in self.members()]
+        return [member.send for member in self.members()]
 
     def asks(self, key: str) -> list[Command]:
         """Return each command that is sent outside scripts, in a form that harms nobody."""

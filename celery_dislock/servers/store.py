@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
-from celery_dislock.config.terms import ALONE, written
+from celery_dislock.config.terms import ALONE, terms_text
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import mark_of, wake_list
@@ -15,19 +15,19 @@ from celery_dislock.servers.connecting import BLOCKING
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.overrides import overrides_of
-from celery_dislock.servers.records import text
+from celery_dislock.servers.records import decode
 from celery_dislock.servers.replies import (
     FirstInLine,
     Granted,
     Handed,
+    conflict_of,
     looked,
-    refusal,
     renewed,
     turns,
 )
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.servers.reservations import Reservations
-from celery_dislock.servers.view import LEASES_ALONE, look
+from celery_dislock.servers.view import LEASES_ALONE, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.connecting import Driver
     from celery_dislock.servers.overrides import Override
     from celery_dislock.servers.records import Conflict
-    from celery_dislock.servers.replies import Looked, Turn
+    from celery_dislock.servers.replies import StalledState, Turn
     from celery_dislock.servers.requests import Ending, Execution, LateRelease
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.view import Holder
@@ -135,12 +135,14 @@ class Store:
         try:
             for group in (locks,) if len(locks) == 1 else self.lock_server.together(locks):
                 before = len(tokens)
-                its = terms if len(terms) == 1 else terms[before : before + len(group)]
-                reply, _ = self.lock_server.exchange(script, group, *who, written(its), *how)
+                terms_here = terms if len(terms) == 1 else terms[before : before + len(group)]
+                reply, _ = self.lock_server.exchange(
+                    script, group, *who, terms_text(terms_here), *how
+                )
                 if reply[0] != scripts.GRANTED:
                     if not place:
                         self._give_back(locks[:before], owner)
-                    return refusal(reply, group)
+                    return conflict_of(reply, group)
                 tokens += tuple(map(int, reply[1:]))
         except StoreError:
             self._give_back(locks[: len(tokens)], owner)
@@ -180,7 +182,7 @@ class Store:
             DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        return list(look(self.lock_server, lock, most=LEASES_ALONE).holders)
+        return list(read_state(self.lock_server, lock, most=LEASES_ALONE).holders)
 
     def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
         """
@@ -233,8 +235,8 @@ class Store:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
         at_least_ms = -1 if ending.expires else milliseconds(ending.at_least)
-        its = ending.ticket, "" if ending.settles is None else milliseconds(ending.settles)
-        return self._end(scripts.RELEASE_DEAD, locks, start, at_least_ms, self.home, *its)
+        claim = ending.ticket, "" if ending.settles is None else milliseconds(ending.settles)
+        return self._end(scripts.RELEASE_DEAD, locks, start, at_least_ms, self.home, *claim)
 
     def _end(self, script: Script, locks: Sequence[str], owner: str, *terms: str | int) -> int:
         ended, error = 0, None
@@ -294,7 +296,9 @@ class Store:
             All that was set until now, by name.
         """
         given = [
-            part for name, one in values.items() for part in (name, "" if one is None else one)
+            part
+            for name, value in values.items()
+            for part in (name, "" if value is None else value)
         ]
         call = (self.home, milliseconds(ttl), note, *given)
         before, turned = self.lock_server.run(scripts.OVERRIDE, [lock], *call)
@@ -328,7 +332,7 @@ class Store:
 
     def renew_stalled(
         self, executions: Sequence[Execution], *, within: float
-    ) -> list[Looked | StoreError]:
+    ) -> list[StalledState | StoreError]:
         """
         Renew the leases of executions that are overdue, in one pipelined round trip.
 
@@ -345,14 +349,14 @@ class Store:
         """
         calls = [
             (
-                *(lock, one.owner_start, milliseconds(one.ttl)),
-                *(milliseconds(one.overdue), milliseconds(one.longest)),
+                *(lock, execution.owner_start, milliseconds(execution.ttl)),
+                *(milliseconds(execution.overdue), milliseconds(execution.longest)),
             )
-            for one in executions
-            for lock in one.locks
+            for execution in executions
+            for lock in execution.locks
         ]
         replies = iter(self.lock_server.run_many(scripts.RENEW_STALLED, calls, within=within))
-        return [looked(list(islice(replies, len(one.locks)))) for one in executions]
+        return [looked(list(islice(replies, len(execution.locks)))) for execution in executions]
 
     def clear(self, releases: Sequence[LateRelease], *, within: float) -> list[StoreError | None]:
         """
@@ -441,7 +445,7 @@ class Store:
             StoreError: The server did not answer.
         """
         mark: bytes | None = self.lock_server.run(scripts.MARK, [mark_of(lock, task_id)])
-        return None if mark is None else text(mark)
+        return None if mark is None else decode(mark)
 
     def close(self) -> None:
         """Close the connections that are not in use."""

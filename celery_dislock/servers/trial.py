@@ -133,10 +133,10 @@ def check_scripts(server: Server, prefix: str) -> None:
         ForbiddenError: The server refuses something.  The message says what, and what to do.
         StoreError: The list of servers could not be read.
     """
-    found = [one for one in complaints(server, prefix) if not one.passes]
+    found = [complaint for complaint in complaints(server, prefix) if not complaint.passes]
     if found:
-        servers = dict.fromkeys(name for one in found for name in one.servers)
-        reason = "; and ".join(f"{one.what}; {one.remedy}" for one in found)
+        servers = dict.fromkeys(name for complaint in found for name in complaint.servers)
+        reason = "; and ".join(f"{complaint.what}; {complaint.remedy}" for complaint in found)
         raise ForbiddenError(", ".join(servers), reason)
 
 

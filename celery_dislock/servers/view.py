@@ -22,12 +22,12 @@ from celery_dislock.servers.overrides import overrides_of, rate_state
 from celery_dislock.servers.records import (
     LEADER,
     bounded_text,
+    decode,
     holder_of,
     in_words,
     renewed_ago,
-    text,
 )
-from celery_dislock.servers.waiters import COUNT, MS, Waiter, in_line, parked_place
+from celery_dislock.servers.waiters import COUNT, MS, Waiter, parked_place, parse_place
 from celery_dislock.words import as_argument
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class LockState(NamedTuple):
         return bool(self.holders) or not self.has_leases_alone
 
 
-def look(server: Server, name: str, first: int = 0, most: int = 0) -> LockState:
+def read_state(server: Server, name: str, first: int = 0, most: int = 0) -> LockState:
     """
     Look at one lock.
 
@@ -285,8 +285,8 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
         holders=[_holder(now_ms, *lease) for lease in zip(*[iter(leases)] * 6, strict=True)],
         waiting=waiting,
         line=[
-            in_line(name, now_ms, nth, *one)
-            for nth, one in enumerate(zip(*[iter(line)] * 3, strict=True), first + 1)
+            parse_place(name, now_ms, nth, *fields)
+            for nth, fields in enumerate(zip(*[iter(line)] * 3, strict=True), first + 1)
         ],
         turns=[
             parked_place(name, now_ms, 0, ticket + b"#", record)
@@ -305,9 +305,9 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
     )
 
 
-def is_beat(one: Holder | Waiter) -> bool:
+def is_beat(client: Holder | Waiter) -> bool:
     """Tell whether this is one of several beats, which holds a lock to lead, or waits for it."""
-    return one.thread == LEADER
+    return client.thread == LEADER
 
 
 def shown_key(name: str) -> str:
@@ -326,7 +326,7 @@ def _holder(
     waits, by = (bounded_text(about.get(name)) for name in ("waits", "superseded"))
     remaining, held = (expires - now_ms) / 1000, (now_ms - acquired) / 1000
     return Holder(
-        owner=text(owner).removeprefix("~"),
+        owner=decode(owner).removeprefix("~"),
         token=int(token),
         mode=NAMES.get(mode.decode(), ALONE.mode),  # an unknown mode counts as the strictest
         held=held,
@@ -348,7 +348,7 @@ def parse_reservation(now_ms: int, written: bytes) -> ReservationState | None:
     found = _RESERVED.fullmatch(written)
     if found is None or int(found[2]) <= now_ms or found[1] == _FREE:
         return None
-    state, ends, task_id, since, number, mark = (text(part or b"") for part in found.groups())
+    state, ends, task_id, since, number, mark = (decode(part or b"") for part in found.groups())
     return ReservationState(
         task_id_of_reserved(task_id),
         _STATES.get(state, "waiting"),

@@ -13,11 +13,10 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.config.terms import ALONE
-from celery_dislock.config.terms import parsed as parsed_terms
+from celery_dislock.config.terms import ALONE, parse_terms
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
-from celery_dislock.servers.records import bounded_text, holder_of, in_words, parsed, text
+from celery_dislock.servers.records import bounded_text, decode, holder_of, in_words, parse_object
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class Waiter(NamedTuple):
     beside: str = ""
 
 
-def in_line(
+def parse_place(
     name: str, now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes
 ) -> Waiter:
     """
@@ -103,7 +102,7 @@ def in_line(
     return Waiter(
         place=nth,
         waiting=_since(now_ms, joined),
-        mode=parsed_terms(waits[3]).mode if waits else ALONE.mode,
+        mode=parse_terms(waits[3]).mode if waits else ALONE.mode,
         who=in_words(about),
         task=bounded_text(about.get("task")),
         id=bounded_text(about.get("id")),
@@ -113,9 +112,9 @@ def in_line(
 
 def parked_place(name: str, now_ms: int, nth: int, member: bytes, record: bytes) -> Waiter:
     """Parse a parked task, as :func:`in_line` does; place 0: it has passed all its locks."""
-    ticket, beside = ticket_of(member)
+    ticket, beside = ticket_of_member(member)
     parked = _PARKED.fullmatch(record)
-    message: Mapping[str, Any] = parsed(parked[7]) if parked else {}
+    message: Mapping[str, Any] = parse_object(parked[7]) if parked else {}
     headers = message.get("headers")
     if not isinstance(headers, dict):
         message, headers = {}, {}
@@ -129,7 +128,7 @@ def parked_place(name: str, now_ms: int, nth: int, member: bytes, record: bytes)
     return Waiter(
         place=nth,
         waiting=parked_for,
-        mode=parsed_terms(words[here]).mode,
+        mode=parse_terms(words[here]).mode,
         parked=True,
         ticket=ticket,
         turns=int(parked[2]) if parked else 0,
@@ -139,7 +138,7 @@ def parked_place(name: str, now_ms: int, nth: int, member: bytes, record: bytes)
         args=" ".join(filter(None, given)) or None,
         exchange=bounded_text(message.get("exchange")),
         routing_key=bounded_text(message.get("routing_key")),
-        broker=bounded_text(text(parked[4])) if parked else None,
+        broker=bounded_text(decode(parked[4])) if parked else None,
         stations=stations,
         keeps=stations[:here] if nth else stations,
         parked_for=parked_for,
@@ -170,7 +169,7 @@ def _shown_key(name: str) -> str:
     return bounded_text(key_of(name)) or UNREADABLE
 
 
-def ticket_of(member: bytes) -> tuple[str, str]:
+def ticket_of_member(member: bytes) -> tuple[str, str]:
     """
     Return the ticket of a member of a line, or of the owner of a unit that a ticket keeps.
 
@@ -180,9 +179,9 @@ def ticket_of(member: bytes) -> tuple[str, str]:
     """
     elsewhere = _MEMBER.fullmatch(member)
     if elsewhere is None:  # or nobody can read it
-        return text(member.removesuffix(b"#")), ""
+        return decode(member.removesuffix(b"#")), ""
     length, rest = int(elsewhere[1]), elsewhere[2]
-    return text(rest[length:]), text(rest[:length])
+    return decode(rest[length:]), decode(rest[:length])
 
 
 def _since(now_ms: int, joined: bytes) -> float:
@@ -204,4 +203,4 @@ def parked_message(kept: bytes) -> tuple[bytes, str | None]:
     begins = _MESSAGE.search(kept)
     start = begins.start() if begins else 0
     record = kept[:start].split()
-    return kept[start:], text(record[HOME]) if len(record) > HOME else None
+    return kept[start:], decode(record[HOME]) if len(record) > HOME else None

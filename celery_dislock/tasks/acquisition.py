@@ -55,7 +55,7 @@ class Acquisition:
         self._runtime = runtime
         self._process = runtime.process
         was_parked = delivery.notes.parked is not None
-        parks, has_line = delivery.options.parks, self._process.lines.hold(delivery.lock.names)
+        parks, has_line = delivery.options.parks, self._process.lines.can_queue(delivery.lock.names)
         if was_parked and not parks:  # it was parked before its code changed, and must get its turn
             strategy = "queue" if has_line else "retry"
             delivery.options = replace(delivery.options, lock_on_conflict=strategy)
@@ -83,11 +83,11 @@ class Acquisition:
             self._unavailable(notes.unasked)
             return None
         if notes.given_up or notes.held:
-            first = partial(self._go_on, first)
+            first = partial(self._ask_after_release, first)
         answer = self.answer(first)
-        return self.unless_copy(answer) if isinstance(answer, Conflict) else answer
+        return self.end_if_copy(answer) if isinstance(answer, Conflict) else answer
 
-    def unless_copy(self, answer: T) -> T | None:
+    def end_if_copy(self, answer: T) -> T | None:
         """Return an answer, unless ``lock_dedupe_redelivered`` ends the delivery as a copy."""
         delivery = self.delivery
         if answer is None or not delivery.options.lock_dedupe_redelivered or delivery.is_eager:
@@ -181,7 +181,7 @@ class Acquisition:
             reason = f"it has its turn for {lock}, and this worker's locks have the prefix {prefix}"
             put_off(delivery, reason, level=logging.WARNING)
 
-    def _go_on(self, ask: Callable[[], T]) -> T:
+    def _ask_after_release(self, ask: Callable[[], T]) -> T:
         """Release or take over the leases that earlier deliveries have left, then call *ask*.
 
         Leases of other locks than the task takes by now are released: its key has changed.
@@ -191,7 +191,7 @@ class Acquisition:
             lock.store.release(lock.names, owner)
         owner, *held = notes.held or [""]
         if held and {*held} != {*lock.names}:
-            if all(is_under(self._runtime.settings.dislock_prefix, one) for one in held):
+            if all(is_under(self._runtime.settings.dislock_prefix, lock) for lock in held):
                 for left in (owner, f"~{owner}"):  # its places in line; what it left to run out
                     lock.store.release(held, left)
         elif held:

@@ -22,7 +22,7 @@ from celery_dislock.parking.store import UNREAD
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overrides import BARRED, rate_of
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.view import look
+from celery_dislock.servers.view import read_state
 from celery_dislock.servers.waiters import parked_message
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Actions:
             StoreError: The server did not answer.  The reservation may have ended.
         """
         wanted = Reservation.of(name, shown)
-        found = look(self._process.store.lock_server, name).reservation
+        found = read_state(self._process.store.lock_server, name).reservation
         # A key may be reserved again under the same id, which alone would do for the script.
         if found is None or Reservation.of(name, found) != wanted:
             return False
@@ -191,8 +191,12 @@ class Actions:
         """Wait until a lease has ended; return it as it is then, if it has not."""
         until = self._clock() + seconds
         while True:
-            found = look(self._process.store.lock_server, name).holders
-            same = [one for one in found if (one.owner, one.token) == (holder.owner, holder.token)]
+            found = read_state(self._process.store.lock_server, name).holders
+            same = [
+                holder_now
+                for holder_now in found
+                if (holder_now.owner, holder_now.token) == (holder.owner, holder.token)
+            ]
             if not same or self._clock() >= until:
                 return same[0] if same else None
             self._pause(LOOK_EVERY)
@@ -255,26 +259,26 @@ class Actions:
             raise SettingsError(key_of(name), "put-back", name, "nothing was parked here")
         lines = self._process.lines
         seen = set()
-        for one, kept in lines.aside(name, ticket):
-            if one in seen:  # pages may overlap
+        for ticket_id, kept in lines.aside(name, ticket):
+            if ticket_id in seen:  # pages may overlap
                 continue
-            seen.add(one)
+            seen.add(ticket_id)
             written, home = parked_message(kept)
             if home is not None and home != self._process.store.home:
-                yield one, "its message belongs to another broker"
+                yield ticket_id, "its message belongs to another broker"
                 continue
             try:
                 message = Message.from_bytes(written)
             except ValueError as exc:
-                yield one, f"its message is lost: {exc}"
+                yield ticket_id, f"its message is lost: {exc}"
                 continue
-            self._process.publisher.waits_again(name, one)
-            problem = lines.put_back(name, one)
+            self._process.publisher.waits_again(name, ticket_id)
+            problem = lines.put_back(name, ticket_id)
             if problem == UNREAD:
-                publish(self._app, message, {})
-                lines.forget_aside(name, one)
+                publish_turn(self._app, message, {})
+                lines.forget_aside(name, ticket_id)
                 problem = ""
-            yield one, problem
+            yield ticket_id, problem
 
     def limit(
         self, name: str, limit: int | None, *, seconds: float | None = None, note: str = ""
@@ -354,7 +358,7 @@ class Actions:
             raise SettingsError(key_of(name), what, value, ONLY_EXCLUSIVE)
 
 
-def publish(app: Celery, message: Message, notes: dict[str, Any]) -> None:
+def publish_turn(app: Celery, message: Message, notes: dict[str, Any]) -> None:
     """
     Publish a message again, with these notes.
 

@@ -22,7 +22,7 @@ from celery_dislock.locks.interruption import StopTask
 from celery_dislock.messages.broker import BACKEND_WITHIN, own_producers
 from celery_dislock.messages.message import TaskSkipped, store_end
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.view import look
+from celery_dislock.servers.view import read_state
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def tell_workers(app: Celery, holders: Iterable[Mapping[str, Any]]) -> None:
 def _tell_worker(app: Celery, task_id: str, worker: str, producer: OwnProducer) -> None:
     mailbox = app.control.mailbox(producer.connection)
     # Its public methods take a producer of the app's pool, which may be blocked.
-    its = {"destination": [worker], "channel": producer.channel, "producer": producer}
-    mailbox._publish(LOOK_COMMAND, {"task_id": task_id}, **its)  # noqa: SLF001
+    to = {"destination": [worker], "channel": producer.channel, "producer": producer}
+    mailbox._publish(LOOK_COMMAND, {"task_id": task_id}, **to)  # noqa: SLF001
 
 
 def replaced_by(key: str, task_id: str) -> str:
@@ -86,7 +86,7 @@ def why_replaced(request: Any) -> str:
     try:
         names = guard.runtime.lock_names(guard.keys_of(request))
         server = guard.runtime.process.store.lock_server
-        states = [look(server, name) for name in names]
+        states = [read_state(server, name) for name in names]
     except Exception as exc:  # noqa: BLE001 -- also any error of a user's callable
         #: WARNING: Its process died, and the lock server is away; it ends as a task whose process
         #: was killed. -> Check the lock server.
@@ -96,9 +96,9 @@ def why_replaced(request: Any) -> str:
         )
         return ""
     for state in states:
-        for one in state.holders:
-            if one.owner.startswith(start) and one.superseded:
-                return replaced_by(state.key, one.superseded)
+        for holder in state.holders:
+            if holder.owner.startswith(start) and holder.superseded:
+                return replaced_by(state.key, holder.superseded)
     return ""
 
 
@@ -108,9 +108,9 @@ def end_cancelled(request: Any, reason: str) -> NoReturn:
 
     Blocks for BACKEND_WITHIN at most: the worker's event loop waits.
     """
-    its = request.task, Context(request.request_dict), TaskRevokedError(reason), states.REVOKED
+    end = request.task, Context(request.request_dict), TaskRevokedError(reason), states.REVOKED
     try:
-        store_end(*its, within=BACKEND_WITHIN)
+        store_end(*end, within=BACKEND_WITHIN)
     except TimeoutError as exc:
         #: WARNING: The result backend does not answer. -> Repair it.
         logger.warning(

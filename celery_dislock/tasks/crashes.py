@@ -22,7 +22,7 @@ from celery.app.task import Context
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import TaskCrashedError
-from celery_dislock.keys.names import shown_id, ticket_of
+from celery_dislock.keys.names import shown_id, ticket_of_request
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import milliseconds
 from celery_dislock.scripts.names import crashes_of
@@ -82,4 +82,4 @@ def count_crash(request: Any, cause: BaseException) -> None:
 
 
 def _ticket(request: Any) -> str:
-    return ticket_of(Context(request.request_dict))
+    return ticket_of_request(Context(request.request_dict))

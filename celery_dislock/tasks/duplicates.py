@@ -21,7 +21,7 @@ from celery_dislock.keys.names import shown_id, task_id_of_reserved
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.lease import current
 from celery_dislock.parking.answers import PARKED
-from celery_dislock.servers.view import look
+from celery_dislock.servers.view import read_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,7 @@ STORED_WITHIN = 10.0  # seconds in which a task's result is stored after its loc
 
 
 @dataclass(frozen=True)
-class First:
+class FirstMessage:
     """
     The message that was sent first, as far as the sender of a duplicate knows it.
 
@@ -93,10 +93,10 @@ class First:
             StoreError: The lock server did not answer.
         """
         server = self.guard.runtime.process.quick_store.lock_server
-        state = look(server, self.reserved.lock)
+        state = read_state(server, self.reserved.lock)
         record, holders = state.reservation, state.holders
         if self.reserved.lock != self.locks[0]:
-            holders = look(server, self.locks[0]).holders
+            holders = read_state(server, self.locks[0]).holders
         if self.id in {holder.id for holder in holders}:
             return 0.0
         if record is None or record.id != self.id:
@@ -126,7 +126,7 @@ class DuplicateResult:
     """A part of the class of a duplicate's result, before a class of Celery's results."""
 
     duplicate = True
-    first: First
+    first: FirstMessage
 
     def get(self: Any, timeout: float | None = None, *args: Any, **options: Any) -> Any:
         """
@@ -191,7 +191,7 @@ def _class_of(result_cls: Any) -> Any:
     return type(result_cls.__name__, (DuplicateResult, result_cls), {})
 
 
-def duplicate_of(result_cls: Any, first: First) -> Any:
+def duplicate_of(result_cls: Any, first: FirstMessage) -> Any:
     """
     Return the result of the message that is there.
 

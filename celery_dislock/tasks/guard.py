@@ -276,7 +276,7 @@ class Guard:
                 forget_notes(delivery.request)
         if delivery.reservation is not None:
             self._begin(delivery, delivery.reservation, lease)
-        return lease if asking is None else asking.unless_copy(lease)
+        return lease if asking is None else asking.end_if_copy(lease)
 
     def _keys_and_terms(
         self, notes: Notes, args: Any, kwargs: Any, serializer: str

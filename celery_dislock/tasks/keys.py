@@ -60,22 +60,22 @@ class TaskKeys:
         try:
             self._builders = [
                 key_builder(
-                    one,
+                    declared,
                     signature=signature,
                     task_name=name,
                     decorator=decorator,
                     why_one=lambda: only_one_key(options, runtime.conf)[1],
                 )
-                for one in options.keys
+                for declared in options.keys
             ]
         except InvalidTemplate as exc:
             raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
-        for one, builder in zip(options.keys, self._builders, strict=True):
-            for refused in refused_defaults(one, builder.paths, signature):
+        for declared, builder in zip(options.keys, self._builders, strict=True):
+            for refused in refused_defaults(declared, builder.paths, signature):
                 _warn_of_default(name, str(refused))
         self._terms = options.terms
-        self._declared = [one for one in options.keys if isinstance(one, str)]
-        self._is_narrow = [one.reads != frozenset() for one in self._builders]
+        self._declared = [declared for declared in options.keys if isinstance(declared, str)]
+        self._is_narrow = [builder.reads != frozenset() for builder in self._builders]
         self._received = Received(self._builders, signature)
         self._is_digest = options.keys == (None,)
         self._validate = getattr(task.run, "dislock_validate", None)
@@ -110,7 +110,7 @@ class TaskKeys:
             return [builder.keys(given, named) for builder in self._builders]
         (digest,) = self._builders
         try:
-            plain = {name: _dumped(one) for name, one in named.items()}
+            plain = {name: _dumped(value) for name, value in named.items()}
             return [digest.keys([*map(_dumped, given)], plain)]
         except LockKeyError:  # a model may have what cannot be digested
             return [digest.keys(args, kwargs)]
@@ -128,7 +128,9 @@ class TaskKeys:
         Empty if there is one key, or if a callable makes one of them: its keys are not known yet.
         """
         is_known = len(self._declared) == len(self._builders) > 1
-        return self.in_order([[one] for one in self._declared], terms)[0] if is_known else ()
+        return (
+            self.in_order([[declared] for declared in self._declared], terms)[0] if is_known else ()
+        )
 
     def terms_at(self, key: str) -> Terms | None:
         """
@@ -140,7 +142,9 @@ class TaskKeys:
             return self._terms[0]
         patterns = [builder.pattern for builder in self._builders]
         each = zip(patterns, self._terms, strict=True)
-        found = {its for pattern, its in each if pattern is None or pattern.fullmatch(key)}
+        found = {
+            key_terms for pattern, key_terms in each if pattern is None or pattern.fullmatch(key)
+        }
         return found.pop() if len(found) == 1 else None
 
     def in_order(
@@ -162,9 +166,9 @@ class TaskKeys:
         strictest: dict[str, Terms] = {}
         narrow: dict[str, bool] = {}
         each = terms if len(terms) == len(built) else [*terms] * len(built)
-        for keys, its, is_narrow in zip(built, each, self._is_narrow, strict=True):
+        for keys, key_terms, is_narrow in zip(built, each, self._is_narrow, strict=True):
             for key in keys:
-                strictest[key] = its.stricter(strictest.get(key, its))
+                strictest[key] = key_terms.stricter(strictest.get(key, key_terms))
                 narrow[key] = narrow.get(key, False) or is_narrow
         ordered = sorted(strictest, key=lambda key: (not narrow[key], strictest[key].breadth, key))
         theirs = tuple(strictest[key] for key in ordered)
@@ -184,7 +188,7 @@ def signature_of(task: type[Task]) -> inspect.Signature:
     wrapped, by ``functools.wraps``.
     """
     called = _signature(task, follow_wrapped=False)
-    takes_any = any(one.kind in VARIADIC for one in called.parameters.values())
+    takes_any = any(parameter.kind in VARIADIC for parameter in called.parameters.values())
     return _signature(task, follow_wrapped=True) if takes_any else called
 
 
@@ -269,8 +273,11 @@ def warn_of_orders(
         order: The task's keys, in the order in which it takes them.
         orders: The orders of the tasks that were bound before, by task; this one is added.
     """
-    for other, its in orders.items():
-        mine, theirs = [one for one in order if one in its], [one for one in its if one in order]
+    for other, other_order in orders.items():
+        mine, theirs = (
+            [key for key in order if key in other_order],
+            [key for key in other_order if key in order],
+        )
         if other != name and mine != theirs:
             #: WARNING: Two tasks of one app may wait for each other, until the sweep lets one begin
             #: anew. -> Give these keys the same limits in both.

@@ -38,8 +38,8 @@ class Received:
     def __init__(self, builders: Iterable[KeyBuilder], signature: inspect.Signature) -> None:
         given = signature.parameters.values()
         by_name = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
-        self._names = [one.name for one in given if one.kind not in by_name]
-        self._reads = [one.reads for one in builders]
+        self._names = [parameter.name for parameter in given if parameter.kind not in by_name]
+        self._reads = [builder.reads for builder in builders]
 
     def of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str
@@ -64,8 +64,8 @@ class Received:
             content_type, encoding, data = dumps([value], serializer)
             (received,) = loads(data, content_type, encoding, accept={content_type})
         except Exception as exc:  # noqa: BLE001 -- any of the serializer's
-            for one in (exc, *exc.args):  # kombu wraps what a serializer raises
-                if isinstance(one, THROWN):
-                    raise one from None
+            for error in (exc, *exc.args):  # kombu wraps what a serializer raises
+                if isinstance(error, THROWN):
+                    raise error from None
             return value
         return received

@@ -35,7 +35,7 @@ from celery.worker.request import Request
 from kombu.asynchronous import get_event_loop
 
 from celery_dislock.exceptions import StoreError, TaskCrashedError
-from celery_dislock.keys.names import execution_start, ticket_of
+from celery_dislock.keys.names import execution_start, ticket_of_request
 from celery_dislock.messages.events import revoked, worker_tells_revoked
 from celery_dislock.messages.headers import TICKET, notes_in
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
@@ -239,7 +239,7 @@ def _release_dead(guard: Guard, request: Any, owner_start: str) -> int:
     ending = Ending(
         expires=not options.release_on_failure,
         at_least=options.lock_at_least_for,
-        ticket=ticket_of(Context(request.request_dict)),
+        ticket=ticket_of_request(Context(request.request_dict)),
         settles=None,
     )
     return guard.runtime.process.store.release_dead(names, owner_start, ending)
@@ -258,7 +258,7 @@ def end_turn(request: Any) -> None:
     may_park = guard.options.parks or TICKET in notes_in(request.message.headers)
     if comes_again or not may_park or guard.runtime.off:
         return
-    ticket, pid = ticket_of(Context(request.request_dict)), request.worker_pid
+    ticket, pid = ticket_of_request(Context(request.request_dict)), request.worker_pid
     start = execution_start(request.id, request.hostname, pid) if is_child(pid) else ticket
     settles = 0.0 if given_back is None else DEAD_LETTERED
     try:
@@ -320,18 +320,18 @@ def _is_zombie(pid: int) -> bool:
 def waiting(consumer: Consumer, ids: Collection[str]) -> Iterator[Context]:
     """Return the requests of tasks with these ids that wait in a worker, for whatever reason."""
     reserved = worker.state.reserved_requests
-    for request in [*reserved, *scheduled(consumer), *limited(consumer)]:
+    for request in [*reserved, *scheduled(consumer), *rate_limited_requests(consumer)]:
         if request.id in ids and request not in worker.state.active_requests:
             yield request._context  # noqa: SLF001 -- Celery has no public name
 
 
 def scheduled(consumer: Consumer) -> list[Request]:
     """Return the requests that wait in a worker for their ETA; its timer alone has them."""
-    given = [one for due in consumer.timer.schedule.queue for one in due.entry.args or ()]
-    return [one for one in given if isinstance(one, Request)]
+    given = [argument for due in consumer.timer.schedule.queue for argument in due.entry.args or ()]
+    return [argument for argument in given if isinstance(argument, Request)]
 
 
-def limited(consumer: Consumer) -> list[Request]:
+def rate_limited_requests(consumer: Consumer) -> list[Request]:
     """Return the requests that wait in a worker for its ``rate_limit``, Celery's own."""
-    buckets = [one for one in list(consumer.task_buckets.values()) if one is not None]
+    buckets = [bucket for bucket in list(consumer.task_buckets.values()) if bucket is not None]
     return [request for bucket in buckets for request, _ in list(bucket.contents)]

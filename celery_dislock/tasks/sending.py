@@ -56,11 +56,17 @@ from celery_dislock.messages.headers import (
     with_reservation,
 )
 from celery_dislock.messages.message import AS_IT_CAME
-from celery_dislock.messages.resending import REPLACEMENTS, in_time, numbered, postponed, retried
+from celery_dislock.messages.resending import (
+    REPLACEMENTS,
+    in_time,
+    numbered,
+    postponed,
+    retry_options,
+)
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.servers.server import Outage
-from celery_dislock.tasks.duplicates import First, duplicate_of
+from celery_dislock.tasks.duplicates import FirstMessage, duplicate_of
 from celery_dislock.tasks.received import UNCHANGED
 from celery_dislock.words import plain
 
@@ -124,7 +130,7 @@ class Sending(NamedTuple):
             return self._send(**options)
         # Task.retry(), for example.
         if options.get("replaced_task_nesting", 0) == request.replaced_task_nesting:
-            options = retried(self.app, options, request)
+            options = retry_options(self.app, options, request)
         outbox = outbox_of(self.task)
         if outbox is None:
             return self._send(**options)
@@ -250,7 +256,9 @@ class Sender:
         found = self._reserve(sending, wanted, options, is_known=is_known)
         if isinstance(found, Taken) and found.is_sent:
             sending.count_as("duplicate")
-            first = First(sending.guard, locks, wanted._replace(id=found.id), found.has_result)
+            first = FirstMessage(
+                sending.guard, locks, wanted._replace(id=found.id), found.has_result
+            )
             return self._duplicate(sending, first, options)
         if not isinstance(found, Reserved):
             return sending.send_now(options, "unreserved")
@@ -369,7 +377,7 @@ class Sender:
             logger.info("Messages of unique tasks are reserved again.")
         return found
 
-    def _duplicate(self, sending: Sending, first: First, options: Mapping[str, Any]) -> Any:
+    def _duplicate(self, sending: Sending, first: FirstMessage, options: Mapping[str, Any]) -> Any:
         self._runtime.process.channel.deduplicated(sending.task, first.key, first.id)
         if sending.guard.options.lock_on_duplicate == "raise":
             raise DuplicateTaskError(first.key, first.id)

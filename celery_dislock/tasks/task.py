@@ -210,7 +210,7 @@ def make_guard(name: str, task: type[Task], app: Celery) -> Guard:
             raise SettingsError(name, "base", base, BATCHED)
     instance = _registered(app).get(name, task)
     # An object may have options of its own, set when it was made.
-    own = {n: one for n, one in vars(instance).items() if instance is not task and n in OPTIONS}
+    own = {n: value for n, value in vars(instance).items() if instance is not task and n in OPTIONS}
     declared = nearer(declared_options(task), own)
     if "lock_key" in declared and "lock_key" not in own:
         declared["lock_key"] = _lock_key(task, instance)
@@ -258,11 +258,11 @@ def guard_objects(task: type[Task], app: Celery) -> bool:
     there: Guard | None = vars(task).get("dislock_guard")
     if there is None or there.runtime is not runtime_of(app):
         return False
-    for one in () if "_decorated" in vars(task) else _registered(app).values():
-        own: Guard | None = vars(one).get("dislock_guard")
-        is_other = type(one) is task and one.name != there.name
+    for other in () if "_decorated" in vars(task) else _registered(app).values():
+        own: Guard | None = vars(other).get("dislock_guard")
+        is_other = type(other) is task and other.name != there.name
         if is_other and (own is None or own.runtime is not there.runtime):
-            one.dislock_guard = make_guard(one.name, task, app)
+            other.dislock_guard = make_guard(other.name, task, app)
     return True
 
 
@@ -285,15 +285,17 @@ def is_keyed(task: type[Task] | Task) -> bool:
     return getattr(task, "lock_key", None) is not None
 
 
-def name_of(task: type[Task], app: Celery) -> str | None:
+def task_name_of(task: type[Task], app: Celery) -> str | None:
     """Return a task class's name; None for a base class."""
     if task.name is not None:
         return str(task.name)
     # For a task without a name, Celery generates one and stores it in the instance only.
-    return next((one.name for one in list(_registered(app).values()) if type(one) is task), None)
+    return next(
+        (other.name for other in list(_registered(app).values()) if type(other) is task), None
+    )
 
 
-def tell(app: Celery, what: What, request: Context) -> None:
+def tell_server(app: Celery, what: What, request: Context) -> None:
     """
     Tell the lock server what becomes of a message, if it has a reservation; logs a DislockError.
 
@@ -320,7 +322,7 @@ def end_unguarded(task: Task, request: Context, state: str, retval: Any) -> None
     if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
         return
     if state in {states.IGNORED, states.REJECTED}:  # other ends free the key when they are stored
-        tell(task.app, "end", request)
+        tell_server(task.app, "end", request)
     guard: Guard | None = getattr(task, "dislock_guard", None)
     if guard is not None and guard.has_lock:  # else its turn ended when it came
         why = retval if state == states.FAILURE else f"it has ended as {state}"
@@ -425,7 +427,7 @@ def _is_declared(cls: type, name: str) -> bool:
     if name.startswith("_") or name in _OF_EVERY_TASK:
         return False
     if name in MEANT:  # a class may have an attribute of this name, and its tasks may set it
-        return "_decorated" in vars(cls) and not any(name in vars(one) for one in cls.__mro__[1:])
+        return "_decorated" in vars(cls) and not any(name in vars(base) for base in cls.__mro__[1:])
     # A class body may define methods of any name.  Arguments of a task decorator are all options.
     return "_decorated" in vars(cls) or not callable(vars(cls)[name])
 

@@ -25,7 +25,7 @@ from celery_dislock.config.values import seconds
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.locks.lease import GONE_WHEN_RENEWED, Attempt
 from celery_dislock.locks.runtime import Process, Runtime
-from celery_dislock.operating.cli.reading import described
+from celery_dislock.operating.cli.reading import lock_lines
 from celery_dislock.operating.locks import rows
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.sweep import Sweep
@@ -35,7 +35,7 @@ from celery_dislock.servers.records import Conflict, describe
 from celery_dislock.tasks.task import lock_for, terms_said
 from celery_dislock.testing.apps import begin_anew, database, for_celery, is_redis
 from celery_dislock.testing.messages import WORKER, Messages, queues
-from celery_dislock.testing.watchdogs import OPEN, Known
+from celery_dislock.testing.watchdogs import OPEN, DrivenWatchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -107,21 +107,21 @@ class DislockServer:
         self._choose_databases()
         self._test = test
         self._apps: list[Celery] = []
-        self._watchdogs: WeakSet[Known] = WeakSet()
+        self._watchdogs: WeakSet[DrivenWatchdog] = WeakSet()
         self._crashed: list[Lease] = []
         self._messages = Messages(self._apps, self._moved)
         self._undo = ExitStack()
 
     def _choose_databases(self) -> None:
         """Choose databases that no other one uses, which may be open for a module or a session."""
-        used = {one._first for one in OPEN if one._server is self._server}  # noqa: SLF001
+        used = {server._first for server in OPEN if server._server is self._server}  # noqa: SLF001
         self._first: int = next(first for first in count(0, DATABASES) if first not in used)
         self.url = database(self._server.url, self._first)
 
     def __enter__(self) -> Self:
         self._choose_databases()
         with ExitStack() as undo:
-            undo.enter_context(mock.patch.object(Process, "watchdog_type", Known))
+            undo.enter_context(mock.patch.object(Process, "watchdog_type", DrivenWatchdog))
             OPEN.append(self)
             undo.callback(OPEN.remove, self)
             self._dislock = undo.enter_context(Dislock.from_url(self.url))
@@ -278,7 +278,7 @@ class DislockServer:
             self._send("DEL", name)
         leases = self._leases(key)
         for watchdog in self._watchdogs:
-            for lease in [one for one in watchdog if one in leases]:
+            for lease in [lease for lease in watchdog if lease in leases]:
                 watchdog.unwatch(lease)
                 lease.lose(GONE_WHEN_RENEWED)
                 watchdog.channel.lost(lease)
@@ -313,14 +313,14 @@ class DislockServer:
         if clock is None:
             self._server.advance(left)
             return
-        known = [one._watchdogs for one in OPEN if one._server is self._server]  # noqa: SLF001
+        known = [server._watchdogs for server in OPEN if server._server is self._server]  # noqa: SLF001
         watchdogs = list(chain(*known))
         until = clock() + left
         with ExitStack() as driving:
             for watchdog in watchdogs:
                 driving.enter_context(watchdog.driven())
             while True:
-                waits = [wait for one in watchdogs if (wait := one.tick()) is not None]
+                waits = [wait for watchdog in watchdogs if (wait := watchdog.tick()) is not None]
                 left = until - clock()
                 if left <= 0:
                     break
@@ -376,9 +376,11 @@ class DislockServer:
 
     def assert_same_key(self, *signatures: Signature) -> None:
         """Fail unless these tasks, with these arguments, take the same lock."""
-        keys = [self._handle(one).key for one in signatures]
+        keys = [self._handle(signature).key for signature in signatures]
         if len(set(keys)) != 1:
-            told = "\n".join(f"  {key}: {one!r}" for key, one in zip(keys, signatures, strict=True))
+            told = "\n".join(
+                f"  {key}: {signature!r}" for key, signature in zip(keys, signatures, strict=True)
+            )
             raise AssertionError(f"different keys:\n{told}")
 
     def _handle(self, key: Key) -> LockHandle:
@@ -401,13 +403,13 @@ class DislockServer:
     def _leases(self, key: Key) -> list[Lease]:
         """Return the leases of the lock that this process renews."""
         names = set(self._names(key))
-        return [one for one in self._renewed() if not names.isdisjoint(one.lock.names)]
+        return [lease for lease in self._renewed() if not names.isdisjoint(lease.lock.names)]
 
     def _renewed(self) -> list[Lease]:
         return [lease for watchdog in self._watchdogs for lease in watchdog]
 
     def _failed(self, key: Key, why: str) -> AssertionError:
-        lines = [line for lock in self._states(key) for line in described(lock)]
+        lines = [line for lock in self._states(key) for line in lock_lines(lock)]
         return AssertionError("\n".join([f"lock {self._handle(key).key!r} {why}:", *lines]))
 
     def _send(self, *command: str) -> None:

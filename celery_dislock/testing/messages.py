@@ -110,8 +110,8 @@ class Messages:
         for _ in range(ROUNDS_MOST):
             if not (due := self._due()):
                 return ran
-            for one in due:
-                self._run(one)
+            for waiting in due:
+                self._run(waiting)
             ran += len(due)
         about = due[-1].headers
         raise AssertionError(
@@ -131,8 +131,8 @@ class Messages:
                     due = self._when(read["headers"], "eta")
                     self._waiting.append(Waiting(due, app, message, read))
         now = time.time() + self._moved()
-        due_now = [one for one in self._waiting if one.due <= now]
-        self._waiting = [one for one in self._waiting if one.due > now]
+        due_now = [waiting for waiting in self._waiting if waiting.due <= now]
+        self._waiting = [waiting for waiting in self._waiting if waiting.due > now]
         return due_now
 
     def _when(self, headers: dict[str, Any], name: str) -> float:
@@ -144,12 +144,12 @@ class Messages:
         moved = self._sent.setdefault((headers["id"], told), self._moved())
         return datetime.fromisoformat(told).timestamp() + moved
 
-    def _run(self, one: Waiting) -> None:
-        message, name = one.message, one.headers["task"]
-        app = next((app for app in self._apps if name in app.tasks), one.app)
-        expires = self._when(one.headers, "expires")
+    def _run(self, waiting: Waiting) -> None:
+        message, name = waiting.message, waiting.headers["task"]
+        app = next((app for app in self._apps if name in app.tasks), waiting.app)
+        expires = self._when(waiting.headers, "expires")
         if expires and expires < time.time() + self._moved():
-            one.headers["expires"] = datetime.fromtimestamp(0, timezone.utc).isoformat()
+            waiting.headers["expires"] = datetime.fromtimestamp(0, timezone.utc).isoformat()
         task = app.tasks[name]
         request = symbol_by_name(task.Request)(
             message,
@@ -158,7 +158,7 @@ class Messages:
             hostname=WORKER,
             on_ack=message.ack_log_error,
             on_reject=message.reject_log_error,
-            **one.read,
+            **waiting.read,
         )
         if not request.revoked():
             request.execute_using_pool(InThread(app=app))

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 OPEN: list[DislockServer] = []  # the newest last
 
 
-class Known(Watchdog):
+class DrivenWatchdog(Watchdog):
     """A watchdog that a test finds, and whose time it drives."""
 
     def __init__(self, store: Store, **options: Any) -> None:
-        its = [one for one in OPEN if without_password(one.url) == store.server] or OPEN
-        clock = its[-1]._server.clock  # noqa: SLF001 -- of this module
+        server = [server for server in OPEN if without_password(server.url) == store.server] or OPEN
+        clock = server[-1]._server.clock  # noqa: SLF001 -- of this module
         super().__init__(store, clock=clock or monotonic, **options)
-        its[-1]._watchdogs.add(self)  # noqa: SLF001
+        server[-1]._watchdogs.add(self)  # noqa: SLF001
         self._is_driven = False
 
     def start(self) -> None:

@@ -30,7 +30,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import ASIDE, RUNS
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts import LEFT_BEFORE
-from celery_dislock.tasks.task import leave_line, tell
+from celery_dislock.tasks.task import leave_line, tell_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -89,7 +89,9 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         def dropped(*args: Any) -> Any:
             request = _request_of(args[nth])
             if request is not None:
-                tell(self._app, "end", request)  # before it can be seen that the task has ended
+                tell_server(
+                    self._app, "end", request
+                )  # before it can be seen that the task has ended
             try:
                 return drop(*args)
             finally:
@@ -112,8 +114,8 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         backend = task.backend if task is not None else self._app.backend
         wanted = task is None or error_is_stored(task, request)
         try:
-            its = {"request": request, "store_result": wanted}
-            store = partial(backend.mark_as_failure, request.id, error, **its)
+            options = {"request": request, "store_result": wanted}
+            store = partial(backend.mark_as_failure, request.id, error, **options)
             answer_within(BACKEND_WITHIN, store)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client
             #: WARNING: Its message is damaged, and the result backend is away. -> Repair the
@@ -137,14 +139,14 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
     def _looking(self, name: str, strategy: Callable[..., Any]) -> Callable[..., Any]:
         def look(message: Message, body: Any, *args: Any) -> Any:
             headers = message.headers
-            if headers and HEADER in headers and not self._goes_on(name, message, body):
+            if headers and HEADER in headers and not self._becomes_task(name, message, body):
                 message.ack_log_error(logger, self._consumer.connection_errors)
                 return None
             return strategy(message, body, *args)
 
         return look
 
-    def _goes_on(self, name: str, message: Message, body: Any) -> bool:
+    def _becomes_task(self, name: str, message: Message, body: Any) -> bool:
         """
         Tell whether Celery should make a task of the message; False to only acknowledge it.
 

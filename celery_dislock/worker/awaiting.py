@@ -48,7 +48,7 @@ def check_bodies(app: Celery, pool: type) -> None:
 
 def _awaits(pool: type) -> bool:
     awaits = getattr(pool, ATTRIBUTE, None)
-    return any(_name(one) in KNOWN for one in pool.__mro__) if awaits is None else bool(awaits)
+    return any(_name(kind) in KNOWN for kind in pool.__mro__) if awaits is None else bool(awaits)
 
 
 def _name(pool: type) -> str:

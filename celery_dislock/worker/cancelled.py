@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 AGAIN = 1.0  # seconds after which a process looks again: at first its body may not have begun
 
 
-def look(control: Any, task_id: str = "", **_kwargs: Any) -> None:
+def renew_if_superseded(control: Any, task_id: str = "", **_kwargs: Any) -> None:
     """
     Have the process that runs a task renew its lease now, and so see what the lock server says.
 

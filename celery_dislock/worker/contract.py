@@ -38,7 +38,7 @@ def takes(place: str, *names: str, keywords: Sequence[str] = ()) -> Fact:
 
     def holds() -> bool:
         parameters = inspect.signature(_imported(place)).parameters
-        found = [one for one in parameters if one != "self"]
+        found = [parameter for parameter in parameters if parameter != "self"]
         return found[: len(names)] == [*names] and {*keywords} <= {*found}
 
     return holds

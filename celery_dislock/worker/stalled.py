@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from celery.worker import WorkController
 
-    from celery_dislock.servers.replies import Looked
+    from celery_dislock.servers.replies import StalledState
     from celery_dislock.servers.store import Store
 
 WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
@@ -64,7 +64,7 @@ class StalledStep(LastingStep):
     def include_if(self, worker: WorkController) -> bool:
         """Tell whether this worker has pool processes, and tasks whose locks are renewed."""
         runtime = runtime_of(worker.app)
-        intervals = [one.interval for one in guards_of(worker.app).values() if one.interval]
+        intervals = [guard.interval for guard in guards_of(worker.app).values() if guard.interval]
         self._every = min(intervals, default=0.0) / LOOKS
         return (
             bool(intervals)
@@ -173,7 +173,7 @@ class StalledKeeper:
     def _renew(self, due: list[tuple[Any, Watched]], now: float) -> None:
         executions = [watched.execution for _, watched in due if watched.execution is not None]
         answers = self._store.renew_stalled(executions, within=WITHIN)
-        errors = [one for one in answers if isinstance(one, StoreError)]
+        errors = [answer for answer in answers if isinstance(answer, StoreError)]
         away = [error for error in errors if not isinstance(error, DamagedLockError)]
         if away:  # one node of several
             self._failed(away[0])
@@ -199,7 +199,7 @@ class StalledKeeper:
                 )
                 os.kill(request.worker_pid, signal.SIGKILL)
 
-    def _tell(self, request: Any, watched: Watched, found: Looked, now: float) -> None:
+    def _tell(self, request: Any, watched: Watched, found: StalledState, now: float) -> None:
         """Log once that a process does not renew, if the main process has to do so again."""
         if not (found.unrenewed or found.capped):
             watched.silent_since = None
@@ -225,7 +225,7 @@ class StalledKeeper:
             )
 
 
-def _why_killed(request: Any, watched: Watched, found: Looked, now: float) -> str:
+def _why_killed(request: Any, watched: Watched, found: StalledState, now: float) -> str:
     """Return why a body that stands still is terminated; empty: it is not, or not yet."""
     if watched.silent_since is None:  # at the last look its process did what it has to
         return ""

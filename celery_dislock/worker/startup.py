@@ -71,11 +71,13 @@ def about_tasks(app: Celery) -> Iterator[str]:
     guarded = {name: guard.options for name, guard in guards_of(app).items()}
     visible_for = _visibility_timeout(app)
     checks: dict[str, Callable[[Task, TaskOptions], object]] = {
-        ACKNOWLEDGED: lambda task, its: its.lock_on_conflict == "reject" and not task.acks_late,
-        MISSED: lambda _task, its: (
-            its.newest_counts and its.lock_on_conflict == "skip" and its.lock_limit
+        ACKNOWLEDGED: lambda task, options: (
+            options.lock_on_conflict == "reject" and not task.acks_late
         ),
-        OUTLIVING: lambda task, its: task.acks_late and _longest(task, its) > visible_for,
+        MISSED: lambda _task, options: (
+            options.newest_counts and options.lock_on_conflict == "skip" and options.lock_limit
+        ),
+        OUTLIVING: lambda task, options: task.acks_late and _longest(task, options) > visible_for,
         LOST: lambda task, _its: (
             declared_options(type(task)).get("lock_crash_limit")
             and not (task.acks_late and task.reject_on_worker_lost)
@@ -84,7 +86,7 @@ def about_tasks(app: Celery) -> Iterator[str]:
     unlocked = [name for name in tasks if name not in guarded and _asks_for_a_lock(tasks[name])]
     found = {UNLOCKED: unlocked}
     for warning, is_so in checks.items():
-        found[warning] = [name for name, its in guarded.items() if is_so(tasks[name], its)]
+        found[warning] = [name for name, options in guarded.items() if is_so(tasks[name], options)]
     for warning, names in found.items():
         if names:
             yield warning.format(tasks=some(names), visible_for=visible_for)

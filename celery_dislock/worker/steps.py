@@ -119,7 +119,7 @@ class SweepStep(TimedStep):
         options = [guard.options for guard in guards_of(worker.app).values()]
         every = interval(options)
         self._every = every or 0.0
-        self._parks = any(one.parks for one in options)
+        self._parks = any(options_of_task.parks for options_of_task in options)
         return every is not None and not runtime.off and runtime.process.can_park
 
     def begin(self, worker: WorkController) -> float:

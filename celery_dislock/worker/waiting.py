@@ -26,7 +26,7 @@ from celery.worker import state
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import TICKET, UNIQUE, notes_in, own_turn
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.tasks.request import is_alive, is_child, limited
+from celery_dislock.tasks.request import is_alive, is_child, rate_limited_requests
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.worker.timed import LastingStep
 
@@ -93,7 +93,7 @@ class WaitingStep(LastingStep):
 
     def _waiting(self) -> Iterator[Reservation]:
         reserved = set(state.reserved_requests) - set(state.active_requests)
-        for request in [*reserved, *limited(self._worker.consumer)]:
+        for request in [*reserved, *rate_limited_requests(self._worker.consumer)]:
             reservation = self._reservation_of(request)
             if reservation and reservation.until != "expiry" and request.id not in state.revoked:
                 yield reservation._replace(ttl=request.task.dislock_guard.options.lock_unique_for)
@@ -105,7 +105,9 @@ class WaitingStep(LastingStep):
         A copy of a task that is revoked or has expired is discarded as soon as it comes.
         """
         prefix = self._process.settings.dislock_prefix
-        for request in limited(self._worker.consumer) if self._process.can_park else ():
+        for request in (
+            rate_limited_requests(self._worker.consumer) if self._process.can_park else ()
+        ):
             if TICKET not in notes_in(request.message.headers):
                 continue
             turn = own_turn(request._context, prefix)  # noqa: SLF001 -- Celery has no public name

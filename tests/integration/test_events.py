@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 from celery.events.state import State
 
-from celery_dislock.messages.events import send, tell_revoked
+from celery_dislock.messages.events import send_events, tell_revoked
 from tests.holding import wait_for
 
 
@@ -58,7 +58,7 @@ def test_a_pool_process_has_its_own_connection(make_app, redis_url):
     """The event comes from its worker, and is about the task; JSON has no such number."""
     app = make_app(redis_url)
     about = {"uuid": "1", "key": "k", "ends_in": float("inf")}
-    [event], _ = receive(app, lambda: send(app, "w1@here", "task-lock-lost", about))
+    [event], _ = receive(app, lambda: send_events(app, "w1@here", "task-lock-lost", about))
     assert (event["hostname"], event["uuid"], event["key"]) == ("w1@here", "1", "k")
     assert event["ends_in"] is None
 
@@ -69,7 +69,7 @@ def test_a_broker_that_does_not_answer_is_not_waited_for_long(make_app, silent, 
     caplog.set_level("DEBUG", "celery_dislock")
     app = make_app(f"{scheme}://guest:secret@127.0.0.1:{silent}/0")
     began = time.monotonic()
-    send(app, "w1@here", "task-lock-lost", {"uuid": "1"})
+    send_events(app, "w1@here", "task-lock-lost", {"uuid": "1"})
     assert time.monotonic() - began < 10  # without limits it would wait for ever
     [record] = [one for one in caplog.records if one.name == "celery_dislock"]
     assert record.getMessage().startswith("Event task-lock-lost was not sent: ")

@@ -13,7 +13,7 @@ from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
-from celery_dislock.servers.view import look
+from celery_dislock.servers.view import read_state
 
 LOCK, OTHER = "dislock:{k}", "dislock:{other}"
 LONG = 60.0
@@ -187,7 +187,7 @@ def test_a_reservation_is_kept_and_ends(store, fill, until):
     reservations.begin(mine)
     reservations.keep([mine], runs=True, within=WITHIN)
     assert reservations.end(mine)
-    record = look(store.lock_server, LOCK).reservation
+    record = read_state(store.lock_server, LOCK).reservation
     assert (record.state if record else None) == ("ended" if until == "expiry" else None)
 
 

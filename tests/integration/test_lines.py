@@ -16,7 +16,7 @@ from redis.crc import key_slot
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.keys.names import execution_start, shown_id, ticket_of
+from celery_dislock.keys.names import execution_start, shown_id, ticket_of_request
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.answers import Swept
 from celery_dislock.parking.store import ASIDE, ENDED, OVER, RUNS, UNREAD, Ticket
@@ -670,7 +670,7 @@ class TestAwkwardIds:
     """Task ids come from users, and from whoever can publish a message."""
 
     def ask(self, broker, task_id, copy=1, *, message=b"", marked=False):
-        name = ticket_of(SimpleNamespace(id=task_id, retries=0, replaced_task_nesting=0))
+        name = ticket_of_request(SimpleNamespace(id=task_id, retries=0, replaced_task_nesting=0))
         shown = Ticket(name, marked, message)
         owner = f"{execution_start(task_id, 'w', 1)}nonce.{copy}"
         holder = json.dumps({"id": shown_id(task_id)})

@@ -9,7 +9,7 @@ from celery_dislock.scripts import ACQUIRE, CRASH
 from celery_dislock.scripts.names import crashes_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.quorum import Names
-from celery_dislock.servers.replies import Granted, Looked
+from celery_dislock.servers.replies import Granted, StalledState
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, runs, swallow_reply
@@ -266,7 +266,7 @@ class TestHeld:
             with server.client() as client:
                 client.delete(LOCK)
         (found,) = store.renew_stalled([execution._replace(overdue=0.0)], within=WITHIN)
-        assert found == Looked(0, 0)
+        assert found == StalledState(0, 0)
 
 
 class TestLostReplies:

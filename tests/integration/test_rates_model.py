@@ -24,7 +24,7 @@ from itertools import count
 
 import pytest
 
-from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms, written
+from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms, terms_text
 from celery_dislock.servers.overrides import BARRED
 from celery_dislock.servers.records import Conflict
 from tests.integration.lua_server import LuaServer
@@ -205,7 +205,9 @@ class History:
         newer = []
         for lock, task, terms in self.line.sweep().first:
             words = self.words[task.split('"')[3]]
-            word = written((words[-1] if self.clock >= self.deployed else self.rng.choice(words),))
+            word = terms_text(
+                (words[-1] if self.clock >= self.deployed else self.rng.choice(words),)
+            )
             newer += [[lock, task, terms, word]] if word != terms else []
         if newer:
             self.line.lines.sweep([LOCK], {LOCK: newer})

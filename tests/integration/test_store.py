@@ -12,7 +12,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import Conflict
-from celery_dislock.servers.replies import Granted, Looked
+from celery_dislock.servers.replies import Granted, StalledState
 from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
@@ -130,7 +130,7 @@ class TestRenewStalled:
         take(store, self.OWNER)
         server.advance(self.OVERDUE)
         before = server.contents()
-        assert self.renew_stalled(store, start=start) == Looked(0, 0)
+        assert self.renew_stalled(store, start=start) == StalledState(0, 0)
         assert store.release_dead([LOCK], start) == 0
         assert server.contents() == before
 
@@ -151,7 +151,7 @@ class TestRenewStalled:
         if ended == "gone":
             server.lose()
         before = server.contents()
-        assert self.renew_stalled(store, overdue=0.0) == Looked(0, 0)
+        assert self.renew_stalled(store, overdue=0.0) == StalledState(0, 0)
         assert server.contents() == before
 
     def test_of_several_keys_each_is_renewed(self, store, server):
@@ -161,16 +161,16 @@ class TestRenewStalled:
         server.advance(self.OVERDUE)
         take(store, self.OWNER, lock=other)
         answer = self.renew_stalled(store, locks=(LOCK, other))
-        assert answer == Looked(self.OVERDUE, self.OVERDUE)
+        assert answer == StalledState(self.OVERDUE, self.OVERDUE)
 
     def test_at_its_cap_it_is_renewed_no_more(self, store, server):
         """The answer says so when it is overdue: a process that runs needs no help before."""
         take(store, self.OWNER)
         server.advance(self.OVERDUE - 1)
-        assert self.renew_stalled(store, longest=5.0) == Looked(0, 1)
+        assert self.renew_stalled(store, longest=5.0) == StalledState(0, 1)
         server.advance(2)
         before = server.contents()
-        assert self.renew_stalled(store, longest=5.0) == Looked(0, 0, capped=True)
+        assert self.renew_stalled(store, longest=5.0) == StalledState(0, 0, capped=True)
         assert server.contents() == before
 
 

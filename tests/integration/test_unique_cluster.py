@@ -10,7 +10,7 @@ from redis.crc import key_slot
 from celery_dislock.config.terms import Terms
 from celery_dislock.exceptions import StoreError
 from celery_dislock.servers import cluster as cluster_module
-from celery_dislock.servers.records import text
+from celery_dislock.servers.records import decode
 from celery_dislock.servers.replies import Granted, Replaced
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
@@ -46,9 +46,11 @@ def nodes(cluster, store):
 
     def has(master):
         with master.client() as client:
-            mine = text(client.execute_command("CLUSTER", "MYID"))
+            mine = decode(client.execute_command("CLUSTER", "MYID"))
             slots = client.execute_command("CLUSTER", "SLOTS")
-        return any(start <= slot <= end and text(node[2]) == mine for start, end, node, *_ in slots)
+        return any(
+            start <= slot <= end and decode(node[2]) == mine for start, end, node, *_ in slots
+        )
 
     (source,) = [master for master in cluster.masters if has(master)]
     return source, next(master for master in cluster.masters if master is not source)
@@ -68,7 +70,7 @@ def on_nodes(nodes, name=RECORD):
     for node in nodes:
         with node.client() as client:
             keys = client.execute_command("CLUSTER", "GETKEYSINSLOT", key_slot(name.encode()), 100)
-        found += [text(key) for key in keys]
+        found += [decode(key) for key in keys]
     return found.count(name)
 
 

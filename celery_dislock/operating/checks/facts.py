@@ -39,7 +39,7 @@ LINES_MOST = 200  # lines that are read place by place
 PLACES_MOST = 50  # places of each that are read
 
 
-class Examined(NamedTuple):
+class RedisProcess(NamedTuple):
     """
     One Redis process of the lock server.
 
@@ -62,16 +62,16 @@ class Examined(NamedTuple):
     clock: float | None = None
 
 
-def members_of(server: Server) -> list[Examined]:
+def members_of(server: Server) -> list[RedisProcess]:
     """Ask each process of a lock server about itself; about twelve round trips to each."""
     try:
-        return [_member(one.name, one.send) for one in server.members()]
+        return [_member(member.name, member.send) for member in server.members()]
     except StoreError as exc:
-        return [Examined(server.name, away=exc.reason)]
+        return [RedisProcess(server.name, away=exc.reason)]
 
 
-def _member(name: str, send: Callable[..., Any]) -> Examined:
-    member = Examined(name, send)
+def _member(name: str, send: Callable[..., Any]) -> RedisProcess:
+    member = RedisProcess(name, send)
     times, ahead = [], []
     try:
         for _ in range(ROUND_TRIPS):
@@ -82,7 +82,7 @@ def _member(name: str, send: Callable[..., Any]) -> Examined:
         member = member._replace(round_trip=median(times), clock=median(ahead))
     except StoreError as exc:
         if not is_answer(exc):
-            return Examined(name, away=exc.reason)
+            return RedisProcess(name, away=exc.reason)
     try:
         lines = send(b"INFO").decode(errors="replace").splitlines()
     except StoreError as exc:
@@ -114,7 +114,9 @@ ANSWER = {"leases": list, "tasks": dict, "warnings": list, "version": str, "lock
 
 def understood(answer: object) -> Description | None:
     """Return a worker's answer; None if this version cannot read it."""
-    if isinstance(answer, dict) and all(isinstance(answer.get(one), ANSWER[one]) for one in ANSWER):
+    if isinstance(answer, dict) and all(
+        isinstance(answer.get(field), ANSWER[field]) for field in ANSWER
+    ):
         return answer
     return None
 
@@ -142,8 +144,8 @@ class Locks:
 
     def judge(self, key: str, lock: LockState | StoreError, site: Site) -> None:
         """Take note of what is wrong with a lock."""
-        for one in troubles_of(lock, site, (*TROUBLES, *MENTIONED)):
-            self.troubles.setdefault(one.row, {})[key] = one.more
+        for trouble in troubles_of(lock, site, (*TROUBLES, *MENTIONED)):
+            self.troubles.setdefault(trouble.row, {})[key] = trouble.more
 
 
 @dataclass
@@ -172,13 +174,13 @@ class Facts:
     ours: Description
     fleet: Fleet
     keyprefix: str = ""
-    members: Sequence[Examined] = ()
+    members: Sequence[RedisProcess] = ()
     locks: Locks = field(default_factory=Locks)
 
     @property
-    def answering(self) -> list[Examined]:
+    def answering(self) -> list[RedisProcess]:
         """The processes of the lock server that answer."""
-        return [one for one in self.members if not one.away]
+        return [member for member in self.members if not member.away]
 
     @property
     def away(self) -> bool:
@@ -205,9 +207,9 @@ class Facts:
     @property
     def parks(self) -> bool:
         """Whether tasks are parked, or may be."""
-        options = [one for side in self.sides.values() for one in side["tasks"].values()]
+        options = [task for side in self.sides.values() for task in side["tasks"].values()]
         return self.server.keeps_lines and (
-            any(one.get("lock_on_conflict") in IN_LINE for one in options) or self.locks.parked
+            any(task.get("lock_on_conflict") in IN_LINE for task in options) or self.locks.parked
         )
 
     def look(self) -> None:
@@ -229,7 +231,7 @@ class Facts:
                 seen.leases += len(lock.holders)
                 seen.waiting += lock.waiting
                 seen.of_tasks = seen.of_tasks or _is_of_task(lock)
-                seen.parked = seen.parked or any(one.parked for one in lock.line)
+                seen.parked = seen.parked or any(waiter.parked for waiter in lock.line)
         lines.sort(key=lambda row: -row.waiting)
         for nth, row in enumerate(lines):
             found = overview.look([row.name], PLACES_MOST) if nth < LINES_MOST else [row.found]
@@ -239,4 +241,4 @@ class Facts:
 
 def _is_of_task(lock: LockState) -> bool:
     there: list[Holder | Waiter] = [*lock.holders, *lock.line, *lock.turns]
-    return any(one.task for one in there)
+    return any(client.task for client in there)

@@ -13,7 +13,7 @@ from celery_dislock.worker.startup import evicts, is_replica
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from celery_dislock.operating.checks.facts import Examined, Facts
+    from celery_dislock.operating.checks.facts import Facts, RedisProcess
     from celery_dislock.operating.checks.table import Finding
     from celery_dislock.servers.trial import Complaint
 
@@ -35,29 +35,29 @@ _REPLICA = re.compile(r"slave\d+")
 AS_AT_START = {"eviction": evicts, "role": is_replica}  # a worker warns of these when it starts
 
 
-def _is_short(one: Examined, facts: Facts) -> str:
+def _is_short(node: RedisProcess, facts: Facts) -> str:
     """Say how many replicas follow, if fewer do than each write waits for."""
-    is_master, follow = one.info.get("role") == "master", len(_online(one))
+    is_master, follow = node.info.get("role") == "master", len(_online(node))
     return f"{follow} of {facts.min_replicas}" if is_master and follow < facts.min_replicas else ""
 
 
-def _is_alone(one: Examined, facts: Facts) -> bool:
+def _is_alone(node: RedisProcess, facts: Facts) -> bool:
     """Tell whether nothing takes over if this master fails, though replicas are meant to."""
-    is_master = one.info.get("role") == "master"
-    return facts.server.kind in {"sentinel", "cluster"} and is_master and not _online(one)
+    is_master = node.info.get("role") == "master"
+    return facts.server.kind in {"sentinel", "cluster"} and is_master and not _online(node)
 
 
-def _goes_on_alone(one: Examined, facts: Facts) -> bool:
+def _goes_on_alone(node: RedisProcess, facts: Facts) -> bool:
     """Tell whether a master goes on if it is cut off from its Sentinels and its replicas."""
-    is_followed = facts.server.kind == "sentinel" and _online(one)
-    return bool(is_followed) and "min_slaves_good_slaves" not in one.info
+    is_followed = facts.server.kind == "sentinel" and _online(node)
+    return bool(is_followed) and "min_slaves_good_slaves" not in node.info
 
 
-def _online(one: Examined) -> list[dict[str, str]]:
+def _online(node: RedisProcess) -> list[dict[str, str]]:
     """Return the replicas that follow a server."""
     described = (
         dict(part.split("=", 1) for part in value.split(",") if "=" in part)
-        for name, value in one.info.items()
+        for name, value in node.info.items()
         if _REPLICA.fullmatch(name)
     )
     return [replica for replica in described if replica.get("state") == "online"]
@@ -68,21 +68,21 @@ ROWS = (
     Row(
         "settings",
         note,
-        lambda one, _: one.no_info,
+        lambda node, _: node.no_info,
         "INFO is refused, so memory, role, replicas and what is saved could not be looked at",
         "Allow it if the server has it: ACL SETUSER ... +info",
     ),
     Row(
         "persistence",
         warning,
-        lambda one, facts: one.info.get("aof_enabled") == "0" and facts.parks,
+        lambda node, facts: node.info.get("aof_enabled") == "0" and facts.parks,
         "A crash or a restart loses the parked tasks that are not saved (appendonly no)",
         "Set appendonly to yes: parked tasks exist nowhere else.",
     ),
     Row(
         "persistence",
         warning,
-        lambda one, facts: one.info.get("aof_enabled") == "0" and facts.server.kind == "quorum",
+        lambda node, facts: node.info.get("aof_enabled") == "0" and facts.server.kind == "quorum",
         "After a restart it has forgotten its leases, and may grant them again (appendonly no)",
         "Set appendonly to yes and appendfsync to always, or start it again only after the longest "
         "timeout is over.",
@@ -111,18 +111,18 @@ ROWS = (
     Row(
         "round trip",
         warning,
-        lambda one, _: (one.round_trip or 0.0) >= SLOW and f"{one.round_trip * 1000:.2g} ms",
+        lambda node, _: (node.round_trip or 0.0) >= SLOW and f"{node.round_trip * 1000:.2g} ms",
         "Round trips are slow, and each locked task waits for two",
         "Keep the lock server near the workers.",
     ),
 )
 
 
-def answers(facts: Facts) -> Iterator[Finding]:
+def server_findings(facts: Facts) -> Iterator[Finding]:
     """Find which processes of the lock server do not answer; of several, how many more may fail."""
-    away = [one for one in facts.members if one.away]
-    names = [one.name for one in away]
-    why = "; ".join(f"{one.name}: {one.away}" for one in away)
+    away = [node for node in facts.members if node.away]
+    names = [node.name for node in away]
+    why = "; ".join(f"{node.name}: {node.away}" for node in away)
     if facts.away:
         yield serious(
             f"The lock server is away, and no task can take a lock: {why}",
@@ -140,12 +140,12 @@ def answers(facts: Facts) -> Iterator[Finding]:
     elif away:
         what = f"Locks in the slots of these nodes cannot be taken or renewed: {why}"
         yield serious(what, f"Start it again. {IF_EMPTY}", names)
-    for one in facts.answering:
-        version = one.info.get("redis_version", "of an unknown version")
-        name = "Valkey" if "valkey" in one.info.get("server_name", "") else "Redis"
-        version = one.info.get("valkey_version", version)
-        took = "" if one.round_trip is None else f", {one.round_trip * 1000:.2g} ms away"
-        yield ok(f"{one.name} is {KINDS_IN_WORDS[facts.server.kind]}: {name} {version}{took}.")
+    for node in facts.answering:
+        version = node.info.get("redis_version", "of an unknown version")
+        name = "Valkey" if "valkey" in node.info.get("server_name", "") else "Redis"
+        version = node.info.get("valkey_version", version)
+        took = "" if node.round_trip is None else f", {node.round_trip * 1000:.2g} ms away"
+        yield ok(f"{node.name} is {KINDS_IN_WORDS[facts.server.kind]}: {name} {version}{took}.")
 
 
 def names(facts: Facts) -> Iterator[Finding]:
@@ -163,7 +163,7 @@ def names(facts: Facts) -> Iterator[Finding]:
 
 def rights(facts: Facts) -> Iterator[Finding]:
     """Find scripts, commands or keys that the server, or a proxy before it, refuses."""
-    refused = [one for one in facts.complaints if not one.passes]
+    refused = [complaint for complaint in facts.complaints if not complaint.passes]
     yield from map(_refused, refused)
     if not refused and not facts.away:
         yield ok("The server runs all scripts, and its user may do all that locks need.")
@@ -171,7 +171,7 @@ def rights(facts: Facts) -> Iterator[Finding]:
 
 def writes(facts: Facts) -> Iterator[Finding]:
     """Find a server that refuses writes: its memory or disk is full, or replicas are missing."""
-    yield from map(_refused, (one for one in facts.complaints if one.passes))
+    yield from map(_refused, (complaint for complaint in facts.complaints if complaint.passes))
 
 
 def data(facts: Facts) -> Iterator[Finding]:
@@ -187,9 +187,9 @@ def data(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _refused(one: Complaint) -> Finding:
-    what, remedy = (f"{text[:1].upper()}{text[1:]}." for text in (one.what, one.remedy))
-    return serious(what, remedy, one.servers)
+def _refused(complaint: Complaint) -> Finding:
+    what, remedy = (f"{text[:1].upper()}{text[1:]}." for text in (complaint.what, complaint.remedy))
+    return serious(what, remedy, complaint.servers)
 
 
 def sentinels(facts: Facts) -> Iterator[Finding]:
@@ -212,16 +212,16 @@ def sentinels(facts: Facts) -> Iterator[Finding]:
 def members(facts: Facts) -> Iterator[Finding]:
     """Judge each process."""
     for row in ROWS:
-        yield from row.finds({one.name: one for one in facts.answering}, facts)
-    for one in facts.answering:
+        yield from row.finds({node.name: node for node in facts.answering}, facts)
+    for node in facts.answering:
         for name, finds in AS_AT_START.items():
-            if found := finds(one.info):
-                yield serious(*found, [one.name])._replace(check=name)
+            if found := finds(node.info):
+                yield serious(*found, [node.name])._replace(check=name)
 
 
 def clocks(facts: Facts) -> Iterator[Finding]:
     """Find clocks of several independent servers that are more than 0.1 s apart."""
-    known = sorted((one.clock, one.name) for one in facts.members if one.clock is not None)
+    known = sorted((node.clock, node.name) for node in facts.members if node.clock is not None)
     if facts.server.kind == "quorum" and known and known[-1][0] - known[0][0] > TOKENS_OFF:
         (least, behind), (most, ahead) = known[0], known[-1]
         yield warning(
@@ -233,7 +233,7 @@ def clocks(facts: Facts) -> Iterator[Finding]:
 
 
 CHECKS = (
-    ("server", answers),
+    ("server", server_findings),
     ("prefix", names),
     ("rights", rights),
     ("writes", writes),

@@ -73,7 +73,7 @@ class Row(NamedTuple):
 
     def finds(self, things: Mapping[str, Any], facts: Any) -> Iterator[Finding]:
         """Yield what is found of these, by their names."""
-        found = {name: so for name, one in things.items() if (so := self.is_so(one, facts))}
+        found = {name: so for name, thing in things.items() if (so := self.is_so(thing, facts))}
         if found:
             yield self.of({name: "" if so is True else str(so) for name, so in found.items()})
 

@@ -68,24 +68,26 @@ class Trouble(NamedTuple):
 
 def _overdue(lock: LockState, _: Site) -> Sign | None:
     """A holder missed two renewals in a row: its process is dead, stopped or cut off."""
-    late = [one.renewed or 0.0 for one in lock.holders if one.is_overdue]
+    late = [holder.renewed or 0.0 for holder in lock.holders if holder.is_overdue]
     return Sign(since=max(late)) if late else None
 
 
 def _unswept(lock: LockState, site: Site) -> Sign | None:
     """Parked tasks wait, and no worker sweeps the lines of their broker."""
-    homes = {one.broker for one in (*lock.turns, *lock.line) if one.broker}
+    homes = {waiter.broker for waiter in (*lock.turns, *lock.line) if waiter.broker}
     return None if all(map(site.is_swept, homes)) else Sign()
 
 
 def unclaimed(lock: LockState) -> list[Waiter]:
     """Return the parked tasks that had three turns, and claimed none."""
-    return [one for one in (*lock.turns, *lock.line) if one.turns >= TURNS_MANY]
+    return [waiter for waiter in (*lock.turns, *lock.line) if waiter.turns >= TURNS_MANY]
 
 
 def _unclaimed(lock: LockState, _: Site) -> Sign | None:
     """A parked task had three turns, and claimed none."""
-    found = [f"ticket {one.ticket}, queue {one.routing_key or '?'}" for one in unclaimed(lock)]
+    found = [
+        f"ticket {waiter.ticket}, queue {waiter.routing_key or '?'}" for waiter in unclaimed(lock)
+    ]
     return Sign(some(found), _longest_wait(lock)) if found else None
 
 
@@ -103,18 +105,21 @@ def _stuck(lock: LockState, _: Site) -> Sign | None:
 
 
 def _longest_wait(lock: LockState) -> float | None:
-    return max((one.waiting for one in (*lock.turns, *lock.line)), default=None)
+    return max((waiter.waiting for waiter in (*lock.turns, *lock.line)), default=None)
 
 
 def _hung(lock: LockState, _: Site) -> Sign | None:
     """Held for more than twenty of its timeouts, ten minutes by default, while others wait."""
     hung = [
-        one
-        for one in (lock.holders if lock.waiting and not lock.is_too_early else ())
-        if one.timeout and one.held > HELD_LONG * one.timeout and not is_beat(one)
+        holder
+        for holder in (lock.holders if lock.waiting and not lock.is_too_early else ())
+        if holder.timeout and holder.held > HELD_LONG * holder.timeout and not is_beat(holder)
     ]
-    told = (f"for {for_people(one.held)} by {one.who}, with {lock.waiting} waiting" for one in hung)
-    return Sign("; ".join(told), max(one.held for one in hung)) if hung else None
+    told = (
+        f"for {for_people(holder.held)} by {holder.who}, with {lock.waiting} waiting"
+        for holder in hung
+    )
+    return Sign("; ".join(told), max(holder.held for holder in hung)) if hung else None
 
 
 def _leaderless(lock: LockState, _: Site) -> Sign | None:
@@ -124,7 +129,7 @@ def _leaderless(lock: LockState, _: Site) -> Sign | None:
     return Sign(f"last tick {for_people(lock.ticked)} ago", lock.ticked)
 
 
-def unmet(one: ReservationState, tasks: Iterable[UniqueTask]) -> tuple[float, list[UniqueTask]]:
+def unmet(record: ReservationState, tasks: Iterable[UniqueTask]) -> tuple[float, list[UniqueTask]]:
     """
     Return the seconds for which no worker has had a message since it was due; < 0: it is due later.
 
@@ -132,10 +137,10 @@ def unmet(one: ReservationState, tasks: Iterable[UniqueTask]) -> tuple[float, li
     from when it is due.  Also returns those of the *tasks* whose message it may be; the shortest of
     their times counts.
     """
-    kept = one.since + one.remaining
+    kept = record.since + record.remaining
     # One that was sent with an earlier expiry is kept for less; which it was cannot be told.
-    its = [task for task in tasks if task.unique_for <= kept + 1.0]
-    return min((task.unique_for for task in its), default=kept) - one.remaining, its
+    senders = [task for task in tasks if task.unique_for <= kept + 1.0]
+    return min((task.unique_for for task in senders), default=kept) - record.remaining, senders
 
 
 def _unmet(lock: LockState, site: Site) -> Sign | None:
@@ -144,20 +149,20 @@ def _unmet(lock: LockState, site: Site) -> Sign | None:
 
     A message that waits in a long queue is not lost; a parked task's is on the lock server.
     """
-    if (one := lock.reservation) is None or one.state != "waiting":
+    if (record := lock.reservation) is None or record.state != "waiting":
         return None
-    since, tasks = unmet(one, of_key := site.tasks_of(lock.key))
+    since, tasks = unmet(record, of_key := site.tasks_of(lock.key))
     are_unseen = lock.waiting > len(lock.line)  # in line; it may be one of those
     if lock.are_several:  # that does not say in which line their task would stand
         are_unseen = not of_key or any(task.parks for task in of_key)
-    is_parked = any(waiter.id == one.id for waiter in (*lock.turns, *lock.line))
-    if since < min(UNMET_LONG, one.remaining) or are_unseen or is_parked:
+    is_parked = any(waiter.id == record.id for waiter in (*lock.turns, *lock.line))
+    if since < min(UNMET_LONG, record.remaining) or are_unseen or is_parked:
         return None
     queues, told = sorted({task.queue for task in tasks}), f"for {for_people(since)}"
     no_worker_renews = not tasks or any(task.until == "expiry" for task in tasks)
     if not no_worker_renews and site.messages_in(queues) == 0:
         return Sign(f"{told}, nothing waits in {' and '.join(queues)}", since)
-    return Sign(told, since) if since > one.remaining else None
+    return Sign(told, since) if since > record.remaining else None
 
 
 def _aside(lock: LockState, _: Site) -> Sign | None:
@@ -379,7 +384,7 @@ def judged(listed: Iterable[ListedLock], site: Site) -> Iterator[ListedLock]:
     """Yield the locks of a list with what is wrong with them."""
     for row in listed:
         if found := troubles_of(row.found, site):
-            since = {one.name: one.since for one in found}
+            since = {finding.name: finding.since for finding in found}
             yield row._replace(troubles=since, rank=TROUBLES.index(found[0].row))
         else:
             yield row

@@ -27,44 +27,48 @@ ROWS = (
     Row(
         "lock server",
         serious,
-        lambda one, _: bool(one["tasks"] or one.get("enabled")) and one.get("no_server"),
+        lambda answer, _: (
+            bool(answer["tasks"] or answer.get("enabled")) and answer.get("no_server")
+        ),
         "These workers have no lock server",
         "Set dislock_url.",
     ),
     Row(
         "tasks",
         serious,
-        lambda one, _: not one["locks"],
+        lambda answer, _: not answer["locks"],
         "These workers run tasks without their locks (--no-dislock), also if others lock them",
         "Start them with --dislock.",
     ),
     Row(
         "renewals",
         serious,
-        lambda one, _: one.get("unavailable"),
+        lambda answer, _: answer.get("unavailable"),
         "The lock server does not answer these workers",
         "Look at the network between them and the lock server.",
     ),
     Row(
         "renewals",
         warning,
-        lambda one, _: bool(one.get("errors")),
+        lambda answer, _: bool(answer.get("errors")),
         "The watchdog has survived unexpected errors",
         "Look for 'Unexpected error' in these workers' logs.",
     ),
     Row(
         "renewals",
         warning,
-        lambda one, _: some(str(held.get("key")) for held in _held(one) if held.get("overdue")),
+        lambda answer, _: some(
+            str(held.get("key")) for held in _held(answer) if held.get("overdue")
+        ),
         "Running tasks missed two renewals in a row",
         "Their processes are stopped, their bodies hold the GIL, or the server was away.",
     ),
     Row(
         "renewals",
         warning,
-        lambda one, _: some(
+        lambda answer, _: some(
             f"{lease.get('key')} of {lease.get('id')}"
-            for lease in one["leases"]
+            for lease in answer["leases"]
             if lease.get("missed")
         ),
         "Running tasks do not hold their locks, so that others may run beside them",
@@ -97,7 +101,7 @@ REMEDIES = {
 UNKNOWN = "Look at the broker's log."
 
 
-def answers(facts: Facts) -> Iterator[Finding]:
+def worker_findings(facts: Facts) -> Iterator[Finding]:
     """Find workers that do not answer or lack this package, and a broker that is away or full."""
     fleet = facts.fleet
     missed = serious if facts.needs_workers else warning
@@ -131,8 +135,8 @@ def each(facts: Facts) -> Iterator[Finding]:
     workers = facts.fleet.described
     found = [finding for row in ROWS for finding in row.finds(workers, facts)]
     yield from found
-    if workers and not any(one.check == "renewals" for one in found):
-        many = sum(len(_held(one)) for one in workers.values())
+    if workers and not any(finding.check == "renewals" for finding in found):
+        many = sum(len(_held(answer)) for answer in workers.values())
         who = f"{number(len(workers), 'worker')} renew{'s' if len(workers) == 1 else ''}"
         what = f"{who} {number(many, 'lease')} of running tasks in time."
         yield ok(what)._replace(check="renewals")
@@ -140,12 +144,19 @@ def each(facts: Facts) -> Iterator[Finding]:
 
 def places(facts: Facts) -> Iterator[Finding]:
     """Find workers that lock the same task elsewhere than others, or than this command looks."""
-    there = {name: one for name, one in facts.fleet.described.items() if not one.get("no_server")}
+    there = {
+        name: answer
+        for name, answer in facts.fleet.described.items()
+        if not answer.get("no_server")
+    }
     ours = {"this command": facts.ours} if facts.ours["no_server"] is None else {}
     apart = {
         task
         for task in _tasks(facts)
-        if len(_by_value({w: one for w, one in there.items() if task in one["tasks"]}, _place)) > 1
+        if len(
+            _by_value({w: answer for w, answer in there.items() if task in answer["tasks"]}, _place)
+        )
+        > 1
     }
     groups = _groups(_by_value({**there, **ours}, _place))
     if apart:
@@ -184,7 +195,9 @@ def options(facts: Facts) -> Iterator[Finding]:
     found: dict[tuple[bool, str, str], list[str]] = {}
     for name in _tasks(facts):
         sides = {
-            side: one["tasks"][name] for side, one in facts.sides.items() if name in one["tasks"]
+            side: side_tasks["tasks"][name]
+            for side, side_tasks in facts.sides.items()
+            if name in side_tasks["tasks"]
         }
         workers = {side: given for side, given in sides.items() if side in facts.fleet.described}
         for option in sorted({option for given in sides.values() for option in given}):
@@ -204,7 +217,7 @@ def options(facts: Facts) -> Iterator[Finding]:
 
 
 CHECKS = (
-    ("workers", answers),
+    ("workers", worker_findings),
     ("workers", each),
     ("lock server", places),
     ("tasks", tasks),

@@ -21,11 +21,11 @@ from celery_dislock.operating.cli.session import (
     duration,
     record,
     session,
-    tell,
     write_json,
+    write_remark,
 )
 from celery_dislock.servers.overview import SEARCHED, look_at_all
-from celery_dislock.servers.waiters import ticket_of
+from celery_dislock.servers.waiters import ticket_of_member
 from celery_dislock.tasks.actions import ENDED_MEANWHILE, FREED, STILL_RUNS, TERMINATED, WAIT
 from celery_dislock.words import for_people, plain
 
@@ -53,9 +53,9 @@ OUTCOMES = {
 def a_signal(text: str) -> str:
     """Read a signal from the command line, as ``kill`` does; return the name that workers know."""
     found = {text, f"SIG{text.upper().removeprefix('SIG')}"}
-    for one in Signals:
-        if not found.isdisjoint({str(one.value), one.name}):
-            return one.name.removeprefix("SIG")
+    for signal in Signals:
+        if not found.isdisjoint({str(signal.value), signal.name}):
+            return signal.name.removeprefix("SIG")
     raise click.BadParameter(f"{plain(text)} is no signal; give TERM, INT, QUIT or KILL")
 
 
@@ -121,7 +121,7 @@ def free(
                     outcome = _free(opened, lock, holder, sure=yes, **how)
                     about = {"owner": holder.owner, "token": holder.token}
                     done.append({"key": lock.key, **about, "outcome": outcome})
-        stays = token is not None or any(one["outcome"] == STILL_RUNS for one in done)
+        stays = token is not None or any(row["outcome"] == STILL_RUNS for row in done)
         for lock in [] if stays else locks:
             if reserved := lock.reservation:
                 _show(lock, iter([reservation_line(reserved)]), quiet=json_)
@@ -133,13 +133,13 @@ def free(
             with_token = "" if token is None else f" with token {token}"
             key = " + ".join(which.keys(opened))
             nobody = f"Nobody holds lock {key}{with_token}."
-            tell(f"Key {key} is not reserved." if reservation else nobody)
-        if not any(one["outcome"] in {FREED, TERMINATED} for one in done):
+            write_remark(f"Key {key} is not reserved." if reservation else nobody)
+        if not any(row["outcome"] in {FREED, TERMINATED} for row in done):
             context.exit(FOUND)
 
 
 def _show(lock: LockState, lines: Iterator[str], *, quiet: bool) -> None:
-    tell(f"lock {lock.key}")
+    write_remark(f"lock {lock.key}")
     if not quiet:
         write_lines(lines)
 
@@ -158,7 +158,7 @@ def _free(
     is_body = not (holder.turn or holder.expiring)
     if terminate and not holder.can_be_terminated:
         why = "is no task that a worker runs" if holder.thread else "runs no body now"
-        tell(f"It cannot be terminated: {holder.who} {why}.")
+        write_remark(f"It cannot be terminated: {holder.who} {why}.")
         if is_body:
             return STILL_RUNS
         terminate = False
@@ -167,21 +167,21 @@ def _free(
 
     def on_sent() -> None:
         record(audit.terminated(lock.name, holder))
-        tell(f"Told the workers to end it; waiting for {for_people(wait)} at most.")
+        write_remark(f"Told the workers to end it; waiting for {for_people(wait)} at most.")
 
     told = ""
     if terminate:
         end = opened.actions.terminate_and_free
         outcome = end(lock.name, holder, wait=wait, signal=signal, on_sent=on_sent)
         if outcome in {FREED, ENDED_MEANWHILE}:
-            tell("Its body has ended.")
+            write_remark("Its body has ended.")
     else:
         is_freed = opened.actions.free(lock.name, holder.owner, holder.token)
         outcome = FREED if is_freed else ENDED_MEANWHILE
         told = _afterwards(holder) if is_body else ""
     if outcome == FREED:
         record(audit.freed(lock.name, holder))
-    tell(OUTCOMES[outcome].format(key=lock.key, wait=for_people(wait), told=told))
+    write_remark(OUTCOMES[outcome].format(key=lock.key, wait=for_people(wait), told=told))
     return outcome
 
 
@@ -213,10 +213,10 @@ def _end(opened: AppLocks, lock: LockState, shown: ReservationState, *, sure: bo
     if not agrees(f"End the reservation, so that the next message is sent? {goes_on}", sure=sure):
         return LEFT
     if not opened.actions.end_reservation(lock.name, shown):
-        tell(f"That reservation of {lock.key} has ended meanwhile.")
+        write_remark(f"That reservation of {lock.key} has ended meanwhile.")
         return ENDED_MEANWHILE
     record(audit.unreserved(lock.name, shown.id))
-    tell(f"Ended the reservation of {lock.key}.")
+    write_remark(f"Ended the reservation of {lock.key}.")
     return FREED
 
 
@@ -246,19 +246,21 @@ def drop(
             at = f"place {place.place}" if place.place else "its turn"
             since = for_people(place.parked_for or 0.0)
             keeps = f", keeps {', '.join(place.keeps)}" if place.keeps and place.place else ""
-            tell(f"{place.who}, {at} in line for lock {key_of(name)}{keeps}, parked for {since}")
+            write_remark(
+                f"{place.who}, {at} in line for lock {key_of(name)}{keeps}, parked for {since}"
+            )
             gone = False
             if agrees("Drop it? It does not run.", sure=yes):
                 gone = opened.actions.drop(name, place.ticket, beside=place.beside)
                 if gone:
                     record(audit.dropped(name, place.ticket))
-                tell("Dropped." if gone else "It has left the line meanwhile.")
+                write_remark("Dropped." if gone else "It has left the line meanwhile.")
             done.append({"key": key_of(name), "ticket": place.ticket, "dropped": gone})
         if json_:
             write_json(done)
         if not done:
-            tell(f"No parked task {ticket} is in line.")
-        if not any(one["dropped"] for one in done):
+            write_remark(f"No parked task {ticket} is in line.")
+        if not any(row["dropped"] for row in done):
             context.exit(FOUND)
 
 
@@ -277,14 +279,14 @@ def put_back(context: click.Context, /, *, which: WhichLock, ticket: str, json_:
     with session(context) as opened:
         done = []
         for name in which.names(opened):
-            for one, problem in opened.actions.put_back(name, ticket):
-                done.append({"ticket": one, "problem": problem or None})
-                click.echo(f"{plain(one)}: {plain(problem or 'put back')}", err=json_)
+            for ticket_id, problem in opened.actions.put_back(name, ticket):
+                done.append({"ticket": ticket_id, "problem": problem or None})
+                click.echo(f"{plain(ticket_id)}: {plain(problem or 'put back')}", err=json_)
         if json_:
             write_json(done)
         if not done:
-            tell("Nothing is set aside there.")
-        if all(one["problem"] for one in done):
+            write_remark("Nothing is set aside there.")
+        if all(row["problem"] for row in done):
             context.exit(FOUND)
 
 
@@ -304,7 +306,7 @@ def _parked(opened: AppLocks, wanted: str, key: str | None) -> Iterator[tuple[st
         except DamagedLockError as exc:
             if key is not None:
                 raise
-            tell(f"Not looked into: {exc}")
+            write_remark(f"Not looked into: {exc}")
 
 
 def _find_parked(overview: Overview, name: str, wanted: str) -> list[tuple[str, Waiter]]:
@@ -319,7 +321,7 @@ def _find_parked(overview: Overview, name: str, wanted: str) -> list[tuple[str, 
     found, holders = _in_line(overview, name, wanted)
     there = {place.ticket for _, place in found}
     for holder in holders:
-        ticket, beside = ticket_of(holder.owner.encode())
+        ticket, beside = ticket_of_member(holder.owner.encode())
         if holder.turn and wanted in {ticket, task_id_of(ticket)} and ticket not in there:
             waits_at = f"{name.partition('{')[0]}{{{holder.waits}}}" if holder.is_kept else beside
             found += _in_line(overview, waits_at or name, ticket)[0]
@@ -349,9 +351,9 @@ def agrees(question: str, *, sure: bool) -> bool:
     try:
         agreed = click.confirm(plain(question), err=True)
     except click.Abort:
-        tell("")
-        tell("Nobody answers: give --yes if you are sure.")
+        write_remark("")
+        write_remark("Nobody answers: give --yes if you are sure.")
         agreed = False
     if not agreed:
-        tell("Left as it is.")
+        write_remark("Left as it is.")
     return agreed

@@ -62,11 +62,11 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
             settings.dislock_min_replicas,
             opened.site,
             ours=about(opened.runtime, options),
-            fleet=ask_workers(opened.app, timeout),
+            fleet=ask_fleet(opened.app, timeout),
             keyprefix=any_keyprefix(opened.runtime.conf),
         )
         found = examine(facts)
-        counts = {level: sum(one.level == level for one in found) for level in LEVELS}
+        counts = {level: sum(finding.level == level for finding in found) for level in LEVELS}
         if json_:
             verdict = {"away": facts.away, "serious": counts[SERIOUS] > 0, "counts": counts}
             write_json({**verdict, "findings": as_data(found)})
@@ -97,7 +97,7 @@ def examine(facts: Facts) -> list[Finding]:
             found.append(Finding("locks", NOTE, f"The locks could not be looked at: {exc}"))
     for name, finds in checks:
         found += findings(name, finds, facts)
-    return sorted(found, key=lambda one: LEVELS.index(one.level))
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
 def findings(
@@ -105,13 +105,13 @@ def findings(
 ) -> Iterator[Finding]:
     """Yield what a function finds; what it cannot look at, or judge, is a note."""
     try:
-        for one in finds(facts):
-            yield one._replace(check=one.check or check)
+        for finding in finds(facts):
+            yield finding._replace(check=finding.check or check)
     except Exception as exc:  # noqa: BLE001 -- of the lock server, or an answer of any program
         yield Finding(check, NOTE, f"This could not be looked at: {reason_of(exc)}")
 
 
-def ask_workers(app: Celery, timeout: float) -> Fleet:
+def ask_fleet(app: Celery, timeout: float) -> Fleet:
     """
     Ask which workers there are, and what they tell of their locks.  Never raises.
 
@@ -165,11 +165,13 @@ def _write(found: Iterable[Finding], counts: Mapping[str, int]) -> None:
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     indent = " " * 9
-    for one in found:
-        level = click.style(one.level.ljust(7), fg=COLORS[one.level], bold=one.level != "ok")
+    for finding in found:
+        level = click.style(
+            finding.level.ljust(7), fg=COLORS[finding.level], bold=finding.level != "ok"
+        )
         wrapper.initial_indent = wrapper.subsequent_indent = indent
-        click.echo(f"{level}  {wrapper.fill(plain(f'{one.check}: {one.what}')).lstrip()}")
-        if one.remedy:
+        click.echo(f"{level}  {wrapper.fill(plain(f'{finding.check}: {finding.what}')).lstrip()}")
+        if finding.remedy:
             wrapper.initial_indent, wrapper.subsequent_indent = f"{indent}-> ", f"{indent}   "
-            click.echo(wrapper.fill(plain(one.remedy)))
+            click.echo(wrapper.fill(plain(finding.remedy)))
     click.echo(", ".join(f"{many} {level}" for level, many in counts.items() if many))

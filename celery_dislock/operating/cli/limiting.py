@@ -16,9 +16,9 @@ from celery_dislock.operating.cli.session import (
     duration,
     record,
     session,
-    tell,
     user,
     write_json,
+    write_remark,
 )
 from celery_dislock.operating.locks import as_data
 from celery_dislock.servers.view import is_beat
@@ -98,7 +98,7 @@ def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
             seen = opened.overview.lock(name, most=0).rate
             about: dict[str, Any] = {"key": key_of(name), "limit": None}
             about["before"] = opened.actions.limit(name, None)
-            record(audit.limited(name, None, ""))
+            record(audit.log_limit(name, None, ""))
             if seen is not None and seen.since is not None:
                 about |= {"rate": None, "rate_before": opened.actions.rate(name, None)}
                 about["held_back_before"] = seen.held_back
@@ -107,10 +107,10 @@ def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
     if json_:
         write_json(as_data(done))
         return
-    for one in done:
-        told = [*_before(one), *(["It was held back."] if one.get("held_back_before") else [])]
+    for row in done:
+        told = [*_before(row), *(["It was held back."] if row.get("held_back_before") else [])]
         past = " ".join(told) or "Nobody had set another."
-        click.echo(plain(f"Lock {one['key']} has the limit and rate of the code again. {past}"))
+        click.echo(plain(f"Lock {row['key']} has the limit and rate of the code again. {past}"))
 
 
 def _set(
@@ -144,22 +144,22 @@ def _set(
             if number is not None:
                 about["limit"] = number
                 about["before"] = opened.actions.limit(name, number, seconds=seconds, note=by)
-                record(audit.limited(name, number, by, seconds))
+                record(audit.log_limit(name, number, by, seconds))
             done.append({**about, "seconds": seconds})
     if json_:
         write_json(as_data(done))
         return
-    for one in done:
-        lasts = f"until: celery dislock resume {as_argument(one['key'])}"
+    for row in done:
+        lasts = f"until: celery dislock resume {as_argument(row['key'])}"
         if seconds:
             lasts = f"for {for_people(seconds)}"
         admits = [f"{number} at a time"] if number else []
         admits += [str(rate)] if rate else []
         stops = "The beat that leads by it sends nothing more, and the others nothing, either."
-        then = stops if one["key"] in led else "Who has the lock keeps it."
+        then = stops if row["key"] in led else "Who has the lock keeps it."
         now = [f"is paused {lasts}. {then}"] if number == 0 else []
         now += [f"admits {' and '.join(admits)}, {lasts}."] if admits else []
-        told = [f"Lock {one['key']} {' It '.join(now)}", barred.get(one["key"], ""), *_before(one)]
+        told = [f"Lock {row['key']} {' It '.join(now)}", barred.get(row["key"], ""), *_before(row)]
         click.echo(plain(" ".join(filter(None, told))))
 
 
@@ -182,5 +182,5 @@ def _names(opened: AppLocks, which: WhichLock, *, sets: bool = True) -> Sequence
         )
     if sets:
         nobody = f"Warning: nobody holds, awaits or reserves lock {key} now."
-        tell(f"{nobody} If its key is another: celery dislock ls")
+        write_remark(f"{nobody} If its key is another: celery dislock ls")
     return names

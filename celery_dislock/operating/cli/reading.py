@@ -15,8 +15,8 @@ from celery_dislock.operating.cli.session import (
     by_key,
     duration,
     session,
-    tell,
     write_json,
+    write_remark,
     write_table,
 )
 from celery_dislock.operating.cli.table import wrapped
@@ -43,7 +43,7 @@ def _held_by(row: ListedLock) -> str | None:
         return f"cannot be read: {row.problem.reason}"
     if row.holders:
         several = f"{len(row.holders)} leases: " if len(row.holders) > 1 else ""
-        longest = max(row.holders, key=lambda one: one.held)
+        longest = max(row.holders, key=lambda holder: holder.held)
         kept = f"kept, waits for {longest.waits!r}: {longest.id}"
         return several + (kept if longest.is_kept else longest.who)
     told, reserved = [], row.state and row.state.reservation
@@ -127,7 +127,7 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
         elif listed:
             write_table(LS_COLUMNS, listed)
         else:
-            tell("No lock matches.")
+            write_remark("No lock matches.")
 
 
 @click.command()
@@ -145,12 +145,12 @@ def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa
         locks = look_at_all(site.overview.server, which.names(opened))
         troubles = [troubles_of(lock, site) for lock in locks]
         if json_:
-            names = ([one.name for one in found] for found in troubles)
+            names = ([trouble.name for trouble in found] for found in troubles)
             _write_json_of_each(list(map(_as_dict, locks, names)))
         else:
             for lock, found in zip(locks, troubles, strict=True):
-                write_lines(described(lock))
-                write_lines(f"  {one.name}: {one.told(lock)}" for one in found)
+                write_lines(lock_lines(lock))
+                write_lines(f"  {trouble.name}: {trouble.told(lock)}" for trouble in found)
         if not any(lock.exists for lock in locks):
             context.exit(FOUND)
 
@@ -179,7 +179,7 @@ def line(
         if json_:
             names = ("key", "waiting", "turns", "line", "rate")
             known = map(as_data, locks)
-            _write_json_of_each([{name: one[name] for name in names} for one in known])
+            _write_json_of_each([{name: lock[name] for name in names} for lock in known])
         else:
             for lock in locks:
                 _write_line(lock, several=len(locks) > 1)
@@ -208,11 +208,11 @@ def _chosen(
     """Yield the locks with such holders, and with these holders only."""
     for row in listed:
         holders = [
-            one
-            for one in row.holders
-            if (held_for is None or one.held >= held_for)
-            and fnmatchcase(one.task or "", task or "*")
-            and fnmatchcase(one.worker or "", worker or "*")
+            holder
+            for holder in row.holders
+            if (held_for is None or holder.held >= held_for)
+            and fnmatchcase(holder.task or "", task or "*")
+            and fnmatchcase(holder.worker or "", worker or "*")
         ]
         if row.state and holders:
             yield row._replace(found=row.state._replace(holders=holders))
@@ -229,9 +229,9 @@ def _station(waiter: Waiter, of: str) -> str | None:
 
 def write_lines(lines: Iterable[str]) -> None:
     """Write lines that fit; what goes on stands below, further in."""
-    for one in lines:
-        indent = one[: len(one) - len(one.lstrip())]
-        click.echo(wrapped(one.lstrip(), indent, f"{indent}    "))
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        click.echo(wrapped(line.lstrip(), indent, f"{indent}    "))
 
 
 def holder_lines(holder: Holder) -> Iterator[str]:
@@ -270,7 +270,7 @@ def _lease_in_words(holder: Holder) -> str:
     return f"renewed {for_people(holder.renewed)} ago, {left} unless renewed again"
 
 
-def described(lock: LockState) -> Iterator[str]:
+def lock_lines(lock: LockState) -> Iterator[str]:
     """Yield all that is known of a lock, in words."""
     yield f"lock {lock.key}"
     for holder in lock.holders:
@@ -359,13 +359,13 @@ def _write_line(lock: LockState, *, several: bool) -> None:
     if several:
         click.echo(f"lock {plain(lock.key)}")
     if not (lock.waiting or lock.turns):
-        tell(f"Nobody waits for lock {lock.key}.")
+        write_remark(f"Nobody waits for lock {lock.key}.")
         return
     places = (*lock.turns, *lock.line)
-    passes_several = any(one.stations for one in places)
+    passes_several = any(place.stations for place in places)
     write_table(STATION_COLUMNS if passes_several else LINE_COLUMNS, places)
     for told in [] if lock.rate is None else _rate_lines(lock.rate):
-        tell(told.strip())
+        write_remark(told.strip())
     last = lock.line[-1].place if lock.line else 0
     if last < lock.waiting:
-        tell(f"{lock.waiting} in line; go on with --first {last + 1}")
+        write_remark(f"{lock.waiting} in line; go on with --first {last + 1}")

@@ -21,7 +21,7 @@ from celery_dislock.config.plain import of_task
 from celery_dislock.config.settings import nearer
 from celery_dislock.exceptions import LockHeldError, LockLostError
 from celery_dislock.locks.reentrant import ReentrantLock
-from celery_dislock.operating.cli.session import by_key, duration, session, tell
+from celery_dislock.operating.cli.session import by_key, duration, session, write_remark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -122,10 +122,10 @@ def run(
 
 def _with_those_of(task: TaskOptions, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a task's lock, but those that have no effect beside what is given."""
-    stated = {of_task(name): one for name, one in given.items() if one is not None}
-    its = {of_task(name): getattr(task, of_task(name)) for name in given}
-    its = nearer(its, {name: its[name] for name in ("lock_expire", "lock_mode")})
-    merged = nearer(its, stated)
+    stated = {of_task(name): value for name, value in given.items() if value is not None}
+    own = {of_task(name): getattr(task, of_task(name)) for name in given}
+    own = nearer(own, {name: own[name] for name in ("lock_expire", "lock_mode")})
+    merged = nearer(own, stated)
     return {name: merged.get(of_task(name)) for name in given}
 
 
@@ -142,15 +142,17 @@ def _run(lock: ReentrantLock, child: Child, command: tuple[str, ...], grace: flo
             code = child.start(command, environment)
             if code:
                 why = "not found" if code == NOT_FOUND else "cannot be run"
-                tell(f"Error: {command[0]}: {why}")
+                write_remark(f"Error: {command[0]}: {why}")
                 return code
             code = child.wait(lambda: lease.held, grace)
             lease.ensure_held()
     except LockHeldError as exc:
-        tell(f"Error: {exc}")
+        write_remark(f"Error: {exc}")
         return EXIT_HELD
     except LockLostError as exc:
-        tell(f"Error: {exc}. The command has ended with {code}; another may have run beside it.")
+        write_remark(
+            f"Error: {exc}. The command has ended with {code}; another may have run beside it."
+        )
         return EXIT_LOST
     return code
 

@@ -203,7 +203,7 @@ def record(done: str) -> None:
     logger.warning("Command: %r on %s %s.", user(), gethostname(), done)
 
 
-def tell(text: str) -> None:
+def write_remark(text: str) -> None:
     """Write a line for people, beside the output."""
     click.echo(plain(text), err=True)
 

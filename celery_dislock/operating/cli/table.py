@@ -69,12 +69,12 @@ def table(
         for heading, cell in cells_of.items()
     ]
     room = width - len(GAP) * (len(found) - 1)
-    found = _shortened(found, room, lambda cells, _: [_ID.sub(rf"\1{CUT}", one) for one in cells])
+    found = _shortened(found, room, lambda cells, _: [_ID.sub(rf"\1{CUT}", cell) for cell in cells])
     found = _shortened(found, room, _cut)
     filled = []
     for cells in found:
         wide = _widest(cells)
-        filled.append([one + " " * (wide - width_of(one)) for one in cells])
+        filled.append([cell + " " * (wide - width_of(cell)) for cell in cells])
     return [GAP.join(line).rstrip() for line in zip(*filled, strict=True)]
 
 
@@ -97,7 +97,7 @@ def _widest(cells: Sequence[str]) -> int:
 
 
 def _cut(cells: list[str], most: int) -> list[str]:
-    return [cut(one, most, from_middle=cells[0] in ENDS) for one in cells]
+    return [cut(cell, most, from_middle=cells[0] in ENDS) for cell in cells]
 
 
 def width_of(text: str) -> int:
@@ -121,14 +121,14 @@ def _beginning(text: str, most: int) -> str:
     if text.isascii():
         return text[:most]
     taken = 0
-    for at, one in enumerate(text):
-        taken += _width_of_one(one)
+    for at, character in enumerate(text):
+        taken += _width_of_one(character)
         if taken > most:
             return text[:at]
     return text
 
 
-def _width_of_one(one: str) -> int:
-    if unicodedata.east_asian_width(one) in "WF":
+def _width_of_one(character: str) -> int:
+    if unicodedata.east_asian_width(character) in "WF":
         return 2
-    return 0 if unicodedata.combining(one) else 1
+    return 0 if unicodedata.combining(character) else 1

@@ -35,10 +35,10 @@ class Connections(dict[int, Any]):
     who opens hundreds, and sends nothing, closes the page to nobody else.
     """
 
-    def __setitem__(self, number: int, one: Any) -> None:
-        super().__setitem__(number, one)
+    def __setitem__(self, number: int, channel: Any) -> None:
+        super().__setitem__(number, channel)
         if len(self) > CONNECTIONS_MOST:
-            others = (other for other in self.values() if other is not one)
+            others = (other for other in self.values() if other is not channel)
             idle = [other for other in others if _is_idle(other)]
             if idle:
                 min(idle, key=lambda other: other.last_activity).will_close = True

@@ -33,7 +33,7 @@ def why(
     Exit code 1 if nothing is known of the task. 3: the lock server did not answer.
     """
     with session(context) as opened:
-        keys = [check_written(one) for one in key]
+        keys = [check_written(name) for name in key]
         answer = ask(opened.app, task_id, keys=keys, timeout=timeout, runtime=opened.runtime)
         if json_:
             write_json(asdict(answer))

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Kept(Generic[T]):
+class CachedValue(Generic[T]):
     """
     Something that was read.
 
@@ -72,7 +72,7 @@ class Cache:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._forgotten = NEVER
 
-    def get(self, what: Hashable, read: Callable[[], T]) -> Kept[T]:
+    def get(self, what: Hashable, read: Callable[[], T]) -> CachedValue[T]:
         """
         Return what was read last, or read it; blocks while it is read for the first time.
 
@@ -98,7 +98,7 @@ class Cache:
         if not entry.known:
             assert entry.away is not None  # noqa: S101 -- a reading ends with one of the two
             raise entry.away.with_traceback(None)
-        return Kept(entry.known[0], self._clock() - entry.began, entry.away)
+        return CachedValue(entry.known[0], self._clock() - entry.began, entry.away)
 
     def forget(self) -> None:
         """Read everything again when somebody asks next: a lock was changed."""

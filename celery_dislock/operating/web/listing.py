@@ -117,7 +117,7 @@ def as_json(
         show_arguments: Show arguments of tasks.
         most: Maximum number of holders; those who have held it for longest.
     """
-    oldest = sorted(state.holders, key=lambda one: -one.held)[:most]
+    oldest = sorted(state.holders, key=lambda holder: -holder.held)[:most]
     data: dict[str, Any] = as_data(state._replace(holders=oldest))
     data.update(exists=state.exists, held_by=len(state.holders))
     if state.rate is not None and state.rate.rate is not None:
@@ -125,11 +125,11 @@ def as_json(
     for holder, known in zip(oldest, data["holders"], strict=True):
         known["token"] = str(holder.token)  # a number of JavaScript has 53 bits
         known["can_be_terminated"] = holder.can_be_terminated
-    hidden = [] if show_owners else [(one, "owner") for one in data["holders"]]
+    hidden = [] if show_owners else [(holder, "owner") for holder in data["holders"]]
     if data["reservation"] and not show_owners:
         hidden.append((data["reservation"], "mark"))
     if not show_arguments:
-        hidden += [(one, "args") for one in data["line"] + data["turns"]]
+        hidden += [(waiter, "args") for waiter in data["line"] + data["turns"]]
     for known, name in hidden:
         known[name] = None
     return data

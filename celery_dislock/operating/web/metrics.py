@@ -48,7 +48,7 @@ from celery_dislock.operating.web.cache import Cache
 from celery_dislock.scripts import COUNTS
 from celery_dislock.scripts.names import counts_of, index_of_counts
 from celery_dislock.servers.overview import PLACES_SHOWN
-from celery_dislock.servers.records import text
+from celery_dislock.servers.records import decode
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _counts(overview: Overview) -> Iterator[tuple[str, dict[str, int]]]:
     """Read what each worker has counted, by field."""
     prefix, server = overview.prefix, overview.server
     index = index_of_counts(prefix)
-    names = list(map(text, server.run(COUNTS, [index])))
+    names = list(map(decode, server.run(COUNTS, [index])))
     for first in range(0, len(names), TOGETHER):
         some = names[first : first + TOGETHER]
         calls = [(index, name) for name in some]
@@ -185,10 +185,10 @@ def _gauges(
     lock: LockState | StoreError, site: Site, names: set[str]
 ) -> Iterator[tuple[Metric, Labels, float]]:
     """Yield what a lock adds to the gauges."""
-    for one in troubles_of(lock, site):
-        yield IN_TROUBLE, (one.name,), 1.0
-        if one.since is not None:
-            yield IN_TROUBLE_FOR, (one.name,), one.since
+    for trouble in troubles_of(lock, site):
+        yield IN_TROUBLE, (trouble.name,), 1.0
+        if trouble.since is not None:
+            yield IN_TROUBLE_FOR, (trouble.name,), trouble.since
     if isinstance(lock, StoreError):
         return
     for metric, of in GAUGES:
@@ -238,7 +238,7 @@ def _with_lines(overview: Overview, names: Sequence[str]) -> Iterator[LockState 
 def _fields(flat: Sequence[bytes]) -> Iterator[tuple[str, int]]:
     for field, number in zip(*[iter(flat)] * 2, strict=True):
         if number.isdigit() and len(number) <= DIGITS_MOST:
-            yield text(field), int(number)
+            yield decode(field), int(number)
 
 
 def _not_less(now: Mapping[str, int], before: Mapping[str, int]) -> Mapping[str, int]:

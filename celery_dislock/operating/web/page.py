@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
-    from celery_dislock.operating.web.cache import Kept
+    from celery_dislock.operating.web.cache import CachedValue
     from celery_dislock.servers.view import Holder, LockState
     from celery_dislock.tasks.answer import Answer
 
@@ -275,8 +275,12 @@ class Page:
         site = self._locks.site
         state = site.overview.lock(name, first, PLACES_A_PAGE)
         # Of a pause and a limit the page tells more by itself.
-        found = (one for one in troubles_of(state, site) if one.name not in {"paused", "limited"})
-        return state, [one.told(state) for one in found]
+        found = (
+            trouble
+            for trouble in troubles_of(state, site)
+            if trouble.name not in {"paused", "limited"}
+        )
+        return state, [trouble.told(state) for trouble in found]
 
     def _why(self, request: Request, visitor: Visitor) -> Response:
         task_id = request.args.get("id", "")
@@ -349,7 +353,7 @@ class Page:
         """Return the lease that the form names; None if it has ended."""
         shown = form["owner"], _number(form, "token", TOKEN_MOST)
         holders = self._locks.overview.lock(name, 0, 0).holders
-        return next((one for one in holders if (one.owner, one.token) == shown), None)
+        return next((holder for holder in holders if (holder.owner, holder.token) == shown), None)
 
     def _drop(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
         beside = self._lock_name({"name": form["beside"]}) if form.get("beside") else ""
@@ -360,7 +364,7 @@ class Page:
         limit = _number(form, "limit", LIMIT_MOST) if form["limit"] else None
         note = "" if limit is None else audit.signed(user, form.get("why", ""))
         self._locks.actions.limit(name, limit, note=note)
-        return audit.limited(name, limit, note)
+        return audit.log_limit(name, limit, note)
 
     def _rate(self, form: Mapping[str, str], name: str, user: str) -> str | None:
         try:
@@ -415,7 +419,7 @@ def _json(answer: Mapping[str, Any]) -> Response:
     return Response(to_json(answer), mimetype="application/json")
 
 
-def _read(answer: Mapping[str, Any], kept: Kept[Any], visitor: Visitor) -> Response:
+def _read(answer: Mapping[str, Any], kept: CachedValue[Any], visitor: Visitor) -> Response:
     away = str(kept.away) if kept.away else None
     return _json(
         {**answer, "age": kept.age, "away": away, "user": visitor.name, "may_act": visitor.may_act}

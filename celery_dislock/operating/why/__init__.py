@@ -100,8 +100,8 @@ def why(
         SettingsError: There is no lock server.
         LockKeyError: A key cannot be used.
     """
-    its = runtime_of(app) if runtime is None else runtime
-    return next(_answers(Case(task_id, app, its, keys, timeout, errors)))
+    locks = runtime_of(app) if runtime is None else runtime
+    return next(_answers(Case(task_id, app, locks, keys, timeout, errors)))
 
 
 def _answers(case: Case) -> Iterator[Answer]:

@@ -29,7 +29,7 @@ NO_BACKEND = "this app has none"
 OF_ITS_SENDER = "it keeps results for the process that has sent the task"
 
 
-class Stored(NamedTuple):
+class StoredResult(NamedTuple):
     """
     What the result backend has of a task.
 
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
         return self.state in states.READY_STATES or self.state in {states.IGNORED, states.REJECTED}
 
 
-def ask_backend(app: Celery | None, task_id: str, *, errors: bool) -> Stored:
+def ask_backend(app: Celery | None, task_id: str, *, errors: bool) -> StoredResult:
     """
     Ask for a task's result; blocks for some seconds at most, and raises nothing.
 
@@ -63,29 +63,29 @@ def ask_backend(app: Celery | None, task_id: str, *, errors: bool) -> Stored:
         errors: Whether to return the texts of bodies' errors, which may contain arguments.
     """
     if app is None:
-        return Stored(unknown=NO_BACKEND)
+        return StoredResult(unknown=NO_BACKEND)
     try:
         backend = app.backend
         if isinstance(backend, DisabledBackend):
-            return Stored(unknown=NO_BACKEND)
+            return StoredResult(unknown=NO_BACKEND)
         if isinstance(backend, RPCBackend):
-            return Stored(unknown=OF_ITS_SENDER)
+            return StoredResult(unknown=OF_ITS_SENDER)
         meta = answer_within(ANSWERS_WITHIN, partial(backend.get_task_meta, task_id))
         return _stored(meta, errors=errors)
     except Exception as exc:  # noqa: BLE001 -- of any backend
-        return Stored(unknown=reason_of(exc))
+        return StoredResult(unknown=reason_of(exc))
 
 
-def _stored(meta: Mapping[str, Any], *, errors: bool) -> Stored:
+def _stored(meta: Mapping[str, Any], *, errors: bool) -> StoredResult:
     state, result = str(meta.get("status")), meta.get("result")
     if state == states.PENDING:
-        return Stored()
+        return StoredResult()
     reason = ""
     if isinstance(result, BaseException):
         is_told = errors or isinstance(result, (DislockError, NotRegistered, TaskRevokedError))
         reason = bounded(_text_of(result)) if is_told else type(result).__name__
     key = bounded_text(result.get("key")) if isinstance(result, dict) else None
-    return Stored(state, reason, _unix(meta.get("date_done")), key)
+    return StoredResult(state, reason, _unix(meta.get("date_done")), key)
 
 
 def _text_of(error: BaseException) -> str:
@@ -155,7 +155,7 @@ class Worker(NamedTuple):
 
 
 def _texts(given: object) -> list[str]:
-    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+    return [text for text in given if isinstance(text, str)] if isinstance(given, list) else []
 
 
 def _time(given: object) -> float | None:
@@ -164,7 +164,7 @@ def _time(given: object) -> float | None:
     return None
 
 
-class Told(NamedTuple):
+class WorkersWord(NamedTuple):
     """
     What the workers have told of a task.
 
@@ -181,11 +181,11 @@ class Told(NamedTuple):
     @property
     def having(self) -> Worker | None:
         """The worker that has the task; None: none of them has it."""
-        return next((one for one in self.workers.values() if one.has), None)
+        return next((worker for worker in self.workers.values() if worker.has), None)
 
     def serving(self, queue: str) -> list[str]:
         """Return the workers that consume a queue."""
-        return [name for name, one in self.workers.items() if queue in one.queues]
+        return [name for name, worker in self.workers.items() if queue in worker.queues]
 
     @property
     def nobody(self) -> bool:
@@ -193,7 +193,7 @@ class Told(NamedTuple):
         return not (self.workers or self.strangers or self.unknown)
 
 
-def ask_workers(app: Celery | None, task_id: str, timeout: float) -> Told:
+def ask_workers(app: Celery | None, task_id: str, timeout: float) -> WorkersWord:
     """
     Ask all workers for a task; blocks for *timeout* seconds, and raises nothing.
 
@@ -203,12 +203,12 @@ def ask_workers(app: Celery | None, task_id: str, timeout: float) -> Told:
         timeout: Seconds to wait for the workers' answers, after the broker has connected.
     """
     if app is None:
-        return Told(unknown="these locks have no app")
+        return WorkersWord(unknown="these locks have no app")
     answers: dict[str, Any] = {}
 
     def take(reply: Mapping[str, Any]) -> None:
         answers.update(reply)
-        if any(isinstance(one, dict) and one.get("is") for one in reply.values()):
+        if any(isinstance(answer, dict) and answer.get("is") for answer in reply.values()):
             raise _HasIt
 
     ask = partial(app.control.broadcast, INSPECT_TASK, callback=take, reply=True, timeout=timeout)
@@ -217,10 +217,14 @@ def ask_workers(app: Celery | None, task_id: str, timeout: float) -> Told:
             within = timeout + ANSWERS_WITHIN
             answer_within(within, partial(ask, arguments={"task_id": task_id}))
     except Exception as exc:  # noqa: BLE001 -- of any broker
-        return Told(unknown=f"the broker: {reason_of(exc)}")
-    known = {n: one for n, one in answers.items() if isinstance(one, dict) and "queues" in one}
-    workers = {name: Worker.of(name, one) for name, one in sorted(known.items())}
-    return Told(workers, sorted(answers.keys() - known.keys()))
+        return WorkersWord(unknown=f"the broker: {reason_of(exc)}")
+    known = {
+        n: answer
+        for n, answer in answers.items()
+        if isinstance(answer, dict) and "queues" in answer
+    }
+    workers = {name: Worker.of(name, answer) for name, answer in sorted(known.items())}
+    return WorkersWord(workers, sorted(answers.keys() - known.keys()))
 
 
 def lacking(app: Celery, task: str, workers: Sequence[str], timeout: float) -> list[str]:
@@ -235,7 +239,7 @@ def lacking(app: Celery, task: str, workers: Sequence[str], timeout: float) -> l
     except Exception:  # noqa: BLE001 -- of any broker
         return []
     # A worker may tell of a task's attributes, too, after its name.
-    have = {name: {str(one).split(" ", 1)[0] for one in told[name] or ()} for name in told}
+    have = {name: {str(line).split(" ", 1)[0] for line in told[name] or ()} for name in told}
     return sorted(name for name in workers if name in have and task not in have[name])
 
 

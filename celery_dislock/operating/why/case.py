@@ -11,7 +11,13 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import shown_id
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.site import Site
-from celery_dislock.operating.why.asked import Stored, Told, ask_backend, ask_workers, lacking
+from celery_dislock.operating.why.asked import (
+    StoredResult,
+    WorkersWord,
+    ask_backend,
+    ask_workers,
+    lacking,
+)
 from celery_dislock.scripts.names import PLACES, TICKETS
 from celery_dislock.servers.find import LEASES, Search
 from celery_dislock.servers.overview import Overview
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
-    from celery_dislock.servers.find import Found
+    from celery_dislock.servers.find import TaskRecord
 
 LINES_FIRST = 10_000  # locks with parked tasks that are looked at before all others
 SHOWN = 100  # characters of an id in a sentence
@@ -56,7 +62,7 @@ class Case:
     keys: Sequence[str] = ()
     timeout: float = 1.0
     errors: bool = True
-    found: list[Found] = field(default_factory=list)
+    found: list[TaskRecord] = field(default_factory=list)
     away: str = ""
 
     def __post_init__(self) -> None:
@@ -68,21 +74,23 @@ class Case:
         self._lines = self.runtime.process.lines if has_lines else None
 
     @cached_property
-    def stored(self) -> Stored:
+    def stored(self) -> StoredResult:
         """The answer of the result backend, which is asked once."""
         return ask_backend(self.app, self.id, errors=self.errors)
 
-    def ask_backend_again(self) -> Stored:
+    def ask_backend_again(self) -> StoredResult:
         """Ask the result backend again about a task that has moved on; return its answer."""
         self.stored = ask_backend(self.app, self.id, errors=self.errors)
         return self.stored
 
     @cached_property
-    def told(self) -> Told:
+    def told(self) -> WorkersWord:
         """The answers of the workers, which are asked once."""
         return ask_workers(self.app, self.id, self.timeout)
 
-    def told_by(self, tell: Callable[..., Answer | None], *evidence: Found) -> Iterator[Answer]:
+    def told_by(
+        self, tell: Callable[..., Answer | None], *evidence: TaskRecord
+    ) -> Iterator[Answer]:
         """Yield the answer of *tell*; nothing if the lock server is away, which is noted."""
         try:
             answer = tell(self, *evidence)
@@ -92,20 +100,20 @@ class Case:
         if answer is not None:
             yield answer
 
-    def first(self, end: str) -> Found | None:
+    def first(self, end: str) -> TaskRecord | None:
         """Return the first record that was found in a key with this ending; None: there is none."""
-        return next((one for one in self.found if one.end == end), None)
+        return next((record for record in self.found if record.end == end), None)
 
-    def look(self, *locks: str) -> Iterator[Found]:
+    def look(self, *locks: str) -> Iterator[TaskRecord]:
         """Yield the task's records in these locks, or in all if none are given; keep them."""
         try:
-            for one in self.search.among(locks) if locks else self._look():
-                self.found.append(one)
-                yield one
+            for record in self.search.among(locks) if locks else self._look():
+                self.found.append(record)
+                yield record
         except StoreError as exc:
             self.away = str(exc)
 
-    def _look(self) -> Iterator[Found]:
+    def _look(self) -> Iterator[TaskRecord]:
         if self.keys:
             locks = self.runtime.lock_names(self.keys)
             yield from self.search.among(locks)
@@ -118,7 +126,7 @@ class Case:
             yield from self.search.among(lines, (TICKETS, LEASES))
         yield from self.search.anywhere()
 
-    def kept(self, found: Found) -> Message:
+    def kept(self, found: TaskRecord) -> Message:
         """
         Return the message of a task that was set aside.
 
@@ -138,7 +146,7 @@ class Case:
             return []
         return lacking(self.app, task, list(workers), self.timeout)
 
-    def place(self) -> Found | None:
+    def place(self) -> TaskRecord | None:
         """
         Return the task's place in line of a lock for which its body waits; None: it waits for none.
 
@@ -169,7 +177,7 @@ class Case:
     ) -> Answer:
         """Make the answer; *more* are its other attributes."""
         facts = (*rests_on, *self._stored_line(), *self._gaps())
-        told = tuple(plain(one) for one in facts if one)
+        told = tuple(plain(fact) for fact in facts if fact)
         more = {"away": self.away, **more}
         return Answer(self.id, state, plain(sentence), told, plain(remedy), **more)
 
@@ -193,7 +201,7 @@ class Case:
         if "told" in vars(self):
             yield from self._about_workers(self.told)
 
-    def _about_workers(self, told: Told) -> Iterator[str]:
+    def _about_workers(self, told: WorkersWord) -> Iterator[str]:
         if told.unknown:
             yield f"workers: not asked: {told.unknown}"
         elif told.nobody:

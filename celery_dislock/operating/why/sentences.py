@@ -18,12 +18,12 @@ from celery_dislock.operating.inspection import RESERVED, SCHEDULED
 from celery_dislock.scripts.names import ASIDE, PLACES, REPLACED, TICKETS
 from celery_dislock.servers.find import LEASES
 from celery_dislock.servers.view import shown_key
-from celery_dislock.servers.waiters import ticket_of
+from celery_dislock.servers.waiters import ticket_of_member
 from celery_dislock.words import as_argument, filled, for_people, plain, some, time_of_day
 
 if TYPE_CHECKING:
     from celery_dislock.operating.why.case import Case
-    from celery_dislock.servers.find import Found, Place
+    from celery_dislock.servers.find import Place, TaskRecord
     from celery_dislock.servers.view import Holder, LockState
     from celery_dislock.tasks.answer import Answer
 
@@ -58,7 +58,7 @@ def at(unix_time: float) -> str:
 # A record on the lock server names the task.
 
 
-def of_record(case: Case, found: Found) -> Answer | None:
+def of_record(case: Case, found: TaskRecord) -> Answer | None:
     """Tell what a record that names the task says of it."""
     if found.end == TICKETS:
         return of_parked(case, found.lock, found.name)
@@ -71,15 +71,15 @@ def of_record(case: Case, found: Found) -> Answer | None:
     return set_aside(case, found) if found.end == ASIDE else None
 
 
-def of_lease(case: Case, found: Found) -> Answer | None:
+def of_lease(case: Case, found: TaskRecord) -> Answer | None:
     """Tell that the task runs; or of a parked task, that it keeps this lock."""
     lock = case.overview.lock(found.lock)
     owner = found.name.removeprefix("~")
-    holder = next((one for one in lock.holders if one.owner == owner), None)
+    holder = next((holder for holder in lock.holders if holder.owner == owner), None)
     if holder is None or holder.expiring:
         return None
     if holder.turn:
-        ticket, beside = ticket_of(owner.encode())
+        ticket, beside = ticket_of_member(owner.encode())
         return of_parked(case, beside or found.lock, ticket)
     its_place = None if holder.is_overdue else case.place()
     waits = its_place and in_its_slot(case, its_place)
@@ -114,7 +114,9 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
     if holder.renewed is not None:
         renewed = f"last renewed {for_people(holder.renewed)} ago"
     sentence = f"{who} runs on {place}: it has held lock {lock.key!r} for {held}, {renewed}."
-    hung = next((one for one in troubles_of(lock, case.site) if one.name == "hung"), None)
+    hung = next(
+        (trouble for trouble in troubles_of(lock, case.site) if trouble.name == "hung"), None
+    )
     free = f"celery dislock free --terminate {lock.argument}"
     remedy = f"It runs. If its body hangs: {free}"
     if holder.superseded is not None:
@@ -135,19 +137,19 @@ def of_parked(case: Case, lock: str, ticket: str) -> Answer | None:
     place = case.search.where(lock, f"{ticket}#")
     if place is None:
         return None
-    return in_line(case, place) if place.turn_ends is None else with_turn(case, place)
+    return sentence_in_line(case, place) if place.turn_ends is None else with_turn(case, place)
 
 
-def in_its_slot(case: Case, found: Found) -> Answer | None:
+def in_its_slot(case: Case, found: TaskRecord) -> Answer | None:
     """Tell of a task that waits in a worker's slot: for its own lock, or for one of its body."""
     place = case.search.where(found.lock, found.name)
     if place is None:
         return None
     where = "body" if found.name.startswith(body_owners_start(case.id)) else "slot"
-    return in_line(case, place, f"in its {where} {place.waiter.who.rpartition('] ')[2]}")
+    return sentence_in_line(case, place, f"in its {where} {place.waiter.who.rpartition('] ')[2]}")
 
 
-def in_line(case: Case, place: Place, slot: str = "") -> Answer:
+def sentence_in_line(case: Case, place: Place, slot: str = "") -> Answer:
     """The task is nth in line, perhaps in a slot of a worker, and something is in the way."""
     waiter, lock = place.waiter, case.overview.lock(place.lock)
     if place.is_lost:
@@ -174,20 +176,23 @@ def in_line(case: Case, place: Place, slot: str = "") -> Answer:
     if first is not None:
         facts.append(f"lock server: {first.who} is the first, for {for_people(first.waiting)}")
     found = {
-        one: its
-        for its in (cause, lock)
-        for one in troubles_of(its, case.site)
-        if one.name in IN_THE_WAY
+        trouble: where
+        for where in (cause, lock)
+        for trouble in troubles_of(where, case.site)
+        if trouble.name in IN_THE_WAY
     }
     troubles = list(found)
     facts += [
-        f"lock server: {one.row.what}{': ' if one.more else ''}{one.more}" for one in troubles
+        f"lock server: {trouble.row.what}{': ' if trouble.more else ''}{trouble.more}"
+        for trouble in troubles
     ]
-    remedy, its = NEXT.get(state, BY_TURNS), cause
+    remedy, in_trouble = NEXT.get(state, BY_TURNS), cause
     if troubles:
-        remedy, its = troubles[0].row.remedy, found[troubles[0]]
-    blocks = next(iter(unclaimed(its)), waiter)  # another may be in the way, and is to be dropped
-    remedy = filled(remedy, KEY=its.argument, TICKET=as_argument(blocks.ticket))
+        remedy, in_trouble = troubles[0].row.remedy, found[troubles[0]]
+    blocks = next(
+        iter(unclaimed(in_trouble)), waiter
+    )  # another may be in the way, and is to be dropped
+    remedy = filled(remedy, KEY=in_trouble.argument, TICKET=as_argument(blocks.ticket))
     about = {
         "place": waiter.place,
         "waiting": lock.waiting,
@@ -196,7 +201,7 @@ def in_line(case: Case, place: Place, slot: str = "") -> Answer:
         "keeps": list(waiter.keeps),
         "queue": waiter.routing_key,
         "because_of": cause.key,
-        "troubles": [one.name for one in troubles],
+        "troubles": [trouble.name for trouble in troubles],
     }
     return case.answer(state, sentence, facts, remedy, task=waiter.task, key=lock.key, about=about)
 
@@ -212,7 +217,7 @@ def in_the_way(case: Case, lock: LockState) -> tuple[str, str, LockState]:
     ways: list[str] = []
     state, way = _state_of(lock)
     while state == "in line" and _is_kept(lock) and len(ways) < FOLLOWED:
-        oldest = max(lock.holders, key=lambda one: one.held)
+        oldest = max(lock.holders, key=lambda holder: holder.held)
         try:
             beyond = case.overview.lock(lock.beyond(oldest))
         except StoreError:  # it is damaged, or away
@@ -223,7 +228,7 @@ def in_the_way(case: Case, lock: LockState) -> tuple[str, str, LockState]:
 
 
 def _is_kept(lock: LockState) -> bool:
-    return bool(lock.holders) and all(one.is_kept for one in lock.holders)
+    return bool(lock.holders) and all(holder.is_kept for holder in lock.holders)
 
 
 def _state_of(lock: LockState) -> tuple[str, str]:
@@ -243,8 +248,8 @@ def _state_of(lock: LockState) -> tuple[str, str]:
 
 
 def _held_by(lock: LockState) -> str:
-    bodies = [one for one in lock.holders if not one.turn]
-    longest = max(bodies or lock.holders, key=lambda one: one.held)
+    bodies = [holder for holder in lock.holders if not holder.turn]
+    longest = max(bodies or lock.holders, key=lambda holder: holder.held)
     several = len(lock.holders) > 1
     held = f"for {for_people(longest.held)}"
     if longest.turn:
@@ -265,7 +270,7 @@ def with_turn(case: Case, place: Place) -> Answer:
     waiter, key = place.waiter, shown_key(place.lock)
     who, queue, told = case.who(waiter.task), waiter.routing_key or "?", case.told
     holders = case.overview.lock(place.lock).holders
-    held = [one.held for one in holders if one.owner == f"{waiter.ticket}#"]
+    held = [holder.held for holder in holders if holder.owner == f"{waiter.ticket}#"]
     since = f", for {for_people(held[0])}" if held else ""
     turn = f"{who} has its turn for lock {key!r}{since}"
     again = f" (the {nth(waiter.turns)})" if waiter.turns > 1 else ""
@@ -295,7 +300,7 @@ def with_turn(case: Case, place: Place) -> Answer:
 # The task was taken out of line.
 
 
-def replaced(case: Case, found: Found) -> Answer:
+def replaced(case: Case, found: TaskRecord) -> Answer:
     """The task was replaced in line, and its end is not reported yet."""
     key = key_of(found.lock)
     sentence = (
@@ -306,7 +311,7 @@ def replaced(case: Case, found: Found) -> Answer:
     return case.answer("replaced", sentence, (), remedy, key=key)
 
 
-def set_aside(case: Case, found: Found) -> Answer:
+def set_aside(case: Case, found: TaskRecord) -> Answer:
     """The task was set aside, as nobody could read or run it."""
     key, why = key_of(found.lock), case.stored.reason
     because = f": {why}" if why else ", because no worker could read or run it"

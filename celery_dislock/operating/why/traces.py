@@ -15,7 +15,7 @@ from celery_dislock.operating.inspection import ACTIVE, RESERVED
 from celery_dislock.operating.why.sentences import THEN, at, in_the_way, nth, of_record
 from celery_dislock.parking.answers import PARKED
 from celery_dislock.scripts.names import DONE, RUNNING, UNIQUE, UNSENT
-from celery_dislock.servers.records import text
+from celery_dislock.servers.records import decode
 from celery_dislock.servers.view import shown_key
 from celery_dislock.words import as_argument, filled, for_people
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from celery_dislock.tasks.answer import Answer
 
 SEND_AGAIN = "It does not run any more. To run it, send it again."
-(UNMET,) = (one for one in TROUBLES if one.name == "unmet")
+(UNMET,) = (trouble for trouble in TROUBLES if trouble.name == "unmet")
 ENDS = {
     states.SUCCESS: "has run, and has succeeded",
     states.FAILURE: "has failed",
@@ -152,21 +152,21 @@ def reserved(case: Case) -> Answer | None:
     """Its key is reserved for its message."""
     found = case.first(UNIQUE)
     lock = None if found is None else case.overview.lock(found.lock)
-    one = lock and lock.reservation
-    if lock is None or one is None or one.id != case.id:
+    record = lock and lock.reservation
+    if lock is None or record is None or record.id != case.id:
         return None
-    who, since, left = case.who(), for_people(one.since), for_people(one.remaining)
-    facts = [f"lock server: key {lock.key!r} is reserved for it ({one.state}) for {left} more"]
-    about = {"reserved": one.state, "since": one.since}
+    who, since, left = case.who(), for_people(record.since), for_people(record.remaining)
+    facts = [f"lock server: key {lock.key!r} is reserved for it ({record.state}) for {left} more"]
+    about = {"reserved": record.state, "since": record.since}
     more: dict[str, Any] = {"key": lock.key, "about": about}
-    if one.state == "being sent":
+    if record.state == "being sent":
         sentence = f"{who} is being sent at this moment, or its sender has died."
         remedy = f"If its sender has died, the key is free in {left}, and it can be sent again."
         return case.answer("being sent", sentence, facts, remedy, **more)
-    if one.state == "ended":
+    if record.state == "ended":
         sentence = f"{who} has ended {since} ago; its key {lock.key!r} stays reserved."
         return case.answer("ended", sentence, facts, SEND_AGAIN, **more)
-    if one.state == "running":
+    if record.state == "running":
         sentence = (
             f"{who} has begun, and holds no lock that is known here: it has just ended, or its "
             "process has died."
@@ -174,15 +174,15 @@ def reserved(case: Case) -> Answer | None:
         end = f"celery dislock free --reservation {lock.argument}"
         remedy = f"If it has died, its key is free in {left}, or by: {end}"
         return case.answer("began", sentence, facts, remedy, **more)
-    return _sent(case, facts, more, lock, one)
+    return _sent(case, facts, more, lock, record)
 
 
 def _sent(
-    case: Case, facts: list[str], more: dict[str, Any], lock: LockState, one: ReservationState
+    case: Case, facts: list[str], more: dict[str, Any], lock: LockState, record: ReservationState
 ) -> Answer:
     """Its message waits with the broker, or is lost."""
-    was_sent = f"{case.who()} was sent {for_people(one.since)} ago"
-    told, (since, tasks) = case.told, unmet(one, case.site.tasks_of(lock.key))
+    was_sent = f"{case.who()} was sent {for_people(record.since)} ago"
+    told, (since, tasks) = case.told, unmet(record, case.site.tasks_of(lock.key))
     queues = sorted({task.queue for task in tasks})
     messages = case.site.messages_in(queues) if queues and not told.unknown else None
     nobody = "no worker answers" if told.nobody else "no worker that answers has it"
@@ -203,7 +203,7 @@ def _sent(
     if messages:
         facts.append(f"broker: {number(messages, 'message')} in {' and '.join(queues)}")
     remedy = "It starts when a worker takes it."
-    idle = [one for one in queues if told.workers and not told.serving(one)]
+    idle = [queue for queue in queues if told.workers and not told.serving(queue)]
     if idle:
         facts.append(f"workers: none of them consumes {' or '.join(idle)}")
         remedy = f"Start a worker of its queue: celery worker --dislock -Q {as_argument(idle[0])}"
@@ -216,7 +216,7 @@ def duplicate(case: Case) -> Answer | None:
     found = case.first(UNSENT)
     if found is None:
         return None
-    first, key = task_id_of_reserved(text(found.head)), shown_key(found.lock)
+    first, key = task_id_of_reserved(decode(found.head)), shown_key(found.lock)
     sentence = (
         f"{case.who()} was never sent: it was a duplicate of task {first}, whose message of key "
         f"{key!r} was there."
@@ -286,7 +286,9 @@ def started(case: Case) -> Answer | None:
 
 def done(case: Case) -> Answer | None:
     """A mark says that its work is over."""
-    found = next((one for one in case.found if one.end == DONE and "@" not in one.name), None)
+    found = next(
+        (record for record in case.found if record.end == DONE and "@" not in record.name), None
+    )
     if found is None:
         return None
     key = shown_key(found.lock)

@@ -16,7 +16,7 @@ from celery_dislock.keys.names import (
     task_id_of,
     task_id_of_reserved,
     task_name,
-    ticket_of,
+    ticket_of_request,
 )
 
 PLAIN = [
@@ -32,7 +32,9 @@ HOSTILE = ["a@w:1/", "a@", "~a", "a%40", "@", "", "a\nb", "\ud800", 7, None]
 
 
 def ticket(task_id, retries=0, nesting=0):
-    return ticket_of(SimpleNamespace(id=task_id, retries=retries, replaced_task_nesting=nesting))
+    return ticket_of_request(
+        SimpleNamespace(id=task_id, retries=retries, replaced_task_nesting=nesting)
+    )
 
 
 @pytest.mark.parametrize("task_id", PLAIN)

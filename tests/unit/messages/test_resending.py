@@ -12,7 +12,7 @@ from celery.app.task import Context
 from kombu import Exchange, Queue
 
 from celery_dislock.messages.message import Message, undelayed
-from celery_dislock.messages.resending import in_time, publish, retried
+from celery_dislock.messages.resending import in_time, publish, retry_options
 from tests.unit.deliveries import noted
 
 BITS = "0." * 26
@@ -170,7 +170,7 @@ def test_a_retry_goes_to_the_queue_that_its_task_came_from(app, came_from, goes_
     """Celery copies where it was delivered from, and delays it to the app's default queue."""
     exchange, routing_key = came_from
     options = {"exchange": exchange, "routing_key": routing_key, "task_id": "1", "countdown": 3}
-    options = retried(app, options, Context({"id": "1"}))
+    options = retry_options(app, options, Context({"id": "1"}))
     if isinstance(goes_to, str):
         assert options.pop("queue").name == goes_to
         assert options.keys() == {"task_id", "countdown", "headers"}
@@ -182,7 +182,7 @@ def test_a_retry_goes_to_the_queue_that_its_task_came_from(app, came_from, goes_
 def test_a_retry_whose_body_has_chosen_a_queue_goes_there(app):
     """It is what ``self.retry(queue="other")`` asks for."""
     options = {"queue": "other", "exchange": "first", "routing_key": "first"}
-    assert retried(app, options, Context({"id": "1"})).items() >= options.items()
+    assert retry_options(app, options, Context({"id": "1"})).items() >= options.items()
 
 
 def test_a_retry_has_the_headers_of_its_task_alone(app):
@@ -194,8 +194,10 @@ def test_a_retry_has_the_headers_of_its_task_alone(app):
         "x-delivery-count": 3,
         **noted(held=["1@w", "dislock:{k}"], sent=4),
     }
-    options = retried(app, {"headers": copied}, Context({"id": "1", **came}))
+    options = retry_options(app, {"headers": copied}, Context({"id": "1", **came}))
     assert options["headers"] == {"tenant": 7, **noted(sent=5, unique=["lock", "end"])}
-    foreign = retried(app, {"headers": {"trace": 1}}, Context({"headers": {"trace": 1}, **came}))
+    foreign = retry_options(
+        app, {"headers": {"trace": 1}}, Context({"headers": {"trace": 1}, **came})
+    )
     assert foreign["headers"] == {"trace": 1, **noted(sent=5, unique=["lock", "end"])}
-    assert retried(app, {"headers": None}, Context({"id": "1"}))["headers"] == {}
+    assert retry_options(app, {"headers": None}, Context({"id": "1"}))["headers"] == {}

@@ -12,7 +12,7 @@ from celery import Celery
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.table import warning
 from celery_dislock.operating.cli import doctor as command
-from celery_dislock.operating.cli.doctor import ask_workers, findings
+from celery_dislock.operating.cli.doctor import ask_fleet, findings
 from celery_dislock.operating.site import ANSWERS_WITHIN
 from tests.staged import holder, lock, place
 from tests.unit.operating.examining import EXPORT
@@ -170,7 +170,7 @@ def test_a_broker_is_not_waited_for_for_ever(app, monkeypatch):
     """Kombu sets no time limits; those that the app sets stay; RabbitMQ says that it blocks."""
     away = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
     away.conf.broker_transport_options = given = {"socket_timeout": 77, "visibility_timeout": 5}
-    assert ask_workers(away, 1.0).error
+    assert ask_fleet(away, 1.0).error
     limits = {**given, "socket_connect_timeout": ANSWERS_WITHIN}
     assert away.conf.broker_transport_options == limits
     away.close()
@@ -183,7 +183,7 @@ def test_a_broker_is_not_waited_for_for_ever(app, monkeypatch):
 
     for says in ([], ["connection blocked, see broker logs"]):
         monkeypatch.setattr(command, "_ask", partial(wait, says))
-        assert ask_workers(app, 0.05).error == (says or ["no answer in time"])[0]
+        assert ask_fleet(app, 0.05).error == (says or ["no answer in time"])[0]
     goes_on.set()
 
 

@@ -11,7 +11,14 @@ import redis
 
 from celery_dislock.servers import sentinel
 from celery_dislock.servers.connections import store_error
-from celery_dislock.servers.sentinel import CONFIRMED_FOR, LEFT_ALONE, Said, Sentinels, choose, said
+from celery_dislock.servers.sentinel import (
+    CONFIRMED_FOR,
+    LEFT_ALONE,
+    SentinelReply,
+    Sentinels,
+    choose,
+    parse_sentinel_reply,
+)
 
 OLD, NEW = ("10.0.0.1", 6379), ("10.0.0.2", 6379)
 
@@ -33,7 +40,7 @@ class FakeSentinel:
 
     def __init__(self, number: int, clock: Clock) -> None:
         self.address = (f"s{number}", 26379)
-        self.says: object = Said(1, OLD)
+        self.says: object = SentinelReply(1, OLD)
         self.takes = 0.0
         self.asked: list[float] = []
         self._clock = clock
@@ -50,7 +57,7 @@ class FakeSentinel:
         pass
 
 
-def answered(says: Said) -> list[object]:
+def answered(says: SentinelReply) -> list[object]:
     """The two replies of a Sentinel that says this."""
     host, port = (str(part).encode() for part in says.address or ("", 0))
     fields = {b"ip": host, b"port": port, b"num-other-sentinels": b"2"}
@@ -93,12 +100,12 @@ def asked(three):
     ("answers", "master"),
     [
         ([], None),
-        ([Said(1, OLD), Said(1, OLD)], OLD),
-        ([Said(1, OLD), Said(2, NEW), Said(1, OLD)], NEW),
-        ([Said(1, OLD), Said(2, None)], None),
-        ([Said(1, None), Said(1, OLD)], OLD),
-        ([Said(1, OLD), Said(1, None, is_replaced=True)], None),
-        ([Said(2, NEW), Said(1, OLD, is_replaced=True)], NEW),
+        ([SentinelReply(1, OLD), SentinelReply(1, OLD)], OLD),
+        ([SentinelReply(1, OLD), SentinelReply(2, NEW), SentinelReply(1, OLD)], NEW),
+        ([SentinelReply(1, OLD), SentinelReply(2, None)], None),
+        ([SentinelReply(1, None), SentinelReply(1, OLD)], OLD),
+        ([SentinelReply(1, OLD), SentinelReply(1, None, is_replaced=True)], None),
+        ([SentinelReply(2, NEW), SentinelReply(1, OLD, is_replaced=True)], NEW),
     ],
     ids=["none", "all", "newest", "newest down", "one's view", "about to change", "old change"],
 )
@@ -110,12 +117,12 @@ def test_the_newest_answer_holds(answers, master):
 @pytest.mark.parametrize(
     ("flags", "epoch", "at", "named", "answer"),
     [
-        ("master", 3, OLD, OLD, Said(3, OLD)),
-        ("master,disconnected", 3, OLD, OLD, Said(3, OLD)),
-        ("s_down,master", 3, OLD, OLD, Said(3, None)),
-        ("s_down,o_down,master", 3, OLD, OLD, Said(3, None)),
-        ("master,failover_in_progress", 3, OLD, OLD, Said(3, OLD, is_replaced=True)),
-        ("s_down,master,failover_in_progress", 4, OLD, NEW, Said(4, NEW)),
+        ("master", 3, OLD, OLD, SentinelReply(3, OLD)),
+        ("master,disconnected", 3, OLD, OLD, SentinelReply(3, OLD)),
+        ("s_down,master", 3, OLD, OLD, SentinelReply(3, None)),
+        ("s_down,o_down,master", 3, OLD, OLD, SentinelReply(3, None)),
+        ("master,failover_in_progress", 3, OLD, OLD, SentinelReply(3, OLD, is_replaced=True)),
+        ("s_down,master,failover_in_progress", 4, OLD, NEW, SentinelReply(4, NEW)),
     ],
 )
 @pytest.mark.parametrize("protocol", [2, 3])
@@ -131,8 +138,8 @@ def test_what_a_sentinel_says(flags, epoch, at, named, answer, protocol):
     }
     state = fields if protocol == 3 else [part for pair in fields.items() for part in pair]
     name = [named[0].encode(), str(named[1]).encode()]
-    assert said(state, name, 2) == answer
-    assert said(state, name, 3) is None
+    assert parse_sentinel_reply(state, name, 2) == answer
+    assert parse_sentinel_reply(state, name, 3) is None
 
 
 # How often they are asked
@@ -183,7 +190,7 @@ def test_those_left_alone_are_asked_where_no_other_answers(sentinels, three, clo
     three[0].says = redis.ConnectionError("refused")
     three[0].takes = 0.5
     sentinels.find()
-    three[0].says = Said(1, OLD)
+    three[0].says = SentinelReply(1, OLD)
     for one in three[1:]:
         one.says = redis.ConnectionError("refused")
     clock.advance(CONFIRMED_FOR)
@@ -209,7 +216,7 @@ def test_while_none_answers_the_last_master_counts(sentinels, three, clock, capl
     with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):
         sentinels.find()
     sentinels.confirm(Connection(OLD))
-    three[1].says = Said(1, OLD)
+    three[1].says = SentinelReply(1, OLD)
     sentinels.find()
     assert [record.message for record in caplog.records[1:]] == ["The Sentinels answer again."]
 
@@ -236,7 +243,7 @@ def test_who_has_little_time_does_not_wait_for_another(sentinels, three):
     def ask(*_args, **_options):
         inside.set()
         done.wait()
-        return answered(Said(1, OLD))
+        return answered(SentinelReply(1, OLD))
 
     three[0].ask = ask
     slow = threading.Thread(target=sentinels.find)
@@ -254,9 +261,9 @@ def test_a_signal_handler_may_ask_while_its_thread_does(sentinels, three):
     answers = []
 
     def ask(*_args, **_options):
-        three[0].ask = lambda *_args, **_options: answered(Said(1, OLD))
+        three[0].ask = lambda *_args, **_options: answered(SentinelReply(1, OLD))
         answers.append(sentinels.find())
-        return answered(Said(1, OLD))
+        return answered(SentinelReply(1, OLD))
 
     three[0].ask = ask
     asking = threading.Thread(target=lambda: answers.append(sentinels.find()), daemon=True)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from celery_dislock.servers.waiters import UNREADABLE, in_line, parked_place, ticket_of
+from celery_dislock.servers.waiters import UNREADABLE, parked_place, parse_place, ticket_of_member
 
 NOW = 1_700_000_000_000  # ms
 TENANT, DISK, API = "dislock:{tenant:a}", 'dislock:{the "disk" }', "dislock:{api}"
@@ -34,7 +34,7 @@ STATIONS = json.dumps([[TENANT, "x:1", "1"], [DISK, "s:1", "2"], [API, "x:5:9/10
 )
 def test_a_parked_task_is_shown_as_it_stands_at_this_lock(name, member, mode, keeps):
     """Its mode is that of the lock that was looked at, and it keeps those before it."""
-    place = in_line(name, NOW, 3, member, JOINED, record(STATIONS))
+    place = parse_place(name, NOW, 3, member, JOINED, record(STATIONS))
     assert (place.ticket, place.place, place.mode, place.keeps) == ("a1:0:0", 3, mode, keeps)
     assert place.stations == ["tenant:a", 'the "disk" ', "api"]
     assert (place.waiting, place.parked_for) == (2.0, 8.0)
@@ -52,7 +52,7 @@ def test_a_task_that_has_its_turn_keeps_all():
 def test_who_waits_in_a_slot_is_shown(terms, mode):
     """How it wants the lock, and who it is."""
     record = f'1 {NOW + 5000} 30000 {terms} {{"task":"shop.call","id":"a1"}}'.encode()
-    place = in_line(API, NOW, 2, b"a1@w1:7/1", JOINED, record)
+    place = parse_place(API, NOW, 2, b"a1@w1:7/1", JOINED, record)
     assert (place.place, place.mode, place.id) == (2, mode or "exclusive", "a1")
     assert (place.waiting, place.ticket) == (2.0, "")
 
@@ -68,7 +68,7 @@ UNREAD += ['[["a", "\\ud800", "1"]]', "[" * 5000, STATIONS[:-30]]
 )
 def test_stations_that_cannot_be_read_are_told_as_such(stations, told, mode):
     """The task is shown all the same, with what its message tells, so that it can be dropped."""
-    place = in_line(API, NOW, 1, b"a1:0:0#", JOINED, record(stations))
+    place = parse_place(API, NOW, 1, b"a1:0:0#", JOINED, record(stations))
     assert (place.stations, place.keeps, place.mode, place.beside) == (told, [], mode, "")
     assert (place.ticket, place.who) == ("a1:0:0", "shop.call[a1]")
 
@@ -76,7 +76,7 @@ def test_stations_that_cannot_be_read_are_told_as_such(stations, told, mode):
 @pytest.mark.parametrize("stations", ['[["\\ud800", "x:0", "1"]]', '[["", "", ""], ["{", "", ""]]'])
 def test_names_of_strangers_are_shown_as_text(stations):
     """A key that is none, and terms that are none, hide nothing else."""
-    place = in_line(API, NOW, 1, b"a1:0:0#", JOINED, record(stations))
+    place = parse_place(API, NOW, 1, b"a1:0:0#", JOINED, record(stations))
     assert all(place.stations)
     assert place.keeps == []
 
@@ -99,6 +99,6 @@ def test_names_of_strangers_are_shown_as_text(stations):
 )
 def test_no_member_stops_the_others_from_being_shown(member, ticket, beside):
     """One that nobody can read is told as it stands."""
-    assert ticket_of(member) == (ticket, beside)
-    place = in_line(API, NOW, 1, member, b"nan", b"")
+    assert ticket_of_member(member) == (ticket, beside)
+    place = parse_place(API, NOW, 1, member, b"nan", b"")
     assert (place.ticket, place.parked, place.waiting) == (ticket, True, 0.0)

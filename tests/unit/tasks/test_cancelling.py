@@ -207,7 +207,7 @@ def test_a_worker_that_is_told_to_look(app, monkeypatch, pid, asked, gets):
     monkeypatch.setattr(state, "active_requests", [request])
     timer = SimpleNamespace(call_after=lambda _seconds, call, args: later.append((call, args)))
     control = SimpleNamespace(app=app, consumer=SimpleNamespace(timer=timer))
-    cancelled.look(control, task_id=asked)
+    cancelled.renew_if_superseded(control, task_id=asked)
     assert signals == [(one, signal.SIGURG) for one in gets]
     for call, args in later:
         call(*args)
@@ -229,7 +229,7 @@ def test_a_process_that_dies_under_several_keys(app, lock_server, caplog, monkey
 def test_a_worker_without_locks_looks_for_nothing(app):
     """It has none, and asks for no lock server."""
     app.conf.dislock_enabled = False
-    cancelled.look(SimpleNamespace(app=app), task_id="1")
+    cancelled.renew_if_superseded(SimpleNamespace(app=app), task_id="1")
 
 
 @pytest.mark.parametrize(

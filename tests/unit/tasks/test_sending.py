@@ -15,7 +15,7 @@ from greenlet import getcurrent, greenlet
 from redis.exceptions import ResponseError
 
 from celery_dislock import DuplicateTaskError, LockLostError, SingletonTask, StoreError
-from celery_dislock.keys.names import ticket_of
+from celery_dislock.keys.names import ticket_of_request
 from celery_dislock.servers.connections import store_error
 from celery_dislock.signals import task_deduplicated
 from tests.declaring import declare, never
@@ -361,7 +361,7 @@ def test_what_replaces_a_task_says_so(app, broker, protocol):
         task = unique(app, lock_on_conflict="queue", **declared)
         task.apply_async(task_id="a", headers=[("mine", 1)], replaced_task_nesting=2)
         request = Context({"id": "a", **broker.last.headers})
-        assert (ticket_of(request), request.mine) == ("a:0:2", 1)
+        assert (ticket_of_request(request), request.mine) == ("a:0:2", 1)
 
 
 # For how long
