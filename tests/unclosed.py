@@ -31,7 +31,7 @@ STILL_LEAVE = tuple(
     f"tests/integration/test_{name}.py"
     for name in (
         *("acl", "async_misuse", "beat_schedulers", "conformance", "epoch"),
-        *("events", "metrics", "station_views", "telemetry", "testing"),
+        *("environments", "events", "metrics", "station_views", "telemetry", "testing"),
     )
 )
 TEST = "PYTEST_CURRENT_TEST"  # in the environment: the test and its phase, set by pytest

@@ -13,7 +13,7 @@ A holder describes itself in the record of its lease, for messages and tools, as
 - ``paused`` and ``note``, set where nobody holds the lock: an operator has paused it;
 - ``unreadable``, in place of all others: the start of a description that cannot be read.
 
-:func:`describe` makes the description, :func:`written` writes it, and :func:`holder_of` reads it.
+:func:`describe` makes the description, and :func:`holder_of` reads it.
 """
 
 from __future__ import annotations

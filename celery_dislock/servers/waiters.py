@@ -111,7 +111,7 @@ def parse_place(
 
 
 def parked_place(name: str, now_ms: int, nth: int, member: bytes, record: bytes) -> Waiter:
-    """Parse a parked task, as :func:`in_line` does; place 0: it has passed all its locks."""
+    """Parse a parked task, as :func:`parse_place` does; place 0: it has passed all its locks."""
     ticket, beside = ticket_of_member(member)
     parked = _PARKED.fullmatch(record)
     message: Mapping[str, Any] = parse_object(parked[7]) if parked else {}

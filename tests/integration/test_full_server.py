@@ -153,7 +153,7 @@ def test_a_parked_task_has_its_turn_and_ends(store, lines, given, client, fill):
     [
         ("drop", (LOCK, "p:0:0", "note")),
         ("leave", (LOCK, "p:0:0")),
-        ("set_aside", ((LOCK, "p:0:0"), "p", "no")),
+        ("take_out", ((LOCK, "p:0:0"), "no")),
     ],
 )
 def test_a_parked_task_can_be_taken_out(store, lines, client, fill, how, call):

@@ -285,7 +285,7 @@ BROKEN = {
     ),
     "turns are given hours ahead": ("lock.early <= SOON_US and", "true and"),
     "nobody in line follows": ("local word = lock.words and lock.words[task]", "local word = nil"),
-    "held back for nothing": ("math.max(0, set.until_ms - now) * 1000", "0"),
+    "held back for nothing": ("(back.until_ms - now) * 1000", "0"),
 }
 
 

@@ -353,7 +353,7 @@ def heard(monkeypatch):
             heard.append((request.id, type_, about))
 
     monkeypatch.setattr("celery.worker.request.Request.send_event", send_event)
-    monkeypatch.setattr(telemetry, "send", lambda _app, *event: heard.append(event))
+    monkeypatch.setattr(telemetry, "send_events", lambda _app, *event: heard.append(event))
     return heard
 
 
