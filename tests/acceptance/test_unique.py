@@ -15,7 +15,7 @@ from celery.exceptions import TaskRevokedError
 from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, Scene, value_of, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
 from tests.acceptance.scenarios import BRIEF
 
 EDITIONS = 20
@@ -164,7 +164,7 @@ class TestWaitingForAnother:
         fleet.workers[0].kill()
         for again in duplicates:
             with pytest.raises(NoResultError, match="its worker was killed"):
-                value_of(again)
+                again.get(timeout=LIMIT)
         for one, _ in sent:
             one.wait_until_free()
             one.wait_until_unreserved()
