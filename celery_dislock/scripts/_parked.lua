@@ -225,7 +225,9 @@ end
 
 -- The name of a ticket's task, as park.lua is given it; empty: not known.
 local function task_of(parked)
-  return not parked.is_later and string.match(string.match(parked.message, '^[^\n]*'), '"task":"[^"]*"') or ''
+  local head = parked.is_later and '' or string.match(parked.message, '^[^\n]*')
+  local from, to = string.find((string.gsub(head, '\\.', '__')), '"task":"[^"]*"')  -- a name may have quotes
+  return from and string.sub(head, from, to) or ''
 end
 
 local function follow(lock, station, parked)

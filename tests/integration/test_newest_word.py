@@ -5,6 +5,8 @@ A deploy is a second declaration of a task's name.  Those in line were parked by
 
 from __future__ import annotations
 
+from json import dumps
+
 import pytest
 from freezegun import freeze_time
 
@@ -44,7 +46,7 @@ class Deploys(Starts):
 
 
 def message_of(task, name="shop.a"):
-    return b'1 {"headers":{"task":"%s"}} %s' % (name.encode(), task.encode())
+    return b'1 {"headers":{"task":%s}} %s' % (dumps(name).encode(), task.encode())
 
 
 def ask(line, task, name="shop.a", **how):
@@ -132,20 +134,20 @@ def test_whatever_changes_holds_for_those_in_line(shop, was, becomes, begin):
     assert (len(state.turns), state.waiting) == (begin, 5 - begin)
 
 
-def test_a_line_of_two_tasks_goes_by_the_words_of_each(shop):
+@pytest.mark.parametrize(("a", "b"), [("shop.a", "shop.b"), ('"a', '"b')])
+def test_a_line_of_two_tasks_goes_by_the_words_of_each(a, b):
     """What one task's code says is no word for another task of the key, which keeps its terms."""
-    server = LuaServer()
-    line = Line(server)
+    line = Line(LuaServer())
     slow, fast = SLOW._asdict(), FAST._asdict()
     assert line.ask("first", **slow) == "granted"
-    for task, name in (("a1", "shop.a"), ("b1", "shop.b"), ("a2", "shop.a")):
+    for task, name in (("a1", a), ("b1", b), ("a2", a)):
         assert ask(line, task, name, **slow) == "parked"
-    assert ask(line, "a3", **fast) == "parked"
+    assert ask(line, "a3", a, **fast) == "parked"
     assert line.given() == ["a1"]
-    assert ask(line, "b2", "shop.b", **fast) == "parked"
+    assert ask(line, "b2", b, **fast) == "parked"
     assert line.given() == ["b1"]  # and a2 stands behind by the word with which it was parked
     line.sweep()
-    assert ask(line, "a4", **fast) == "granted"
+    assert ask(line, "a4", a, **fast) == "granted"
     assert line.given() == ["a2", "a3", "b2"]
 
 
