@@ -43,5 +43,5 @@ lock_capped = Signal(name="lock_capped", providing_args={"lease"})
 lock_superseded = Signal(name="lock_superseded", providing_args={"lease"})
 #: The lease is over; after the body. If ``expiring``, it is left to expire.
 lock_released = Signal(name="lock_released", providing_args={"lease", "expiring"})
-#: A message of the task was not sent: that of task ``task_id`` reserves its ``key``.
+#: A message of the task was not sent, as that of task ``task_id`` reserves its ``key``.
 task_deduplicated = Signal(name="task_deduplicated", providing_args={"key", "task_id"})
