@@ -237,7 +237,7 @@ class Staged(LockServer):
         self, name: str, what: str, value: object, since: int, lasts: float | None, note: str
     ) -> None:
         until = 0 if lasts is None else self._since(-lasts)
-        line = f"2 {what} {value} {since} {until} {note}\n".encode()
+        line = f"2 {what} {value} {since} {until} {' '.join(note.splitlines())}\n".encode()
         before = super().send("GET", f"{name}:limit") or b""
         super().send("SET", f"{name}:limit", before + line)
 

@@ -32,8 +32,9 @@ local function overrides(lock)
     }
   end
 
-  local found = {}
-  for line in string.gmatch(fail_unless_moving(pcall(redis.call, 'GET', lock.name .. LIMIT)) or '', '[^\n]+') do
+  local found, record = {}, fail_unless_moving(pcall(redis.call, 'GET', lock.name .. LIMIT)) or ''
+  if string.find(record, '^1 ') then record = string.gsub(record, '\n', ' ') end  -- all of it is one limit
+  for line in string.gmatch(record, '[^\n]+') do
     local set = parse_override(line)
     if not set then error('dislock: a limit in it cannot be read', 0) end
     if set.until_ms == 0 or set.until_ms > now then found[set.name] = set end

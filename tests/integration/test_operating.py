@@ -334,7 +334,7 @@ class TestPause:
 
     def test_what_a_release_before_has_written_holds(self, worker, server):
         """A record of the first version has a limit alone; what is set beside it leaves it."""
-        server.send("SET", f"{LOCK}:limit", f"1 0 {server.now_ms} by ana")
+        server.send("SET", f"{LOCK}:limit", f"1 0 {server.now_ms} by\nana")
         assert worker.overview.lock(LOCK).limit_note == "by ana"
         assert isinstance(worker.take("a"), Conflict)
         worker.actions.hold_back(LOCK, 5)
