@@ -219,7 +219,7 @@ def test_a_reservation_is_freed_by_hand(redis_url):
         assert handle.free() == []
 
 
-UNREAD = ("2 0 0", "3 later 1 1 0 ", "2 rate 0/9 1 0 ", "2 limit 5 1 0 \n2 limit x 1 0 ")  # as a limit
+UNREAD = ("2 0 0", "3 later 1 1 0 ", "2 rate 0/9 1 0 ", "2 limit 5 1 0 \n2 limit x 1 0 ")
 
 
 class TestPause:
