@@ -14,10 +14,10 @@ from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE
 from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.messages import resending
 from celery_dislock.messages.events import tell_revoked
 from celery_dislock.messages.headers import REPLACED
 from celery_dislock.messages.message import Message
+from celery_dislock.messages.resending import publish
 from celery_dislock.parking.store import UNREAD
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overrides import BARRED, rate_of
@@ -275,7 +275,10 @@ class Actions:
             self._process.publisher.waits_again(name, ticket_id)
             problem = lines.put_back(name, ticket_id)
             if problem == UNREAD:
-                publish_turn(self._app, message, {})
+                try:
+                    publish(self._app, message, {})
+                except Exception as exc:  # noqa: BLE001 -- any of the broker's client
+                    raise BrokerError(reason_of(exc)) from None
                 lines.forget_aside(name, ticket_id)
                 problem = ""
             yield ticket_id, problem
@@ -356,19 +359,6 @@ class Actions:
     def _refuse_several(self, name: str, what: str, value: object) -> None:
         if not self._process.store.lock_server.keeps_lines:
             raise SettingsError(key_of(name), what, value, ONLY_EXCLUSIVE)
-
-
-def publish_turn(app: Celery, message: Message, notes: dict[str, Any]) -> None:
-    """
-    Publish a message again, with these notes.
-
-    Raises:
-        BrokerError: The broker did not take it.
-    """
-    try:
-        resending.publish(app, message, notes)
-    except Exception as exc:  # noqa: BLE001 -- any of the broker's client
-        raise BrokerError(reason_of(exc)) from None
 
 
 def one_line(note: str) -> str:
