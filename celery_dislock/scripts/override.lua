@@ -3,7 +3,7 @@
 -- KEYS[1]   lock
 -- ARGV      home     the caller's broker; empty: it cannot publish
 --           ttl_ms   > 0: how long it lasts   0: until it is taken back
---           note     text for people
+--           note     text for people, in one line
 --           name, value, ...   as in _override.lua; an empty value takes it back
 --
 -- Returns   {before, turns}   before: all that was set until now, as show_overrides() returns it
@@ -25,7 +25,7 @@ local before, ends = show_overrides(lock), now + ttl_ms
 for i = 4, #ARGV, 2 do
   local name, value = ARGV[i], ARGV[i + 1]
   lock.set[name] = value ~= '' and {
-    name = name, value = value, since = now, until_ms = ttl_ms == '0' and 0 or ends, note = string.gsub(note, '\n', ' '),
+    name = name, value = value, since = now, until_ms = ttl_ms == '0' and 0 or ends, note = note,
   } or nil
   -- An operator's pause with an end takes back one without an end.
   if name == 'pause' and value ~= '' and limit_set(lock) == 0 then lock.set.limit = nil end

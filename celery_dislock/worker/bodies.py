@@ -109,7 +109,7 @@ def _remove_left() -> None:
     """Remove the folders of workers of this user that have ended without."""
     for path in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError):  # of another user, in use, or gone
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 if os.fstat(folder).st_uid == os.getuid():
                     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
