@@ -308,14 +308,16 @@ class TestPause:
         assert isinstance(worker.take("a"), Granted)
 
     def test_each_has_its_own_end(self, worker, server):
-        """A rate that has ended holds no more, though a limit without an end keeps the record."""
-        worker.actions.limit(LOCK, 9)
-        worker.actions.rate(LOCK, Rate(1, 3600.0), seconds=60)
-        assert isinstance(worker.take("a"), Granted)
-        assert isinstance(worker.take("b"), Conflict)
+        """A limit that has ended holds no more, though a rate without an end keeps the record."""
+        terms = (Terms(limit=2),)
+        worker.actions.limit(LOCK, 1, seconds=60)
+        worker.actions.rate(LOCK, Rate(9, 1.0))
+        assert isinstance(worker.take("a", terms=terms), Granted)
+        assert isinstance(worker.take("b", terms=terms), Conflict)
         server.advance(60)
-        assert isinstance(worker.take("b"), Granted)
-        assert worker.overview.lock(LOCK).limit == 9
+        assert isinstance(worker.take("b", terms=terms), Granted)
+        state = worker.overview.lock(LOCK)
+        assert (state.limit, str(state.rate.rate)) == (None, "9 a second")
 
     def test_one_without_an_end_stays_when_a_task_holds_the_lock_back(self, worker, server):
         """The end of an answer 429 is not the end of what an operator has paused."""
