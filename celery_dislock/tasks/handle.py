@@ -162,7 +162,7 @@ class LockHandle:
 
         Args:
             seconds: For how long, >= 0, from now; replaces the time of an earlier call.  0: the
-                lock may be taken again.
+                lock may be taken again, unless an operator has paused it.
             note: Why: shown to people, and to tasks that come too early.
 
         Raises:
