@@ -35,7 +35,7 @@ from benchmarks.report import Row, take_turns
 from celery_dislock import Dislock
 from celery_dislock.keys.builders import key_builder
 from celery_dislock.locks.watchdog import Watchdog
-from celery_dislock.servers.records import written
+from celery_dislock.servers.records import write_holder
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store
 from tests.redis_server import RedisServer
@@ -141,7 +141,7 @@ class Tasks:
         task_id, names = str(uuid.uuid4()), ["dislock:{export:4711:monthly}"]
         owner = f"{task_id}@celery@bench:12345/01234567.1"
         holder = {"task": "bench.export", "id": task_id, "worker": "celery@bench", "pid": 12345}
-        said, store = written(holder), self.store
+        said, store = write_holder(holder), self.store
 
         def call() -> None:
             assert isinstance(

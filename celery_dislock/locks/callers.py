@@ -35,7 +35,7 @@ from celery_dislock.keys.names import body_owner, shown_id
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.lease import Attempt, current
 from celery_dislock.servers.bridge import call_of, current_greenlet
-from celery_dislock.servers.records import describe, written
+from celery_dislock.servers.records import describe, write_holder
 
 if TYPE_CHECKING:
     import asyncio
@@ -323,7 +323,7 @@ def _described(
 ) -> tuple[str, Mapping[str, Any], str]:
     """Return the start of the owners' names, and the holder, also as JSON."""
     holder = describe({"thread": thread}, host, pid, timeout)
-    return f"{host}:{pid}:{ident}/", holder, written(holder)
+    return f"{host}:{pid}:{ident}/", holder, write_holder(holder)
 
 
 def an_event_loop_runs() -> bool:

@@ -22,7 +22,7 @@ from weakref import ref
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import LockLostError, StoreError, SupersededError
-from celery_dislock.servers.records import written
+from celery_dislock.servers.records import write_holder
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
@@ -385,7 +385,7 @@ class Attempt:
         self, owner: str, holder: Mapping[str, Any], sender: object = None, holder_json: str = ""
     ) -> None:
         self.owner, self.holder, self.sender = owner, holder, sender
-        self.holder_json = holder_json or written(holder)
+        self.holder_json = holder_json or write_holder(holder)
 
     def end(self) -> None:
         """Release the lease, if there is one; a second call does nothing."""

@@ -26,7 +26,7 @@ from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.broker import BACKEND_WITHIN
 from celery_dislock.parking.epoch import Epoch, log_loss
 from celery_dislock.parking.store import FIRST
-from celery_dislock.servers.records import describe, written
+from celery_dislock.servers.records import describe, write_holder
 from celery_dislock.servers.replies import Granted
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Sweep:
         self._process = process
         self._clock = clock
         self._owner = process.owner_name(f"{worker}:{process.pid}/")
-        self._holder = written(describe({"task": "sweep"}, worker, process.pid, None))
+        self._holder = write_holder(describe({"task": "sweep"}, worker, process.pid, None))
         self._every = every
         self._looks_first = looks_first
         self.tell: Callable[[Mapping[str, str]], None] = lambda _replaced: None

@@ -13,7 +13,7 @@ A holder describes itself in the record of its lease, for messages and tools, as
 - ``paused`` and ``note``, set where nobody holds the lock: an operator has paused it;
 - ``unreadable``, in place of all others: the start of a description that cannot be read.
 
-:func:`describe` makes the description, and :func:`holder_of` reads it.
+:func:`describe` makes the description, :func:`write_holder` writes it, :func:`holder_of` reads it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,12 @@ class Conflict:
         if self.early:  # the text is read later, and elsewhere
             start = time.time() + self.remaining
             holder = f"{holder}, the next may start at {time_of_day(start)}"
-        about = {"holder": dict(self.holder), "place": self.place, "owner": self.owner}
+        about = {
+            "holder": dict(self.holder),
+            "place": self.place,
+            "owner": self.owner,
+            "is_copy": self.is_copy,
+        }
         times = self.remaining, self.held_for, self.renewed
         return LockHeldError(self.key, holder, *times, hint, about)
 
@@ -113,7 +118,7 @@ LockHeldError.conflict_type = Conflict
 
 
 #: Write a holder's description as it is stored.
-written = json.JSONEncoder(separators=(",", ":")).encode
+write_holder = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def describe(

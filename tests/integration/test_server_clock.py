@@ -56,15 +56,27 @@ def store(url):
         yield store
 
 
+@pytest.fixture
+def set_clock(clocks):
+    """Set a server's clock; return when it goes by it: Valkey looks at its own now and then."""
+
+    def set_clock(url, name, seconds):
+        clocks.set(name, seconds)
+        with Client.from_url(url) as client:
+            wait_for(lambda: abs(client.time()[0] - time.time() - seconds) < HOUR / 2, "its clock")
+
+    return set_clock
+
+
 def acquire(store, owner):
     return store.acquire([LOCK], owner, LONG, "{}")
 
 
-def test_set_forward_it_ends_leases_and_their_holders_are_told(url, store, clocks):
+def test_set_forward_it_ends_leases_and_their_holders_are_told(url, store, set_clock):
     """The next holder has a larger token; the first is told at its next renewal."""
     with Holding(url) as holding:
         lease = holding.take(KEY, timeout=LONG)
-        clocks.set("a", HOUR)
+        set_clock(url, "a", HOUR)
         after = acquire(store, "b/1")
         assert isinstance(after, Granted)
         assert after.tokens[0] > lease.token
@@ -73,12 +85,10 @@ def test_set_forward_it_ends_leases_and_their_holders_are_told(url, store, clock
         assert lease.lost
 
 
-def test_set_back_it_keeps_the_leases_of_the_dead_for_longer(url, store, clocks):
+def test_set_back_it_keeps_the_leases_of_the_dead_for_longer(url, store, set_clock):
     """A lease that nobody renews or ends lasts for as much longer; a release ends it at once."""
     assert isinstance(acquire(store, "gone/1"), Granted)
-    clocks.set("a", -HOUR)
-    with Client.from_url(url) as client:  # Valkey reads its clock some times in a second
-        wait_for(lambda: time.time() - client.time()[0] > HOUR / 2, "the server's clock to be set")
+    set_clock(url, "a", -HOUR)
     refused = acquire(store, "b/1")
     assert isinstance(refused, Conflict)
     assert HOUR < refused.remaining < HOUR + LONG + 1
@@ -86,27 +96,28 @@ def test_set_back_it_keeps_the_leases_of_the_dead_for_longer(url, store, clocks)
     assert isinstance(acquire(store, "b/1"), Granted)
 
 
-def test_set_back_it_gives_smaller_tokens(store, clocks):
+def test_set_back_it_gives_smaller_tokens(url, store, set_clock):
     """A lease that is renewed lasts no longer than it should; the token after it may be smaller."""
     first = acquire(store, "a/1").tokens[0]
-    clocks.set("a", -HOUR)
+    set_clock(url, "a", -HOUR)
     assert store.extend([LOCK], "a/1", LONG) is True
     assert acquire(store, "b/1").remaining < LONG + 1
     store.release([LOCK], "a/1")
     assert acquire(store, "b/1").tokens[0] < first
 
 
-def test_one_of_five_ends_no_lease(start, clocks):
+def test_one_of_five_ends_no_lease(start, set_clock):
     """What a majority keeps is kept, whatever one clock says."""
-    with closing(Store(start("abcde"))) as store:
+    urls = start("abcde")
+    with closing(Store(urls)) as store:
         assert isinstance(acquire(store, "a/1"), Granted)
         for seconds in (HOUR, -HOUR):
-            clocks.set("c", seconds)
+            set_clock(urls[2], "c", seconds)
             assert isinstance(acquire(store, "b/1"), Conflict)
             assert store.extend([LOCK], "a/1", LONG) is True
 
 
-def test_one_of_five_ends_a_lease_that_two_others_do_not_have(start, clocks):
+def test_one_of_five_ends_a_lease_that_two_others_do_not_have(start, set_clock):
     """The three that have it are just a majority: without one of them, others can make another."""
     urls = start("abcde")
     with ExitStack() as stack:
@@ -116,6 +127,6 @@ def test_one_of_five_ends_a_lease_that_two_others_do_not_have(start, clocks):
         assert isinstance(acquire(quorum, "a/1"), Granted)
         for one in busy:
             one.release([LOCK], "before/1")
-        clocks.set("c", HOUR)
+        set_clock(urls[2], "c", HOUR)
         assert isinstance(acquire(quorum, "b/1"), Granted)
         assert quorum.extend([LOCK], "a/1", LONG) is False

@@ -65,13 +65,16 @@ def test_who_is_refused_reads_for_how_long_the_lock_has_been_held(known, words, 
 @pytest.mark.parametrize("hint", ["", "this very thread has entered it"])
 def test_who_is_refused_has_the_conflict_as_data(hint):
     """As the strategy gets it, also after its way through a result backend; the log is as short."""
-    conflict = Conflict("k", {"task": "t", "id": "1", "pid": 7}, 9.5, 2, 7.0, 1.5, "1@w:7/a.1")
+    conflict = Conflict(
+        "k", {"task": "t", "id": "1", "pid": 7}, 9.5, 2, 7.0, 1.5, "1@w:7/a.1", True
+    )
     error = conflict.error(hint)
     backend = Backend(app=Celery(set_as_current=False), serializer="json")
     stored = backend.decode(backend.encode(backend.prepare_exception(error)))
     for one in (error, pickle.loads(pickle.dumps(error)), backend.exception_to_python(stored)):
         assert one.conflict == conflict
-        assert (one.conflict.held_for, one.conflict.renewed) == (7.0, 1.5)
+        told = one.conflict.held_for, one.conflict.renewed, one.conflict.is_copy
+        assert told == (7.0, 1.5, True)
         assert one.conflict.holder["id"] == "1"
         assert repr(one) == f"LockHeldError('k', 't[1] on ? (pid 7)', 9.5, 7.0, 1.5, {hint!r})"
     assert exceptions.LockHeldError("k", "t", 1.0).conflict is None
