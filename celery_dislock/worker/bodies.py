@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY = 0.25  # seconds
 FOLDER = "dislock-bodies-"  # how the name of a folder begins
+AT_ONCE = fcntl.LOCK_EX | fcntl.LOCK_NB
 
 logger = logging.getLogger("celery_dislock")
 
@@ -101,7 +102,7 @@ def _make_folder() -> Path:
     """Make a folder that is ours until the last process that is forked from this one has ended."""
     made = Path(tempfile.mkdtemp(prefix=f".{FOLDER}"))
     with contextlib.suppress(OSError):  # a file system without: others cannot lock it, either
-        fcntl.flock(os.open(made, os.O_RDONLY), fcntl.LOCK_EX)
+        fcntl.flock(os.open(made, os.O_RDONLY), AT_ONCE)
     return made.rename(made.with_name(made.name[1:]))  # found by others now that it is locked
 
 
@@ -112,7 +113,7 @@ def _remove_left() -> None:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 if os.fstat(folder).st_uid == os.getuid():
-                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(folder, AT_ONCE)
                     shutil.rmtree(path)
             finally:
                 os.close(folder)
