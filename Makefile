@@ -33,7 +33,7 @@ demo: $(DEMO)  ## watch two real workers keep their locks
 	@$(BIN)/python -m example_project.demo $(ARGS)
 
 test: $(PAGES)  ## run the tests, but those of `make faults`; ARGS=tests/unit/keys runs some
-	@$(PYTEST) -m "not slow and not faults" --numprocesses $(JOBS) $(GROUPED) $(STUCK) $(ARGS)
+	@$(PYTEST) -m "not slow and not extra and not faults" --numprocesses $(JOBS) $(GROUPED) $(STUCK) $(ARGS)
 
 unit: $(STAMP)  ## run the unit tests: no server, no worker
 	@$(PYTEST) tests/unit --numprocesses $(JOBS) $(ARGS)
@@ -74,7 +74,7 @@ proof: $(PAGES)  ## run workloads under faults, and judge their history; ARGS="-
 	@$(BIN)/python -m proof $(ARGS)
 
 faults: $(PAGES)  ## run all other tests: faults, slow ones, RabbitMQ, other pools than prefork
-	@$(PYTEST) -m "faults or slow" --numprocesses $(JOBS) $(GROUPED) $(STUCK) $(ARGS)
+	@$(PYTEST) -m "faults or slow or extra" --numprocesses $(JOBS) $(GROUPED) $(ARGS)
 
 release: $(PAGES)  ## build what is tagged, install it in a fresh environment, and try it there
 	@.ci/release

@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         tier = places[item.path].parts[0]
         shown = item.callspec.id.split("-") if hasattr(item, "callspec") else ()
         if "rabbitmq" in item.fixturenames or (tier == "acceptance" and OTHERS.intersection(shown)):
-            item.add_marker("slow")
+            item.add_marker("extra")
         if tier == "acceptance":
             item.add_marker(tier)
         else:

@@ -219,7 +219,7 @@ def test_no_code_stands_outside_a_fence():
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=() if page.name == "README.md" else pytest.mark.slow)
+        pytest.param(page, marks=() if page.name == "README.md" else pytest.mark.extra)
         for page in RUNNABLE
     ],
     ids=names_of,

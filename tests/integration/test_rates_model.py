@@ -289,7 +289,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_found(rule):
     """Without this rule some history fails."""
