@@ -314,7 +314,7 @@ class Store:
         """
         calls = [(lock, owner, milliseconds(ttl)) for locks, owner, ttl in leases for lock in locks]
         replies = iter(
-            [self.lock_server.run(scripts.RENEW, [lock], *new) for lock, *new in calls]
+            [self.lock_server.run(scripts.RENEW, [lock], who, ms) for lock, who, ms in calls]
             if within is None
             else self.lock_server.run_many(scripts.RENEW, calls, within=within)
         )
