@@ -170,7 +170,7 @@ class Recording(Store):
         self.batches: list[tuple[float, float, Sequence[tuple[Sequence[str], str, float]]]] = []
 
     def renew(
-        self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
+        self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float | None = None
     ) -> list[bool | str | StoreError]:
         """See `celery_dislock.servers.store.Store.renew`."""
         sent_at = time.monotonic()

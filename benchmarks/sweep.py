@@ -187,7 +187,7 @@ class Bench:
         for lock in random.sample(sorted(self._owners), DYING):
             ttl = random.uniform(0.1, SINCE)
             ended[lock] = time.monotonic() + ttl
-            assert self._process.store.extend([lock], self._owners[lock], ttl)
+            assert self._process.store.renew([([lock], self._owners[lock], ttl)]) == [True]
         deadline = time.monotonic() + LIMIT
         self._due = time.monotonic()
         while not ended.keys() <= self.publisher.handed.keys():

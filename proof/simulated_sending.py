@@ -262,7 +262,7 @@ class History:
         for message, owner in self.running[:3]:
             if message.reservation and self.until == "end":
                 self.arrive(self.confirm(message, KEPT, runs=True))
-            self.store.extend([LOCK], owner, LEASE)
+            self.store.renew([([LOCK], owner, LEASE)])
 
     def revoke(self) -> None:
         """By this process that has sent it; a worker discards it later."""

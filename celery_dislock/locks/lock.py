@@ -284,7 +284,8 @@ class Lock:
             StoreError: The server did not answer.  The trust in the lease is unchanged.
         """
         sent_at = self.clock()
-        if self.store.extend(self.names, lease.owner, self.timeout):
+        [answer] = self.store.renew([(self.names, lease.owner, self.timeout)])
+        if answer:
             lease.extend(sent_at)
             return True
         self.watchdog.unwatch(lease)

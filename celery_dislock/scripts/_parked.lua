@@ -310,6 +310,13 @@ local function keep_units(lock, ticket, stations, nth, ttl_ms, has_gates, waits)
   end
 end
 
+-- Let a ticket have its turn for this time from now, with a unit of each lock, as keep_units() keeps it.
+local function keep_turn(lock, ticket, parked, lasts, has_gates)
+  keep_units(lock, ticket, parked.stations, #parked.stations + 1, lasts, has_gates)
+  redis.call('ZADD', lock.handed, now + lasts, ticket)
+  keep_key(lock.handed)
+end
+
 -- Take a ticket along its stations as far as they admit it, and give it its turn if it has passed them all.
 -- Safe at any time: units that it keeps stay, and if one was lost, the ticket goes back to the line of that lock.
 -- Returns the lock at which the ticket waits; nil if it has its turn.
@@ -331,9 +338,7 @@ local function go_on(lock, ticket, parked)
   local TURN_MOST_MS = 300000  -- longest turn
   local delay = math.ceil(early / 1000)
   local lasts = delay + math.min(parked.ttl * 2 ^ parked.times, math.max(parked.ttl, TURN_MOST_MS))
-  keep_units(lock, ticket, stations, #stations + 1, lasts, parked.times == 0)
-  redis.call('ZADD', lock.handed, now + lasts, ticket)
-  keep_key(lock.handed)
+  keep_turn(lock, ticket, parked, lasts, parked.times == 0)
   parked.times = parked.times + 1
   write_ticket(lock, ticket, parked)
   if not is_claimer(lock, ticket) then publish(lock, ticket, parked.message, delay) end

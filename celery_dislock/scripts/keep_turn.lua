@@ -15,9 +15,6 @@ local lock = open_whole(KEYS[1])
 local ends = tonumber(redis.call('ZSCORE', lock.handed, ticket) or 0)
 local parked = ends > now and read_ticket(lock, ticket)
 if not (parked and has_all(lock, ticket, parked.stations)) then return 0 end
-local lasts = math.max(parked.ttl, ends - now)
 write_first(lock.name)
-keep_units(lock, ticket, parked.stations, #parked.stations + 1, lasts)
-redis.call('ZADD', lock.handed, now + lasts, ticket)
-keep_key(lock.handed)
+keep_turn(lock, ticket, parked, math.max(parked.ttl, ends - now))
 return 1

@@ -243,8 +243,7 @@ local function parked_before(record)
   if parked and early > 0 and early <= SOON_US then
     -- Clocks differ, and others may have started.  The task keeps its turn, and its message comes again after wait_ms.
     local wait_ms = math.ceil(early / 1000)
-    keep_units(lock, ticket, parked.stations, #parked.stations + 1, wait_ms + ttl, parked.times == 1)
-    redis.call('ZADD', lock.handed, now + wait_ms + ttl, ticket)
+    keep_turn(lock, ticket, parked, wait_ms + ttl, parked.times == 1)
     return about_rate(REFUSED, its, wait_ms)
   end
   forget(lock, ticket)

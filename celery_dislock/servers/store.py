@@ -184,20 +184,6 @@ class Store:
         """
         return list(read_state(self.lock_server, lock, most=LEASES_ALONE).holders)
 
-    def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
-        """
-        Reset the expiry of the owner's leases.
-
-        Returns:
-            False if the owner does not hold all of the locks.  No lease is created or revived.
-
-        Raises:
-            StoreError: The server did not answer; the leases may have been renewed or not.
-        """
-        return all(
-            self.lock_server.run(scripts.RENEW, [lock], owner, milliseconds(ttl)) for lock in locks
-        )
-
     def release(self, locks: Sequence[str], owner: str, ending: Ending = RELEASED) -> bool:
         """
         End the owner's leases or its places in line, and hand the locks to the next in line.
@@ -307,17 +293,17 @@ class Store:
         return overrides_of(before)
 
     def renew(
-        self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
+        self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float | None = None
     ) -> list[bool | str | StoreError]:
         """
-        Reset the expiry of many leases in one pipelined round trip.
-
-        Nothing is resent: the watchdog decides when to try again.
+        Reset the expiry of leases.  No lease is created or revived.
 
         Args:
             leases: For each lease the names of the locks in Redis, the owner, and the expiry in
                 seconds from now.
-            within: Seconds to connect if no connection is idle, and for each reply.
+            within: Seconds to connect if no connection is idle, and for each reply; then all is
+                sent in one pipelined round trip, and nothing again.  None: one by one, and again
+                if a reply is lost; an error is raised.
 
         Returns:
             For each lease, in the same order: True, or the id of a newer task that waits for it, if
@@ -327,7 +313,11 @@ class Store:
             StoreError: The server did not answer; each lease may have been renewed or not.
         """
         calls = [(lock, owner, milliseconds(ttl)) for locks, owner, ttl in leases for lock in locks]
-        replies = iter(self.lock_server.run_many(scripts.RENEW, calls, within=within))
+        replies = iter(
+            [self.lock_server.run(scripts.RENEW, [lock], who, ms) for lock, who, ms in calls]
+            if within is None
+            else self.lock_server.run_many(scripts.RENEW, calls, within=within)
+        )
         return [renewed(list(islice(replies, len(locks)))) for locks, _, _ in leases]
 
     def renew_stalled(

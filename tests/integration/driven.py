@@ -164,7 +164,7 @@ class Driven(DislockServer):
 def patient(name: str) -> Callable[..., Any]:
     """Make a method of a store wait for its replies for long; no time of the test passes."""
     method = getattr(Store, name)
-    return lambda *args, **options: method(*args, **{**options, "within": PATIENCE})
+    return lambda *args, **options: method(*args, **dict.fromkeys(options, PATIENCE))  # *within*
 
 
 @cache

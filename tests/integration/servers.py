@@ -106,8 +106,8 @@ def round_trip(store: Store, lock: str = LOCK) -> None:
     assert LONG - 5 < refused.remaining < LONG + 1
     [held] = store.holders(lock)
     assert (held.owner, held.token, held.mode) == ("a/1", token, "exclusive")
-    assert store.extend([lock], "a/1", LONG) is True
-    assert store.extend([lock], "b/1", LONG) is False
+    assert store.renew([([lock], "a/1", LONG)]) == [True]
+    assert store.renew([([lock], "b/1", LONG)]) == [False]
     leases = [([lock], "a/1", LONG), ([lock], "b/1", LONG)]
     assert store.renew(leases, within=WITHIN) == [True, False]
     assert store.release([lock], "b/1") is False

@@ -26,6 +26,7 @@ from celery_dislock import (
     scripts,
 )
 from celery_dislock.exceptions import LockTermsError
+from proof.proxy import lose_reply
 
 LIMIT = 30.0  # seconds
 
@@ -101,6 +102,9 @@ class TestHolders:
     def test_extend_renews_or_tells(self, driven, lock):
         """A lease that the server no longer knows is lost, whatever was believed of it."""
         lock.acquire()
+        driven.fault(scripts.RENEW, lose_reply, times=1)  # it is asked again
+        lock.extend()
+        assert driven.asked(scripts.RENEW) == 2
         driven.stall(10)
         lock.extend()
         assert lock.lease.remaining > 29

@@ -228,7 +228,7 @@ class TestPause:
         worker.take("a")
         worker.store.override(LOCK, limit=0)
         assert isinstance(worker.take("a"), Granted)
-        assert worker.store.extend([LOCK], "a", LONG)
+        assert worker.store.renew([([LOCK], "a", LONG)]) == [True]
         assert worker.release("a")
 
     @pytest.mark.parametrize("waiters", [1, 2, 3])

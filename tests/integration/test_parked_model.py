@@ -560,7 +560,7 @@ class ParkedMachine(RuleBasedStateMachine):
     def renew(self):
         for execution in self.executions:
             if execution.at == "body":
-                renewed = self.workers[0].store.extend([LOCK], execution.owner, TTL * UNIT)
+                [renewed] = self.workers[0].store.renew([([LOCK], execution.owner, TTL * UNIT)])
                 assert renewed is (execution.owner in self.model.leases)
                 if renewed:
                     self.model.grant(execution.owner)

@@ -190,7 +190,7 @@ class TestMinority:
         fail(servers[2:4], patient)
         assert patient.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
         fail(servers[2:4], patient)
-        assert patient.extend([LOCK], "a/1", LONG) is True
+        assert patient.renew([([LOCK], "a/1", LONG)]) == [True]
 
     def test_connections_that_were_cut_are_not_an_outage(self, servers, patient, caplog):
         """A server that was restarted, or forgot its scripts, is asked anew without a word."""
@@ -202,7 +202,7 @@ class TestMinority:
             server.restart()
         take(patient, "a/1")
         assert [names_on(server) for server in servers] == [[LOCK]] * 5
-        assert patient.extend([LOCK], "a/1", LONG) is True
+        assert patient.renew([([LOCK], "a/1", LONG)]) == [True]
         assert patient.release([LOCK], "a/1") is True
         assert not [said for said in caplog.messages if "server" in said]
 

@@ -100,7 +100,7 @@ def test_set_back_it_gives_smaller_tokens(url, store, set_clock):
     """A lease that is renewed lasts no longer than it should; the token after it may be smaller."""
     first = acquire(store, "a/1").tokens[0]
     set_clock(url, "a", -HOUR)
-    assert store.extend([LOCK], "a/1", LONG) is True
+    assert store.renew([([LOCK], "a/1", LONG)]) == [True]
     assert acquire(store, "b/1").remaining < LONG + 1
     store.release([LOCK], "a/1")
     assert acquire(store, "b/1").tokens[0] < first
@@ -114,7 +114,7 @@ def test_one_of_five_ends_no_lease(start, set_clock):
         for seconds in (HOUR, -HOUR):
             set_clock(urls[2], "c", seconds)
             assert isinstance(acquire(store, "b/1"), Conflict)
-            assert store.extend([LOCK], "a/1", LONG) is True
+            assert store.renew([([LOCK], "a/1", LONG)]) == [True]
 
 
 def test_one_of_five_ends_a_lease_that_two_others_do_not_have(start, set_clock):
@@ -129,4 +129,4 @@ def test_one_of_five_ends_a_lease_that_two_others_do_not_have(start, set_clock):
             one.release([LOCK], "before/1")
         set_clock(urls[2], "c", HOUR)
         assert isinstance(acquire(quorum, "b/1"), Granted)
-        assert quorum.extend([LOCK], "a/1", LONG) is False
+        assert quorum.renew([([LOCK], "a/1", LONG)]) == [False]

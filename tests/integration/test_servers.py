@@ -411,7 +411,7 @@ class TestAMasterThatReturns:
             take(alone, "a/1")  # as by one who asked in the moment of the change
             alone.close()
             assert renewed(one) is False
-            assert one.extend([LOCK], "a/1", LONG) is False
+            assert one.renew([([LOCK], "a/1", LONG)]) == [False]
             lease = holding.take("export:7", timeout=LEASE)
             assert exists(new, LOCK)
             assert isinstance(other.acquire([LOCK], "b/1", LONG, HOLDER), Conflict)

@@ -109,10 +109,10 @@ class TestStore:
         store.acquire(NAMES, "me", SHORT * 20, HOLDER)
         assert store.renew([(NAMES, "me", LONG)], within=WITHIN) == [True]
         assert all(store.holders(name)[0].remaining > LONG / 2 for name in NAMES)
-        assert store.extend(NAMES, "me", LONG) is True
+        assert store.renew([(NAMES, "me", LONG)]) == [True]
         store.release([B], "me")
         assert store.renew([(NAMES, "me", LONG), ([A], "me", LONG)], within=WITHIN) == [False, True]
-        assert store.extend(NAMES, "me", LONG) is False
+        assert store.renew([(NAMES, "me", LONG)]) == [False]
 
     def test_the_dead_hold_nothing(self, store):
         """What a dead process held or waited for is freed on each lock."""

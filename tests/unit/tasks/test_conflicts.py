@@ -129,6 +129,20 @@ def test_a_retry_gives_up_after_its_time(app, lock_server, broker):
     assert isinstance(stored(app)[1], LockHeldError)
 
 
+def test_an_outage_before_the_first_conflict_is_no_part_of_the_time_of_retries(
+    app, lock_server, broker
+):
+    """The task waits since then, for metrics; its retries begin with the first conflict."""
+    task = refused(app, "retry", lock_retry_for=100)
+    lock_server.away = True
+    deliver(task, "2")
+    lock_server.away = False
+    lock_server.advance(200)
+    with held(app, **ALL_DAY):
+        deliver(task, "2", headers=broker.last.headers)
+    assert stored(app)[0] == "RETRY"
+
+
 def test_a_retry_cannot_be_had_for_longer_than_the_option_says(app, lock_server, broker):
     """A note that puts the end off for a thousand years is no longer than lock_retry_for."""
     with held(app):
