@@ -61,7 +61,7 @@ from celery_dislock.messages.message import BY_GUARD, tracks_start
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import is_news
 from celery_dislock.tasks.keys import validating
-from celery_dislock.tasks.sending import Sending, sender_of
+from celery_dislock.tasks.sending import Sending, own_reservation, sender_of
 from celery_dislock.tasks.task import (
     SingletonTask,
     apply_uniquely,
@@ -76,7 +76,6 @@ from celery_dislock.tasks.task import (
     replace_after_release,
     task_name_of,
     task_named,
-    tell_server,
 )
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ def receive_revokes() -> None:
         from celery_dislock.tasks.request import waiting  # noqa: PLC0415 -- as above
 
         for context in waiting(control.consumer, set(maybe_list(task_id) or ())):
-            tell_server(control.app, "end_waiting", context)
+            own_reservation(control.app, context).tell("end_waiting")
         return received(control, task_id, *args, **kwargs)
 
     Panel.data["revoke"] = on_revoke
@@ -204,10 +203,8 @@ def _freeing_key(original: Callable[..., Any]) -> Callable[..., Any]:
     def mark(self: Backend, *args: Any, **kwargs: Any) -> Any:
         request = {**dict(zip(names, args, strict=False)), **kwargs}.get("request")
         delivery = Delivery.of(request)
-        if delivery is not None:
-            delivery.end_reservation()  # left if an exception has interrupted the guard
-        elif isinstance(request, Context):
-            tell_server(self.app, "end", request)
+        if isinstance(request, Context) and (delivery is None or delivery.reservation):
+            own_reservation(self.app, request).end()
         return original(self, *args, **kwargs)
 
     return mark
@@ -222,20 +219,20 @@ def _following() -> None:
 
 def _before_body(task: Task, **_kwargs: Any) -> None:
     if getattr(task, "dislock_guard", None) is None:  # a guard tells the server itself
-        tell_server(task.app, "begin_unlocked", task.request)
+        own_reservation(task.app, task.request).tell("begin_unlocked")
 
 
 def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
     delivery = Delivery.of(task.request)
     if delivery is None:
-        end_unguarded(task, task.request, state, retval)
+        end_unguarded(task.app, task.request, state, retval)
         return
     for call in delivery.after_result:
         call(state)
 
 
 def _after_revoke(sender: Task, request: Context, **_kwargs: Any) -> None:
-    end_unguarded(sender, request, REVOKED, None)
+    end_unguarded(sender.app, request, REVOKED, None)
 
 
 def _reporting() -> None:
@@ -328,7 +325,7 @@ def _guarded(of_class: Guard, own_call: Callable[..., Any] | None) -> Callable[.
         guard: Guard = vars(self).get("dislock_guard", of_class)
         body = own_call.__get__(self) if own_call else self.run
         if guard.runtime.off:
-            tell_server(self.app, "begin_unlocked", request)
+            own_reservation(self.app, request).tell("begin_unlocked")
             return guard.run_unlocked(self, request, body, args, kwargs)
         if guard.is_async:
             return guard.run_async(self, request, body, args, kwargs)

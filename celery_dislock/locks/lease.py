@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.servers.requests import Ending
-    from celery_dislock.servers.reservations import Reservation
+    from celery_dislock.servers.reservations import OwnReservation
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
 TRUST_KEPT = 100  # results of trust_in() that are kept: mostly those of timeouts in the settings
@@ -117,7 +117,7 @@ class Lease:
         capped: True once the cap has stopped the renewals.
         finished: True once the lease was released, or left to expire.  A release may have failed:
             then the lease ends with its expiry.
-        reservation: The reservation of its key, which is renewed with it; None: none.
+        reservation: The attempt's.
         superseded: Id of a newer task of the key that waits for this lease to end; empty: none
             that this process knows of.
         told_at: Time at which the body was told of the newer task, on this process's clock; None:
@@ -137,7 +137,6 @@ class Lease:
     superseded = ""
     told_at: float | None = None
     terminated = False
-    reservation: Reservation | None = None
     end: End | None = None
     caller_ended: Callable[[], bool] | None = None
     on_end: Callable[[Lease, str], None] = staticmethod(lambda _lease, _action: None)
@@ -158,6 +157,7 @@ class Lease:
         # Weak: otherwise a lock that only its lease refers to would live as long as it is renewed.
         self._sender = None if attempt.sender is None else ref(attempt.sender)
         self.trace = attempt.trace
+        self.reservation = attempt.reservation
         self.tokens = tokens
         self.since = self.renewed_at = since
         # Monotonic time of the next renewal; None: no renewals.
@@ -362,9 +362,9 @@ class Attempt:
         sender: Sender of the signals about this lock.
 
     Attributes:
-        reservation: The reservation of the task's message, which the acquisition begins and the
-            release may end.  None: the message has none, or one beside another lock.
-        has_begun: Whether the lock server was told of the reservation when it granted the lock.
+        reservation: The reservation of the task's message, which the acquisition begins, each
+            renewal keeps and the release may end.  None: the message has none, or one beside
+            another lock.
         lease: The lease; None as long as there is none.
         holder_json: The holder as a JSON object; empty: made here.
         how: How the lock was got, for metrics: "at_once", "waited", "parked" or "put_off".
@@ -373,8 +373,7 @@ class Attempt:
         trace: Any object that a watcher keeps with the attempt and its lease.
     """
 
-    reservation: Reservation | None = None
-    has_begun = False
+    reservation: OwnReservation | None = None
     lease: Lease | None = None
     how = AT_ONCE
     asked_at: float | None = None

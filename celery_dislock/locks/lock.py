@@ -168,11 +168,10 @@ class Lock:
                     terms=self.terms,
                     fair=self.fair,
                     place=place,
-                    reservation=attempt.reservation,
+                    reservation=None if attempt.reservation is None else attempt.reservation.live,
                 )
                 if isinstance(answer, Granted):
-                    attempt.has_begun = True
-                    return self.keep(attempt, answer.tokens, asked_at, self.timeout)
+                    return self.keep(attempt, answer.tokens, asked_at, self.timeout, begun=True)
                 if not place:
                     return answer
                 passed_on = ()
@@ -247,7 +246,15 @@ class Lock:
         most = min(most, self.timeout / RENEWALS_PER_TIMEOUT)
         return min(first * 2.0 ** min(times - 1, 10), most, left)
 
-    def keep(self, attempt: Attempt, tokens: Sequence[int], since: float, ttl: float) -> Lease:
+    def keep(
+        self,
+        attempt: Attempt,
+        tokens: Sequence[int],
+        since: float,
+        ttl: float,
+        *,
+        begun: bool = False,
+    ) -> Lease:
         """
         Make the lease of an attempt that was granted, and have the watchdog renew it.
 
@@ -256,11 +263,14 @@ class Lock:
             tokens: The fencing token of each key.
             since: Time before the request was sent, on this process's clock.
             ttl: Seconds from *since* until the lease expires.
+            begun: Whether the lock server was told of the task's reservation with the grant.
 
         Raises:
             StoreError: The grant came too late to be trusted.  The lock was released again, or ends
                 with its expiry.
         """
+        if begun and attempt.reservation is not None:
+            attempt.reservation.begun()
         lease = Lease(self, attempt, dict(zip(self.keys, tokens, strict=True)), since, ttl)
         now = self.clock()
         if now >= lease.trusted_until:

@@ -259,12 +259,10 @@ class Watchdog(Loop):
             for lease, answer in zip(batch, answers, strict=True)
         ]
         kept = [
-            lease.reservation
+            reserved
             for lease, answer in zip(batch, answers, strict=True)
-            if not isinstance(answer, StoreError)
-            and answer
-            and lease.reservation is not None
-            and lease.reservation.until == "end"
+            if not isinstance(answer, StoreError) and answer and lease.reservation is not None
+            if (reserved := lease.reservation.renewed) is not None
         ]
         if kept:  # if this fails it is not retried: the next renewals keep the reservations, too
             keep = partial(self._store.reservations.keep, kept, runs=True, within=within)

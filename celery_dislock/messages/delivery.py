@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Attempt, Lease
     from celery_dislock.locks.lock import Lock
     from celery_dislock.messages.headers import Notes
-    from celery_dislock.servers.reservations import Reservation, Reservations
+    from celery_dislock.servers.reservations import OwnReservation, Reservation
 
 E = TypeVar("E", bound=BaseException)
 Retried: TypeAlias = "tuple[Callable[..., Any], dict[str, Any], Callable[[], Sequence[str]]]"
@@ -86,18 +86,6 @@ def outbox_of(task: Task) -> Outbox | None:
     return delivery.outbox if delivery is not None and not delivery.is_eager else None
 
 
-def end_reservation(reservations: Reservations, reservation: Reservation, task: str) -> None:
-    """End the reservation of a message that has ended; logs a StoreError."""
-    try:
-        reservations.end(reservation)
-    except StoreError as exc:
-        #: WARNING: The lock server went away at the end of a unique task.
-        logger.warning(
-            "Task %s has ended, and its key %r stays reserved until that expires: %s",
-            *(task, key_of(reservation.lock), exc),
-        )
-
-
 class Delivery:
     """
     One delivery of a task, from the guard's first instruction until the result is stored.
@@ -117,8 +105,7 @@ class Delivery:
         sent_to: The task's name in its message; an app may know a task by two names.
         is_eager: Whether the task runs eagerly: in the calling process, without a message.
         options: The task's options that apply to this delivery.
-        reservation: The reservation in the message's header that is still to be ended; None if
-            there is none.
+        reservation: The reservation in the message's header, with its phase; None: it has none.
         began: Whether the body was entered.
         runs: Whether the body runs now.
         held_back: Messages that the body has sent under its own task id; None: it has sent none.
@@ -143,11 +130,11 @@ class Delivery:
         self.attempt = attempt
         self.notes = notes
         self.options: TaskOptions = lock.options
-        self.reservation: Reservation | None = None
+        self.reservation: OwnReservation | None = None
         self.began = self.runs = False
         self.held_back: Outbox | None = None
         self.ending = self.if_done = RELEASED
-        self.after_result: list[Callable[[str], None]] = []
+        self.after_result: list[Callable[[str], object]] = []
         # Celery copies delivery_info into a retry's options.
         self._as_it_came = (request.delivery_info or {}).pop(AS_IT_CAME, None)
 
@@ -194,21 +181,16 @@ class Delivery:
         """The lease under which the delivery runs; None if it has none."""
         return self.attempt.lease
 
-    def hand_on(self, lock: str) -> None:
-        """
-        Give up the reservation: a message was sent under the task's id that has one of this lock.
-
-        A task has one reservation at a time.  That of another key is ended; logs a StoreError.
-        """
-        if self.reservation is not None and self.reservation.lock == lock:
-            self.reservation = None
-        self.end_reservation()
-
-    def end_reservation(self) -> None:
-        """End the reservation of the message, if it has one; logs a StoreError."""
-        reservation, self.reservation = self.reservation, None
-        if reservation is not None:
-            end_reservation(self.lock.store.reservations, reservation, str(self))
+    def tell(self, what: str, reservation: Reservation) -> None:
+        """Call this method of Reservations; logs a StoreError."""
+        try:
+            getattr(self.lock.store.reservations, what)(reservation)
+        except StoreError as exc:
+            #: WARNING: The lock server went away at the end of a unique task.
+            logger.warning(
+                "Task %s has ended, and its key %r stays reserved until that expires: %s",
+                *(self, key_of(reservation.lock), exc),
+            )
 
     def logged(self, error: E, what: str, *, level: int = logging.INFO) -> E:
         """
@@ -298,7 +280,8 @@ class Outbox:
                     headers = with_notes(options.get("headers"), {HELD: self.held})
                     options = {**options, "headers": headers}  # noqa: PLW2901 -- a changed copy
                 apply_async(**options)
-                delivery.reservation = None
+                if delivery.reservation is not None:
+                    delivery.reservation.keep()
             for replace in self.replacements:
                 replace()
         except Ignore:  # raised by Celery's on_replace()

@@ -314,11 +314,6 @@ def forget_notes(request: Context) -> None:
             headers.update(kept)
 
 
-def forget_reservation(request: Context) -> None:
-    """Remove the reservation of a delivery: a message that was sent under its id has it now."""
-    vars(request)[HEADER] = {**notes_of(request), UNIQUE: None}
-
-
 def _is_text(given: object, most: int) -> bool:
     """Tell whether a note is text that can be sent to Redis; JSON may contain surrogates."""
     return isinstance(given, str) and len(given) <= most and not SURROGATE.search(given)

@@ -1,6 +1,6 @@
 """End a delivery whose body does not run: put it off, skip it, or only acknowledge it.
 
-Each function logs what happens and why, and raises the exception that ends the delivery.  The
+Each function of a delivery logs what happens and why, and raises the exception that ends it.  The
 message of a task that is put off is sent again for a later time, as it came, with notes in its
 header; see :mod:`celery_dislock.messages.headers`.
 """
@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from celery import states
@@ -19,16 +20,23 @@ from kombu.exceptions import OperationalError
 
 from celery_dislock.config.values import LONGEST
 from celery_dislock.exceptions import StoreError
-from celery_dislock.messages.broker import RefusedError, away_or_refuses
+from celery_dislock.messages.broker import (
+    BACKEND_WITHIN,
+    RefusedError,
+    answer_within,
+    away_or_refuses,
+)
 from celery_dislock.messages.headers import PUT_OFF_MOST_TIMES
-from celery_dislock.messages.message import TaskSkipped, store_end
+from celery_dislock.messages.message import TaskSkipped, error_is_stored, store_end
 from celery_dislock.messages.resending import publish
 from celery_dislock.messages.routes import is_broadcast
 from celery_dislock.redaction import reason_of
 
 if TYPE_CHECKING:
+    from celery import Celery
+    from celery.app.task import Context
+
     from celery_dislock.messages.delivery import Delivery
-    from celery_dislock.servers.reservations import Reservation
 
 PUT_OFF_FIRST = 1.0  # seconds; doubled each time
 PUT_OFF_MOST = 60.0  # seconds
@@ -82,8 +90,13 @@ def put_off(
         delay = max(EARLY_LEAST, at + random.uniform(0, min(EARLY_LEAST * times, PUT_OFF_FIRST)))  # noqa: S311
     notes.put_off = min(notes.put_off + 1, PUT_OFF_MOST_TIMES)
     delay = _send_again(delivery, delay, reason)
-    if delivery.reservation is not None and not isinstance(error, StoreError):
-        _keep_reservation(delivery, delivery.reservation, delay)
+    if delivery.reservation is not None:
+        waiting = delivery.reservation.live
+        if waiting is not None and not isinstance(error, StoreError):
+            kept = min(delivery.options.lock_unique_for + delay, LONGEST)
+            with suppress(StoreError):  # it then ends as if the task had not been put off
+                delivery.lock.store.reservations.confirm(waiting._replace(ttl=kept))
+        delivery.reservation.keep()
     # Of what came before, a copy may have run meanwhile, and then nobody would correct the result.
     stays = error is None or (came_before and isinstance(error, StoreError))
     ends = Ignore(reason) if stays else Retry(str(error), exc=error, when=delay)
@@ -93,8 +106,9 @@ def put_off(
 def _end_broadcast(delivery: Delivery, reason: str, error: Exception | None) -> NoReturn:
     """End a copy of a message that every worker has got, and that cannot be sent to this one."""
     if error is not None:
-        delivery.end_reservation()
         raise error
+    if delivery.reservation is not None:
+        delivery.reservation.keep()
     #: WARNING `Task … acknowledged unrun: it was broadcast, and cannot be put off: …`: Its message
     #: went to all workers under one id, and another one runs it. -> Do not broadcast a task that
     #: locks.
@@ -127,13 +141,6 @@ def _send_again(delivery: Delivery, delay: float, reason: str) -> float:
         pause = min(pause * 2, PUT_OFF_MOST)
 
 
-def _keep_reservation(delivery: Delivery, reservation: Reservation, delay: float) -> None:
-    """Keep the reservation of a message that is put off for as long as the message may wait."""
-    kept = min(delivery.options.lock_unique_for + delay, LONGEST)
-    with suppress(StoreError):  # the reservation then ends as if the task had not been put off
-        delivery.lock.store.reservations.confirm(reservation._replace(ttl=kept))
-
-
 def acknowledge(delivery: Delivery, reason: str) -> NoReturn:
     """End a copy of work that is done, or is done by another message; raises Ignore."""
     raise delivery.logged(Ignore(reason), f"acknowledged unrun: {reason}.")
@@ -141,7 +148,6 @@ def acknowledge(delivery: Delivery, reason: str) -> NoReturn:
 
 def skip(delivery: Delivery, reason: str) -> NoReturn:
     """End a task: store REVOKED with the reason, notify its chord and chain, and raise Ignore."""
-    delivery.end_reservation()
     if not delivery.is_eager or delivery.task.store_eager_result:
         store_end(delivery.task, delivery.request, TaskRevokedError(reason), states.REVOKED)
     #: INFO `Task … cancelled: a newer message of key … replaces it: task ….`: Its body has ended
@@ -152,3 +158,32 @@ def skip(delivery: Delivery, reason: str) -> NoReturn:
     #: newer task has come before it began, with "cancel" or `lock_on_duplicate="replace"`.
     what = f"cancelled: {reason}" if delivery.began else f"skipped: {reason}. It does not run"
     raise delivery.logged(TaskSkipped(reason), f"{what}.")
+
+
+def store_unrunnable(app: Celery, request: Context, error: Exception) -> bool:
+    """
+    Let the result of a task that nobody can run say so; tell whether it does.
+
+    Logs an error of the result backend's client.  Blocks for BACKEND_WITHIN at most.
+
+    Args:
+        app: The app of this process.
+        request: A request that was made of what is known of the message.
+        error: Why nobody can run it.
+    """
+    name = getattr(request, "task", None)
+    task = app.tasks.get(name)
+    wanted = task is None or error_is_stored(task, request)
+    fail = (app if task is None else task).backend.mark_as_failure
+    store = partial(fail, request.id, error, request=request, store_result=wanted)
+    try:
+        answer_within(BACKEND_WITHIN, store)
+    except Exception as exc:  # noqa: BLE001 -- any of the backend's client
+        #: WARNING: Its message is damaged, and the result backend is away; the result of a parked
+        #: task stays PARKED. -> Repair the backend.
+        logger.warning(
+            "Task %s[%s] cannot be run, and its result does not say so: %s",
+            *(name, request.id, reason_of(exc)),
+        )
+        return False
+    return True

@@ -74,7 +74,7 @@ class Parking:
             # A turn may be for a lock that the code does not name any more.
             heeded=len(lock.names) > 1 or len(lock.options.terms) == 1,
             bounds=bounds,
-            reservation=attempt.reservation,
+            reservation=None if attempt.reservation is None else attempt.reservation.live,
             sent=delivery.notes.sent,
         )
         asked_at = lock.clock()
@@ -100,14 +100,13 @@ class Parking:
         if isinstance(answer, Done):
             self._end_copy()
         if isinstance(answer, Granted):
-            attempt.has_begun = True
             if answer.claimed and delivery.if_done.settles:
                 delivery.after_result.append(self._result_stored)
             if answer.claimed and ticket.marked:
                 attempt.how = WAS_PARKED
             if answer.locks != lock.names:
                 lock.adopt_ticket_keys(answer.locks)
-            return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
+            return lock.keep(attempt, answer.tokens, asked_at, lock.timeout, begun=True)
         if isinstance(answer, Later):
             put_off_later(delivery, self._process.lines)
         return answer
@@ -115,8 +114,10 @@ class Parking:
     def _end_copy(self) -> NoReturn:
         """Acknowledge a copy of work that is done; raises Ignore."""
         delivery = self._delivery
-        if not delivery.came_before:  # somebody has sent it anew, under the same id
-            delivery.end_reservation()  # not that of a retry, which has the same
+        if (
+            delivery.came_before and delivery.reservation is not None
+        ):  # else somebody has sent it anew, under the same id
+            delivery.reservation.keep()  # a retry has the same
         #: INFO `Task … acknowledged unrun: it has run under lock … before.`: A second copy of a
         #: parked task, or of one that has ended. -> If it comes often, the workers of its queue
         #: take longer than a turn lasts.
@@ -221,10 +222,6 @@ def put_off_later(delivery: Delivery, lines: Lines) -> NoReturn:
         #: it fails after 24 hours. -> Update this worker.
         put_off(delivery, str(error), level=logging.WARNING)
     if turn := notes.parked:
-
-        def leave(_state: str) -> None:
-            lines.take_out(turn, error, delivery.sent_to, OVER)
-
-        delivery.after_result.append(leave)
-    delivery.end_reservation()
+        out = turn, error, delivery.sent_to, OVER
+        delivery.after_result.append(lambda _state: lines.take_out(*out))
     raise error

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from celery._state import get_current_task
 
 from celery_dislock.locks.runtime import Process, Runtime
-from celery_dislock.messages.delivery import end_reservation, traced
-from celery_dislock.messages.headers import reservation_of
+from celery_dislock.messages.delivery import traced
 from celery_dislock.parking.publisher import Publisher, broker_digest
 from celery_dislock.parking.store import Lines
 from celery_dislock.scripts.names import sweep_lock
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from celery import Celery
-    from celery.app.task import Context
 
     from celery_dislock.config.settings import AppSettings
     from celery_dislock.servers.replies import Turn
@@ -46,7 +44,7 @@ class ParkingProcess(Process):
         self.can_park = self.store.lock_server.keeps_lines
         home, prefix = self.store.home, settings.dislock_prefix
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
-        self.publisher = Publisher(app, self.lines, self.end_reservation)
+        self.publisher = Publisher(app, self.lines)
         self.sweep_name = sweep_lock(prefix, home)
 
     def _hand_over(self, turns: Sequence[Turn]) -> None:
@@ -56,20 +54,6 @@ class ParkingProcess(Process):
         """See :meth:`celery_dislock.locks.runtime.Process.running`."""
         # Celery's stack of tasks is that of the loop's greenlet.
         return wait_for(_running_on_loop()) if on_loop else _running()
-
-    def end_reservation(self, request: Context) -> None:
-        """
-        End the reservation that a message brings, if it brings one; logs a StoreError.
-
-        Blocks for a second at most.
-
-        Args:
-            request: The request of a delivery, or one that was made of a message's headers.
-        """
-        reservation = reservation_of(request, self.settings.dislock_prefix)
-        if reservation is not None:
-            what = f"{getattr(request, 'task', '?')}[{request.id}]"
-            end_reservation(self.quick_store.reservations, reservation, what)
 
 
 def _running() -> tuple[str, object, str | None] | None:

@@ -29,7 +29,7 @@ from celery_dislock.messages.broker import BACKEND_WITHIN, RESTS, SLOW, answer_w
 from celery_dislock.messages.headers import REPLACED, TICKET, notes_in, readable_reason
 from celery_dislock.messages.message import Message, store_end
 from celery_dislock.messages.resending import publish
-from celery_dislock.messages.unrun import EARLY_LEAST
+from celery_dislock.messages.unrun import EARLY_LEAST, store_unrunnable
 from celery_dislock.parking.answers import PARKED
 from celery_dislock.parking.store import UNREAD, log_unrunnable
 from celery_dislock.redaction import reason_of
@@ -37,7 +37,7 @@ from celery_dislock.scripts import HAS_LEFT
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from celery import Celery
 
@@ -67,14 +67,10 @@ class Publisher:
     Args:
         app: The app whose broker the messages came from.
         lines: The parked tasks of this broker.
-        end_reservation: Ends the reservation of a message, which is given as a request.
     """
 
-    def __init__(
-        self, app: Celery, lines: Lines, end_reservation: Callable[[Context], None]
-    ) -> None:
-        self._app, self._end_reservation = app, end_reservation
-        self.lines = lines
+    def __init__(self, app: Celery, lines: Lines) -> None:
+        self._app, self.lines = app, lines
         self._rests_until = 0.0  # monotonic seconds
 
     def hand_over(self, turns: Sequence[Turn]) -> None:
@@ -131,17 +127,8 @@ class Publisher:
             return
         began, key = monotonic(), key_of(lock)
         error = InvalidTaskError(f"it was parked for lock {key!r}, and cannot be run: {why}")
-        try:
-            store = partial(self._app.backend.mark_as_failure, task_id_of(ticket), error)
-            answer_within(BACKEND_WITHIN, store)
-        except Exception as exc:  # noqa: BLE001 -- any of the backend's client
+        if not store_unrunnable(self._app, Context(id=task_id_of(ticket)), error):
             self._rest_after(began)
-            #: WARNING: Its message is damaged, and the result backend is away; its result stays
-            #: PARKED. -> Repair the backend.
-            logger.warning(
-                "Parked task %s cannot be run, and its result does not say so: %s",
-                *(ticket, reason_of(exc)),
-            )
 
     def tell_replaced(
         self,
@@ -188,7 +175,6 @@ class Publisher:
                 if known:
                     # The properties say where a caller waits, if results are sent as messages.
                     request = Context({**message.headers, **message.properties})
-                    self._end_reservation(request)
                     end = task, request, TaskRevokedError(reason), states.REVOKED
                     store_end(*end, within=within)
                 else:  # a worker that knows the task notifies its chord and chain

@@ -7,6 +7,7 @@ that has the message keeps the reservation, begins the task, and ends the reserv
 from __future__ import annotations
 
 from contextlib import suppress
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock.keys.names import reserved_name
@@ -16,7 +17,7 @@ from celery_dislock.servers.records import decode
 from celery_dislock.servers.replies import Replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from celery_dislock.servers.server import Server
     from celery_dislock.servers.view import ReservationState
@@ -63,6 +64,72 @@ class Reservation(NamedTuple):
     def ends(self) -> tuple[str | int, ...]:
         """The arguments of the scripts that end a task: with "expiry" the key stays reserved."""
         return *self.identity, "stays" if self.until == "expiry" else "end"
+
+
+Phase = Enum("Phase", "WAITING BEGUN KEPT ENDED")
+
+
+class OwnReservation:
+    """
+    The reservation of a delivery's own message, and its phase, which all who deal with it go by.
+
+    Args:
+        stated: The reservation, as the message states it; None: it has none.
+        tell: Calls the method of :class:`Reservations` with this name; logs an error.
+
+    Attributes:
+        stated: The argument of that name.
+        phase: WAITING: the lock server was not told that the task begins.  BEGUN: it was.  KEPT: a
+            message that comes later has it.  ENDED: nothing is left to be done.
+    """
+
+    def __init__(
+        self, stated: Reservation | None, tell: Callable[[str, Reservation], None]
+    ) -> None:
+        self.stated, self._tell = stated, tell
+        self.phase = Phase.WAITING
+
+    @property
+    def live(self) -> Reservation | None:
+        """The reservation, if this delivery has still to end it."""
+        return self.stated if self.phase in {Phase.WAITING, Phase.BEGUN} else None
+
+    @property
+    def renewed(self) -> Reservation | None:
+        """The reservation, if it is renewed with the lease of its task."""
+        found = self.live if self.phase is Phase.BEGUN else None
+        return found if found and found.until == "end" else None
+
+    def begun(self) -> None:
+        """Note that the lock server was told of the task: with "start" nothing is left to end."""
+        if self.live is not None:
+            self.phase = Phase.ENDED if self.live.until == "start" else Phase.BEGUN
+
+    def keep(self) -> None:
+        """Leave it: its message comes again, or another one under the task's id has it."""
+        self.phase = Phase.KEPT
+
+    def hand_on(self, lock: str) -> None:
+        """
+        Give it up: a message was sent under the task's id that has a reservation of this lock.
+
+        A task has one reservation at a time: that of another key is ended.
+        """
+        if self.live is not None:
+            (self.keep if self.live.lock == lock else self.end)()
+
+    def end(self) -> None:
+        """End it, if this delivery has still to do so."""
+        self.tell("end")
+        self.phase = Phase.ENDED
+
+    def tell(self, what: str) -> None:
+        """Tell the lock server what becomes of the message, if this delivery has still to."""
+        if self.live is not None:
+            self._tell(what, self.live)
+
+
+NO_RESERVATION = OwnReservation(None, lambda *_: None)  # its phase says nothing
 
 
 class Reserved(NamedTuple):

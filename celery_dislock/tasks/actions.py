@@ -24,6 +24,7 @@ from celery_dislock.servers.overrides import BARRED, rate_of
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.view import read_state
 from celery_dislock.servers.waiters import parked_message
+from celery_dislock.tasks.sending import own_reservation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -230,7 +231,7 @@ class Actions:
             return False
         with contextlib.suppress(ValueError):  # reported where the task's end is stored
             headers = Message.from_bytes(dropped.message).headers
-            process.end_reservation(Context(headers))
+            own_reservation(self._app, Context(headers)).end()
         if dropped.ours:
             ended = process.publisher.tell_replaced(home, {ticket: dropped.message})
             tell_revoked(self._app, ended)

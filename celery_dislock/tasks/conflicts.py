@@ -144,7 +144,6 @@ def _leave_end(delivery: Delivery) -> None:
     except Exception:  # noqa: BLE001 -- any of the backend's client; or there are no results
         return
     if state in {states.SUCCESS, states.FAILURE}:
-        delivery.end_reservation()
         acknowledge(delivery, f"it has run under lock {delivery.lock.key!r} before")
 
 
@@ -175,7 +174,6 @@ def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess
 def fail(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Fail with a LockHeldError that names the holder."""
     _leave_end(asking.delivery)
-    asking.delivery.end_reservation()
     #: ERROR `Task … raised unexpected: LockHeldError(…)`: Of Celery: a conflict with "raise", or
     #: with "wait" or "retry" after their maximum time. -> Allow more time;
     #: `throws=(LockHeldError,)` makes it an INFO line.
@@ -272,7 +270,6 @@ def reject(asking: Acquisition, conflict: Conflict) -> NoReturn:
     _leave_end(delivery)
     error = _error(delivery, conflict)
     rejection = Reject(str(error), requeue=False)
-    delivery.end_reservation()
     if not delivery.is_eager and not CELERY_FAILS_REJECTED:
         task, request = delivery.task, delivery.request
         store_end(task, request, rejection, states.FAILURE, call_errbacks=True)

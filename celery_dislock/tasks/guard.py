@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.app.task import Context
+from celery.exceptions import Retry
 
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, reserved_name, shown_id
@@ -32,11 +33,12 @@ from celery_dislock.messages.headers import (
     reservation_of,
     sent_of,
 )
-from celery_dislock.messages.message import BY_GUARD, store_started
+from celery_dislock.messages.message import BY_GUARD, TaskParked, store_started
 from celery_dislock.servers.bridge import wait_for
 from celery_dislock.servers.records import Conflict, describe
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
+from celery_dislock.servers.reservations import OwnReservation, Phase
 from celery_dislock.tasks import conflicts, redelivery
 from celery_dislock.tasks.acquisition import Acquisition
 from celery_dislock.tasks.cancelling import was_cancelled
@@ -137,6 +139,12 @@ class Guard:
             return self._run(delivery, partial(body, *args, **kwargs))
         except Replaced as exc:
             conflicts.end_replaced(delivery, exc, self.runtime.process)
+        except BaseException as exc:
+            if delivery.reservation is not None and not delivery.began:
+                own = delivery.reservation
+                is_kept = isinstance(exc, (Retry, TaskParked)) or not outcome_of(exc).done
+                (own.keep if is_kept else own.end)()  # unless a message that comes later has it
+            raise
         finally:
             try:
                 delivery.settle()  # completes a release that an exception interrupted
@@ -226,47 +234,27 @@ class Guard:
             kept = outbox.hold(lease, delivery.lock)
             if kept:
                 ending = ending._replace(expires=True, at_least=kept)
-        if not outcome.done:  # the task's message comes again
-            delivery.reservation = None
-        if delivery.reservation is delivery.attempt.reservation and outbox is None and lease:
-            ending = ending._replace(reservation=delivery.reservation)
+        own = delivery.reservation
+        if own is not None and not outcome.done:  # the task's message comes again
+            own.keep()
+        if own is not None and own is delivery.attempt.reservation and outbox is None and lease:
+            ending = ending._replace(reservation=own.live)
         delivery.ending = ending
         delivery.settle()
-        if ending.reservation is not None:
-            delivery.reservation = None
+        if own is not None and ending.reservation is not None:
+            own.phase = Phase.ENDED
         try:
             if outbox is not None:
                 delivery.ending = RELEASED  # if the broker is away, it will deliver the task again
                 outbox.send(delivery)
                 delivery.ending = ending
         finally:
-            delivery.end_reservation()  # unless a message that was sent has it
-
-    def _begin(self, delivery: Delivery, reservation: Reservation, lease: Lease | None) -> None:
-        """
-        Tell the lock server that a reserved task begins, unless the acquisition did.
-
-        Raises:
-            Replaced: The task must not run.
-        """
-        attempt = delivery.attempt
-        if not (attempt.has_begun and attempt.reservation):
-            try:
-                elsewhere = reservation.lock != reserved_lock(delivery.lock.names)
-                delivery.lock.store.reservations.begin(reservation, elsewhere=elsewhere)
-            except StoreError as exc:
-                self.runtime.process.lock_server_failed(exc)
-                if reservation.until == "start":  # so it ends after the body
-                    delivery.reservation = reservation._replace(until="end")
-                return
-        if reservation.until == "start":
-            delivery.reservation = None
-        elif lease is not None:
-            lease.reservation = attempt.reservation
+            if own is not None:
+                own.end()  # unless a message that was sent has it
 
     def _take(self, delivery: Delivery) -> Lease | None:
-        """Return the lease; None if the body runs without one."""
-        lease: Lease | None = None
+        """Return the lease; None if the body runs without one; raises Replaced if it must not."""
+        lease, own = None, delivery.reservation
         asking = Acquisition(delivery, self.runtime) if self._locks else None
         if asking is not None:
             answer = asking.ask()
@@ -274,8 +262,13 @@ class Guard:
             if delivery.notes != NO_NOTES:
                 delivery.notes = Notes(sent=delivery.notes.sent)
                 forget_notes(delivery.request)
-        if delivery.reservation is not None:
-            self._begin(delivery, delivery.reservation, lease)
+        if own is not None and own.phase is Phase.WAITING and own.live is not None:
+            try:
+                elsewhere = own.live.lock != reserved_lock(delivery.lock.names)
+                delivery.lock.store.reservations.begin(own.live, elsewhere=elsewhere)
+                own.begun()
+            except StoreError as exc:
+                self.runtime.process.lock_server_failed(exc)  # it ends after the body
         return lease if asking is None else asking.end_if_copy(lease)
 
     def _keys_and_terms(
@@ -345,8 +338,9 @@ class Guard:
             lock.channel.begins(attempt)
         delivery = Delivery(task, request, lock, attempt, notes)
         if notes.unique is not None:
-            delivery.reservation = self.reservation_of(request)
-            if delivery.reservation is not None and (delivery.reservation.lock,) == names:
+            stated = self.reservation_of(request)
+            delivery.reservation = OwnReservation(stated, delivery.tell)
+            if stated is not None and (stated.lock,) == names:
                 attempt.reservation = delivery.reservation
         request.dislock_delivery = delivery
         return delivery

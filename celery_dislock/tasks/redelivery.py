@@ -65,7 +65,6 @@ def look_for_mark(delivery: Delivery, answer: T, store: Store) -> T:
         reason = f"this task has just succeeded under lock {lock.key!r}"
         put_off(delivery, reason, at_most=lock.timeout, level=logging.WARNING)
     if state == DONE:
-        delivery.end_reservation()
         #: INFO `Task … acknowledged unrun: it has succeeded under lock … before.`: A second
         #: delivery after a success, with `lock_dedupe_redelivered`.
         acknowledge(delivery, f"it has succeeded under lock {lock.key!r} before")

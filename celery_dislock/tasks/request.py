@@ -196,13 +196,16 @@ def release_after_death(request: Any) -> None:
         return
     key = _keys_in_words(guard, request)
     what = f"the lock of {request.task.name}[{request.id}] (key {key}), whose process {pid} died"
-    start = execution_start(request.id, request.hostname, pid)
+    start, options = execution_start(request.id, request.hostname, pid), guard.options
+    ending = Ending(
+        expires=not options.release_on_failure, at_least=options.lock_at_least_for, settles=None
+    )
     deadline = time.monotonic() + guard.timeout
 
     def release() -> None:
         try:
             if not is_alive(pid):
-                if _release_dead(guard, request, start):
+                if _release_dead(request, start, ending):
                     #: INFO `Released the lock of … (key …), whose process … died.`: The next task
                     #: can start. -> Find out why the process died: often it ran out of memory.
                     logger.info("Released %s.", what)
@@ -220,29 +223,27 @@ def release_after_death(request: Any) -> None:
     release()
 
 
-def _release_dead(guard: Guard, request: Any, owner_start: str) -> int:
+def _release_dead(request: Any, owner_start: str, ending: Ending) -> int:
     """
-    Release the lock of an execution whose process has ended; blocks for a round trip.
+    End the leases and the turn of an execution that was ended from outside.
 
-    If ``release_on_failure`` is False, the lease is left to expire, and only the place in line is
-    given up.
+    Leases that are left to expire are those of ``release_on_failure=False``: only the place in line
+    is given up.  Blocks for a round trip.
 
     Returns:
         The number of leases that were ended.
 
     Raises:
         StoreError: The lock server did not answer.  The lease ends with its expiry.
+        Exception: Any error of a user's callable.
     """
+    guard = request.task.dislock_guard
     if guard.runtime.off:
         return 0
-    names, options = guard.runtime.lock_names(guard.keys_of(request)), guard.options
-    ending = Ending(
-        expires=not options.release_on_failure,
-        at_least=options.lock_at_least_for,
-        ticket=ticket_of_request(Context(request.request_dict)),
-        settles=None,
-    )
-    return guard.runtime.process.store.release_dead(names, owner_start, ending)
+    names = guard.runtime.lock_names(guard.keys_of(request))
+    ending = ending._replace(ticket=ticket_of_request(Context(request.request_dict)))
+    ended: int = guard.runtime.process.store.release_dead(names, owner_start, ending)
+    return ended
 
 
 def end_turn(request: Any) -> None:
@@ -256,15 +257,17 @@ def end_turn(request: Any) -> None:
     task, guard, given_back = request.task, request.task.dislock_guard, request._given_back  # noqa: SLF001 -- ours
     comes_again = given_back or not request.acknowledged or request._already_cancelled  # noqa: SLF001
     may_park = guard.options.parks or TICKET in notes_in(request.message.headers)
-    if comes_again or not may_park or guard.runtime.off:
+    if comes_again or not may_park:
         return
-    ticket, pid = ticket_of_request(Context(request.request_dict)), request.worker_pid
-    start = execution_start(request.id, request.hostname, pid) if is_child(pid) else ticket
+    pid = request.worker_pid
+    start = (
+        execution_start(request.id, request.hostname, pid)
+        if is_child(pid)
+        else ticket_of_request(Context(request.request_dict))
+    )
     settles = 0.0 if given_back is None else DEAD_LETTERED
     try:
-        names = guard.runtime.lock_names(guard.keys_of(request))
-        ending = Ending(expires=True, ticket=ticket, settles=settles)
-        guard.runtime.process.store.release_dead(names, start, ending)
+        _release_dead(request, start, Ending(expires=True, settles=settles))
     except Exception as exc:  # noqa: BLE001 -- also any error of a user's callable
         #: WARNING `Task … has ended, but a copy of it may run again: …`: The mark of a task that
         #: ran could not be set. -> Check the lock server, if the task must not run twice.

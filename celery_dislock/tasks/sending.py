@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict
 from functools import lru_cache, partial
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery.app.task import Context
 from celery.result import EagerResult
@@ -50,8 +50,10 @@ from celery_dislock.messages.delivery import (
 )
 from celery_dislock.messages.headers import (
     SENT,
-    forget_reservation,
+    UNIQUE,
     notes_in,
+    notes_of,
+    reservation_of,
     with_notes,
     with_reservation,
 )
@@ -64,7 +66,13 @@ from celery_dislock.messages.resending import (
     retry_options,
 )
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.reservations import Reservation, Reserved, Taken
+from celery_dislock.servers.reservations import (
+    NO_RESERVATION,
+    OwnReservation,
+    Reservation,
+    Reserved,
+    Taken,
+)
 from celery_dislock.servers.server import Outage
 from celery_dislock.tasks.duplicates import FirstMessage, duplicate_of
 from celery_dislock.tasks.received import UNCHANGED
@@ -79,8 +87,6 @@ if TYPE_CHECKING:
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.tasks.guard import Guard
-
-    What = Literal["begin_unlocked", "end", "end_waiting"]  # methods of Reservations
 
 PUBLISH_FOR = 10.0  # seconds in which a message must be published after its key was reserved
 WAIT_FOR_OTHER = 1.0  # seconds to wait for a sender that has reserved the key and not published
@@ -284,8 +290,8 @@ class Sender:
         Raises:
             StoreError, Exception: As for :meth:`send`.
         """
-        delivery, stated = Delivery.of(request), sending.guard.reservation_of(request)
-        before = stated if delivery is None else delivery.reservation
+        own = own_reservation(self._app, request)
+        stated, before = own.stated, own.live
         if stated is not None:
             options["headers"] = with_reservation(options.get("headers"), stated)
         task_id = reserved_name(options["task_id"])
@@ -304,12 +310,7 @@ class Sender:
                 break
         else:
             lock, result = before.lock if before else "", sending.send_now(options)
-        if delivery is not None:
-            delivery.hand_on(lock)
-        elif before is not None:
-            forget_reservation(request)
-            if before.lock != lock:
-                self.tell("end", before)
+        own.hand_on(lock)
         return result
 
     def _publish(
@@ -405,7 +406,7 @@ class Sender:
             if reserved is not None:
                 self.tell("end_waiting", reserved)
 
-    def tell(self, what: What, reservation: Reservation) -> None:
+    def tell(self, what: str, reservation: Reservation) -> None:
         """Call this method of Reservations, unless the server is away; logs a DislockError."""
         if self._clock() < self._away_until:
             return
@@ -448,6 +449,31 @@ def sender_of(app: Celery) -> Sender:
     if sender is None:
         sender = app.__dict__.setdefault("_dislock_sender", Sender(app, runtime_of(app)))
     return sender
+
+
+def own_reservation(app: Celery, request: Context) -> OwnReservation:
+    """
+    Return the reservation of a request's message; one that no guard has made logs a DislockError.
+
+    Args:
+        app: The app of this process.
+        request: The request of a delivery, or one that was made of a message's headers.
+    """
+    delivery = Delivery.of(request)
+    if delivery is not None:
+        return delivery.reservation or NO_RESERVATION
+    own = vars(request).get("dislock_reservation")
+    if isinstance(own, OwnReservation):  # not a header of that name
+        return own
+    if UNIQUE not in notes_of(request):
+        return NO_RESERVATION
+    try:
+        stated = reservation_of(request, runtime_of(app).process.settings.dislock_prefix)
+    except DislockError as exc:  # this process has no lock server
+        logger.warning(STAYS, exc)
+        return NO_RESERVATION
+    own = request.dislock_reservation = OwnReservation(stated, sender_of(app).tell)
+    return own
 
 
 def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:

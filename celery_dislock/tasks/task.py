@@ -25,14 +25,14 @@ from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.keys.signatures import passing
 from celery_dislock.locks.lease import NOT_LOCKED, current_lease
 from celery_dislock.messages.delivery import Delivery, Traced, outbox_of, running_request, traced
-from celery_dislock.messages.headers import UNIQUE, notes_of, own_turn, reservation_of
+from celery_dislock.messages.headers import notes_of, own_turn
 from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import ASIDE, ENDED, OVER
 from celery_dislock.tasks.answer import Answer
 from celery_dislock.tasks.guard import Guard
 from celery_dislock.tasks.keys import signature_of
-from celery_dislock.tasks.sending import STAYS, Sending, sender_of
+from celery_dislock.tasks.sending import Sending, own_reservation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.tasks.duplicates import Sent
     from celery_dislock.tasks.handle import LockHandle
-    from celery_dislock.tasks.sending import What
 
 
 # What becomes of a turn that was not claimed, by the state in which Celery leaves its delivery.
@@ -295,58 +294,31 @@ def task_name_of(task: type[Task], app: Celery) -> str | None:
     )
 
 
-def tell_server(app: Celery, what: What, request: Context) -> None:
+def end_unguarded(app: Celery, request: Context, state: str, retval: Any) -> None:
     """
-    Tell the lock server what becomes of a message, if it has a reservation; logs a DislockError.
+    End the reservation and the turn of a delivery that has ended, and that no guard has run.
+
+    Logs a DislockError instead of raising it: the task has another turn later.  Blocks for a round
+    trip or two.
 
     Args:
         app: The app of this process.
-        what: A method of :class:`Reservations`.
-        request: The request of a delivery, or one that was made of a message's headers.
+        request: The request of the delivery, or one that was made of a message's headers.
+        state: The state in which Celery leaves the delivery.
+        retval: The error, if there is one.
     """
-    if UNIQUE not in notes_of(request):
-        return
-    try:
-        reservation = reservation_of(request, runtime_of(app).process.settings.dislock_prefix)
-    except DislockError as exc:  # this process has no lock server
-        logger.warning(STAYS, exc)
-        return
-    if reservation is not None:
-        sender_of(app).tell(what, reservation)
-
-
-def end_unguarded(task: Task, request: Context, state: str, retval: Any) -> None:
-    """End the reservation and the turn of a delivery that ended before its guard was entered."""
     if state not in LEAVES or not notes_of(request):
         return
     if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
         return
     if state in {states.IGNORED, states.REJECTED}:  # other ends free the key when they are stored
-        tell_server(task.app, "end", request)
-    guard: Guard | None = getattr(task, "dislock_guard", None)
-    if guard is not None and guard.has_lock:  # else its turn ended when it came
-        why = retval if state == states.FAILURE else f"it has ended as {state}"
-        leave_line(task.app, request, LEAVES[state], why)
-
-
-def leave_line(app: Celery, request: Context, how: str, why: object) -> None:
-    """
-    Take a parked task that no guard has run out of its line.
-
-    Logs a DislockError instead of raising it: the task has another turn later.  Blocks for a round
-    trip.
-
-    Args:
-        app: The app of this process.
-        request: The request of the delivery, or one that was made of a message's headers.
-        how: See :meth:`celery_dislock.parking.store.Lines.leave`.
-        why: Why no guard has run it, for the log.
-    """
-    runtime = runtime_of(app)
-    turn = own_turn(request, runtime.settings.dislock_prefix)
+        own_reservation(app, request).end()
+    runtime, turn = runtime_of(app), None
+    why = retval if state == states.FAILURE else f"it has ended as {state}"
     try:
+        turn = own_turn(request, runtime.settings.dislock_prefix)
         if turn is not None and runtime.process.can_park:
-            runtime.process.lines.take_out(turn, why, request.task or "", how)
+            runtime.process.lines.take_out(turn, why, request.task or "", LEAVES[state])
     except DislockError as exc:
         #: WARNING: Its worker has no lock server, so it has another turn later. -> Check the
         #: worker's `dislock_url`.
@@ -398,8 +370,9 @@ def replace_after_release(on_replace: Callable[..., Any], self: Task, signature:
     delivery = Delivery.of(running_request(self))
     if delivery is not None:  # eager: the replacement runs inside this call
         delivery.settle()
-        if delivery.reservation is not None and delivery.reservation.until == "end":
-            delivery.end_reservation()  # the replacement, of the same id, has its own reservation
+        own = delivery.reservation
+        if own and own.live and own.live.until != "expiry":
+            own.end()  # the replacement, of the same id, has its own reservation
     return on_replace(signature)
 
 

@@ -20,25 +20,24 @@ from typing import TYPE_CHECKING, Any
 from celery import bootsteps
 from celery.app.task import Context
 from celery.exceptions import InvalidTaskError
+from celery.states import FAILURE
 
 from celery_dislock.exceptions import DislockError
 from celery_dislock.hooks import wrap_methods
-from celery_dislock.messages.broker import BACKEND_WITHIN, answer_within
 from celery_dislock.messages.headers import HEADER, Notes, own_turn
-from celery_dislock.messages.message import error_is_stored
+from celery_dislock.messages.unrun import store_unrunnable
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.parking.store import ASIDE, RUNS
-from celery_dislock.redaction import reason_of
+from celery_dislock.parking.store import RUNS
 from celery_dislock.scripts import LEFT_BEFORE
-from celery_dislock.tasks.task import leave_line, tell_server
+from celery_dislock.tasks.sending import own_reservation
+from celery_dislock.tasks.task import end_unguarded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from celery.worker.consumer import Consumer
     from kombu.message import Message
 
-    from celery_dislock.parking.process import ParkingProcess
 
 # Types of a body's parts: arguments, keyword arguments and embedded options.
 PARTS: tuple[Any, ...] = (list, tuple), dict, (dict, type(None))
@@ -88,42 +87,21 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
 
         def dropped(*args: Any) -> Any:
             request = _request_of(args[nth])
-            if request is not None:
-                tell_server(
-                    self._app, "end", request
-                )  # before it can be seen that the task has ended
+            if request is None:
+                return drop(*args)
+            own_reservation(self._app, request).end()  # before its end can be seen
             try:
                 return drop(*args)
             finally:
-                if request is not None:
-                    self._dropped(request, _why(args[-1]), tells=tells)
+                error = _why(args[-1])
+                if not tells and self._turn_of(request) is not None:
+                    store_unrunnable(self._app, request, error)
+                end_unguarded(self._app, request, FAILURE, error)
 
         return dropped
 
-    def _dropped(self, request: Context, error: Exception, *, tells: bool) -> None:
-        if self._turn_of(request) is not None:
-            if not tells:
-                self._store_failure(request, error)
-            leave_line(self._app, request, ASIDE, error)
-
     def _turn_of(self, request: Context) -> tuple[str, str] | None:
         return own_turn(request, self._runtime.settings.dislock_prefix)
-
-    def _store_failure(self, request: Context, error: Exception) -> None:
-        task = self._app.tasks.get(request.task)
-        backend = task.backend if task is not None else self._app.backend
-        wanted = task is None or error_is_stored(task, request)
-        try:
-            options = {"request": request, "store_result": wanted}
-            store = partial(backend.mark_as_failure, request.id, error, **options)
-            answer_within(BACKEND_WITHIN, store)
-        except Exception as exc:  # noqa: BLE001 -- any of the backend's client
-            #: WARNING: Its message is damaged, and the result backend is away. -> Repair the
-            #: backend.
-            logger.warning(
-                "Task %s[%s] cannot be run, and its result does not say so: %s",
-                *(request.task, request.id, reason_of(exc)),
-            )
 
     def looking(self, update_strategies: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap ``update_strategies``, so that each message is checked before Celery handles it."""
@@ -164,12 +142,13 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
             return True
         what = f"Task {name}[{request.id}]"
         try:
-            process = self._runtime.process
-            goes_on = (
-                not process.can_park
-                or _leave(process, turn, name, Notes.of(request).given_up) != LEFT_BEFORE
-                or bool((request.delivery_info or {}).get("redelivered"))
-            )
+            process, goes_on = self._runtime.process, True
+            if process.can_park:
+                # An earlier delivery may have claimed the turn, and its reply was lost.
+                for owner in Notes.of(request).given_up:
+                    process.store.release([turn[0]], owner)
+                has_left = process.lines.leave(*turn, RUNS, name) != LEFT_BEFORE
+                goes_on = has_left or bool((request.delivery_info or {}).get("redelivered"))
         except DislockError as exc:
             #: WARNING `Task … runs without a lock, and stays in line for lock …: it may run again:
             #: …`: Its task takes no lock in this worker any more, and the lock server is away. ->
@@ -195,21 +174,6 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
                 *(what, turn[0]),
             )
         return goes_on
-
-
-def _leave(
-    process: ParkingProcess, turn: tuple[str, str], task: str, given_up: Iterable[str]
-) -> int:
-    """
-    Take a task that runs without a lock out of its line; see :meth:`Lines.leave`.
-
-    The owners that were given up are those of its earlier deliveries: one of them may have claimed
-    the turn, and its reply was lost.
-    """
-    lock, ticket = turn
-    for owner in given_up:
-        process.store.release([lock], owner)
-    return process.lines.leave(lock, ticket, RUNS, task)
 
 
 def _why(error: object) -> Exception:

@@ -12,7 +12,7 @@ from lupa.lua51 import LuaError
 
 from celery_dislock import SingletonTask
 from celery_dislock.config.terms import Rate, Terms
-from celery_dislock.messages.headers import REPLACED, notes_of
+from celery_dislock.messages.headers import REPLACED
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock
 from celery_dislock.parking.answers import Done, Parked
@@ -38,9 +38,6 @@ class Worker(Broker):
         self.overview = Overview(server, "dislock")
         self.actions = Actions(None, self)
         self.publisher = self
-
-    def end_reservation(self, request):
-        assert "unique" not in notes_of(request)
 
     def tell_replaced(self, lock, replaced):
         self.told.append((lock, replaced))

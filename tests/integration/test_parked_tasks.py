@@ -869,10 +869,7 @@ class TestGivingTurns:
                 shop.other.spoil("2")
             shop.work()
         assert (shop.ran, result.state) == (["3"], "PARKED")
-        assert (
-            "Parked task 2:0:0 cannot be run, and its result does not say so: backend"
-            in caplog.text
-        )
+        assert "Task None[2] cannot be run, and its result does not say so: backend" in caplog.text
 
 
 NEWER = f"a newer task took its place in line for lock {KEY!r}: task 3"

@@ -6,7 +6,10 @@ import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
+from billiard.einfo import ExceptionInfo
+from billiard.exceptions import WorkerLostError
 from celery.app.trace import build_tracer
 from kombu.message import Message
 from kombu.utils.imports import symbol_by_name
@@ -62,6 +65,14 @@ def run(task: Any, request: Any) -> Any:
     """Run the task as a pool process does that was sent a request."""
     tracer = build_tracer(task.name, task, app=task.app)
     return tracer(request.id, request.args, request.kwargs, request.request_dict)
+
+
+def lose_process(request: Any) -> None:
+    """Tell a request what billiard tells the main process of a child that was killed."""
+    try:
+        Mock(side_effect=WorkerLostError("x"))()
+    except WorkerLostError:
+        request.on_failure(ExceptionInfo())
 
 
 class Producer:

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock as Mock
 
 import pytest
-from billiard.einfo import ExceptionInfo
-from billiard.exceptions import WorkerLostError
 from celery import Celery, Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.worker.control import Panel
@@ -21,7 +19,7 @@ from celery_dislock.messages.headers import HEADER
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
 from tests.declaring import declare
 from tests.driven import held, reservation
-from tests.unit.deliveries import arrived, deliver
+from tests.unit.deliveries import arrived, deliver, lose_process
 
 
 def unique(app, body=lambda: None, **options):
@@ -307,14 +305,6 @@ def test_a_key_is_free_when_it_can_be_seen_that_its_guard_was_never_entered(app,
     other = declare(app, lambda doc: None, name="other", lock_key="edit:<doc>")  # noqa: ARG005
     deliver(other, headers=headers)
     assert seen == [("FAILURE", True)]
-
-
-def lose_process(request):
-    """Tell a request what billiard tells the main process of a child that was killed."""
-    try:
-        Mock(side_effect=WorkerLostError("x"))()
-    except WorkerLostError:
-        request.on_failure(ExceptionInfo())
 
 
 BY_MAIN = {

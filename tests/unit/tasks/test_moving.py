@@ -7,7 +7,7 @@ import pytest
 from celery_dislock.scripts import UNRESERVE
 from tests.declaring import declare, does_nothing
 from tests.driven import held, reservation
-from tests.unit.deliveries import deliver
+from tests.unit.deliveries import arrived, deliver, lose_process
 
 UNTIL = pytest.mark.parametrize("until", ["start", "end", "expiry"])
 WAYS = ("retry", "autoretry", "before_start", "replaced before", "replace", "itself")
@@ -106,6 +106,28 @@ def test_another_task_under_its_id_and_key_keeps_the_key(app, broker, options):
     assert (broker.ids, state_of(other)) == (["x", "x"], ("x", "waiting"))
     deliver(other, "x", headers=broker.last.headers)
     assert state_of(other) is None
+
+
+@UNTIL
+@pytest.mark.parametrize("key", ["page", "other"])
+def test_a_process_that_dies_after_it_has_sent_another_under_its_id(app, broker, until, key):
+    """The main process knows of no second message: it frees their key, and leaves another alone."""
+    options = {"lock_unique_until": until}
+    other = declare(app, does_nothing, name="shop.other", lock_key=key, **options)
+
+    def body():
+        other.apply_async(task_id="x")
+        lose_process(request)
+        seen.append((state_of(task), state_of(other)))
+
+    seen, task = [], declare(app, body, lock_key="page", **options)
+    task.apply_async(task_id="x")
+    request = arrived(task, "x", **broker.last.headers)
+    deliver(task, "x", headers=broker.last.headers)
+    first = ("x", "ended") if until == "expiry" else None
+    assert seen == [(first, first if key == "page" else ("x", "waiting"))]
+    assert deliver(other, "x", headers=broker.last.headers).info is None  # it runs all the same
+    assert state_of(other) == first
 
 
 @pytest.mark.parametrize("how", WAYS)
