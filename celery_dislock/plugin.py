@@ -9,6 +9,7 @@ Celery's command line needs are therefore imported when these ask for a name of 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from functools import cache
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from celery_dislock.config.plain import PlainOptions
+    from celery_dislock.servers.waiters import Place
     from celery_dislock.tasks.declaring import DeclaredOptions, LockedTask, P, R
     from celery_dislock.tasks.handle import LockHandle
 
@@ -366,6 +368,35 @@ class Dislock:
             LockKeyError: A key cannot be used.
         """
         return _why(self._app, task_id, key=key, runtime=self.runtime)
+
+    def place(self, task_id: str, *, key: str | Sequence[str] = ()) -> Place | None:
+        """
+        Tell where a parked task stands in line, and when it starts; for each view of a page.
+
+        Blocks for one round trip to the result backend, and one to the lock server.
+
+        Args:
+            task_id: The task's id.
+            key: The key of its lock, or a list of all its keys: then the result backend is not
+                asked.  Needed where it does not tell: no backend, ``ignore_result``, ``rpc://``.
+
+        Returns:
+            The place.  None: as far as is known here the task is not in line.  It has not come to a
+            worker yet, runs, waits in a worker's slot, is put off, has ended or is not known, it
+            is looked for at other keys than its own, or it was retried ten times and more.
+
+        Raises:
+            LockKeyError: A key cannot be used.
+            DislockError: The result backend does not tell, and no *key* was given.
+            StoreError: The lock server did not answer.
+        """
+        from celery_dislock.operating.place import place_in_line  # noqa: PLC0415 -- few ask
+
+        return place_in_line(self._app, self.runtime, str(task_id), keys_of(key) if key else ())
+
+    async def async_place(self, task_id: str, *, key: str | Sequence[str] = ()) -> Place | None:
+        """Tell what :meth:`place` does, from a thread, so that the event loop is not blocked."""
+        return await asyncio.to_thread(self.place, task_id, key=key)
 
     def close(self) -> None:
         """

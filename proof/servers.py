@@ -41,6 +41,7 @@ STAYS = (
     ":unique",
     ":line",
     ":newest",
+    ":lasted",
     ":unsent:",
     ":beat",
     "dislock:lines:",

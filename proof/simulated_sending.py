@@ -20,6 +20,8 @@ What must be so, while nothing of the state is lost:
 * nobody ends or changes the reservation of another's message, but by reserving for one that
   replaces it;
 * a key that is reserved for one message is not reserved for a second that replaces nothing;
+* of two messages of which the sooner counts, a key is reserved for the one that is due first, and
+  for none while a task runs, or has ended and keeps it;
 * the numbers are kept for as long as a copy of a message may come; every key ends by itself.
 
 All of them but the first hold also if the state is lost.  At the end all messages are delivered:
@@ -57,6 +59,10 @@ PUBLISH_FOR = 10.0  # seconds in which a message must be published
 LEASE = 30.0  # seconds
 KEPT = 2 * LEASE  # seconds for which a running task keeps its reservation
 COPY = 7200.0  # seconds in which a copy of a message may come after the state was last used
+SOONER = 0.3  # of the histories: of two messages the sooner counts
+DUE_IN = (0.0, 0.0, 0.5, 5.0, 60.0, 7000.0)  # seconds
+JUST_SOONER = 1.0  # seconds: two messages that are due within this time are due at once
+NEARLY = 0.1  # seconds: commands take microseconds
 ACTORS_MOST, QUEUE_MOST = 6, 12
 FIELDS = "version state ends id since first nonce number result mark newest confirmed begun kept by"
 OF_THE_RESERVATION = ("state", "since", "first", "id", "ends", "nonce", "number", "result")
@@ -68,6 +74,7 @@ class Message:
 
     id: str
     replaces: bool
+    due_in: float | None = None  # seconds from when its key is reserved; then the sooner counts
     reservation: Reservation | None = None
     reserved_at: int = 0  # which command has reserved its key
     is_published: bool = False
@@ -92,6 +99,7 @@ class Command:
     message: Message
     identity: tuple[str, str, int]  # of the message, when it was sent
     replaces: bool = False
+    due_in: float | None = None
     nonce: str = ""
     began: bool = False  # it has told a task to begin, which is so from then on
     reserved_at: int = 0
@@ -125,6 +133,7 @@ class History:
         self.limit = rng.choice((None, None, 1, 1, 2))
         self.replacing = rng.choice((0.0, 0.5, 0.9, 1.0, 1.0))
         self.unique_for = rng.choice((60.0, 600.0, 3600.0))
+        self.sooner = rng.random() < SOONER
         self.keeps = rng.random() < 0.7
         self.is_quiet = False
         self.actors: list[Actor] = []
@@ -137,6 +146,7 @@ class History:
         self.newest = 0  # highest number of a message that was confirmed, or has begun
         self.numbers_until = 0.0
         self.has_lost = False
+        self.due = 0.0  # of the message that has the key
 
     # What happens.
 
@@ -166,8 +176,14 @@ class History:
             task_id = self.random.choice(self.messages).id
             self.seen["an id again"] += 1
         message = Message(task_id, self.random.random() < self.replacing)
+        self.plan(message)
         self.messages.append(message)
         self.start(self.sender(message), lambda: None)
+
+    def plan(self, message: Message) -> None:
+        """Say when it is due, if that counts."""
+        if self.sooner and message.replaces:
+            message.due_in = self.random.choice(DUE_IN)
 
     def taken(self) -> Message:
         """Take some message out of the queue."""
@@ -177,6 +193,7 @@ class History:
         """Put off, by a worker that has refused it before: its own message goes away."""
         if self.queue and len(self.actors) < ACTORS_MOST:
             message = self.taken()
+            self.plan(message)
             self.start(self.sender(message, again=True), lambda: self.queue.append(message))
 
     def deliver(self) -> None:
@@ -328,13 +345,14 @@ class History:
         wanted = message.reservation or Reservation(LOCK, message.id, self.until)
         wanted = wanted._replace(ttl=PUBLISH_FOR)
         nonce = f"{self.random.getrandbits(64):016x}"
-        how = {"replaces": message.replaces, "again": again}
+        how: dict[str, Any] = {"replaces": message.replaces, "due_in": message.due_in}
+        how["again"] = again
         reserve = self.command(
             "reserve again" if again else "reserve",
             message,
             partial(self.reservations.reserve, wanted, nonce, **how),
         )
-        reserve.replaces, reserve.nonce = message.replaces, nonce
+        reserve.replaces, reserve.due_in, reserve.nonce = message.replaces, message.due_in, nonce
         found = None
         try:
             found = yield reserve
@@ -503,6 +521,8 @@ class History:
                 self.newest = max(self.newest, number)
         if isinstance(reply, Reserved):
             command.reserved_at = self.commands
+            if not (reserved and before and before["nonce"] == command.nonce):
+                self.due = self.due_of(command, was_reserved=reserved)
         self.check_the_numbers(command, reply, before, after)
         return reply
 
@@ -523,6 +543,10 @@ class History:
         elif kind == "reserve":
             if not command.replaces:
                 assert isinstance(reply, Taken), f"{message} was reserved beside {before}"
+            elif command.due_in is None:
+                assert isinstance(reply, Reserved), f"{message} does not replace {before}"
+            else:
+                self.check_the_sooner(command, reply, before)
         elif before["id"] == task_id and (before["mark"] != mark or before["number"] == number):
             return
         elif kind == "reserve again":
@@ -532,6 +556,22 @@ class History:
         assert after is not None, f"{command} has ended {before}"
         for name in OF_THE_RESERVATION:
             assert after[name] == before[name], f"{command} has changed {before} to {after}"
+
+    def due_of(self, command: Command, *, was_reserved: bool) -> float:
+        """Return when the message is due for which the key is reserved now."""
+        if command.due_in is not None:
+            return self.now + command.due_in
+        return min(self.due, self.now) if was_reserved else self.now
+
+    def check_the_sooner(self, command: Command, reply: Any, before: dict[str, Any]) -> None:
+        """Of two that wait, the one that is due first has the key."""
+        asks = self.now + (command.due_in or 0.0)
+        left = self.due - asks - JUST_SOONER
+        is_sooner = before["state"] in {"s", "w"} and left > 0
+        self.seen["sooner" if is_sooner else "later"] += 1
+        if abs(left) > NEARLY:
+            told = f"{command.message} is due {left} s before {before}"
+            assert isinstance(reply, Reserved) == is_sooner, told
 
     def is_granted(self, command: Command, reply: Any) -> bool:
         return isinstance(reply, Granted) or (command.kind == "begin" and reply is None)

@@ -143,6 +143,7 @@ UNIQUE: list[dict[str, Any]] = [  # when they are sent
     {"lock_unique_until": "end"},
     {"lock_unique_until": "start", "lock_on_duplicate": "replace"},
     {"lock_unique_until": "end", "lock_on_duplicate": "replace", "lock_replace_for": 20.0},
+    {"lock_unique_until": "end", "lock_on_duplicate": "sooner"},
 ]
 
 

@@ -214,8 +214,9 @@ class TaskOptions:
     #: countdown if there is one.
     lock_unique_for: float = declare(3600.0, seconds(above=0), unit="s")
     #: What `delay()` does with a duplicate: `return` returns the first one's result, `raise` raises
-    #: DuplicateTaskError, `replace` sends it and ends the older one as REVOKED.
-    lock_on_duplicate: str = declare("return", one_of("return", "raise", "replace"))
+    #: DuplicateTaskError, `replace` sends it and ends the older one as REVOKED, `sooner` does so if
+    #: it is due before the one that waits, by more than a second.
+    lock_on_duplicate: str = declare("return", one_of("return", "raise", "replace", "sooner"))
     #: With `lock_on_duplicate='replace'`: time from the first of a burst of messages until its
     #: newest is not postponed any more by an ETA or countdown. None: no limit.
     lock_replace_for: float | None = declare(None, optional(seconds(above=0)), unit="s")

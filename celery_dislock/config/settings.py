@@ -210,9 +210,9 @@ def _check_cancelling(owner: str, declared: Mapping[str, Any], options: TaskOpti
     for name, (value, remedy) in NOT_CANCELLED.items():
         if getattr(options, name) != value:
             raise refused(owner, name, getattr(options, name), remedy)
-    if options.newest_counts and options.lock_on_duplicate == "replace":
-        remedy = "each says in its own way which is the newer: leave one of the two out"
-        raise refused(owner, "lock_on_duplicate", "replace", remedy)
+    if options.lock_unique_until is not None and options.lock_on_duplicate in {"replace", "sooner"}:
+        remedy = "each says in its own way which one counts: leave one of the two out"
+        raise refused(owner, "lock_on_duplicate", options.lock_on_duplicate, remedy)
 
 
 def _check_rate(owner: str, options: TaskOptions) -> None:

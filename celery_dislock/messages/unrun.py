@@ -155,7 +155,8 @@ def skip(delivery: Delivery, reason: str) -> NoReturn:
     #: INFO `Task … skipped: lock … is held by …, for … so far … It does not run.`: A conflict,
     #: with `lock_on_conflict="skip"`.
     #: INFO `Task … skipped: a newer message of key … replaces it: task …. It does not run.`: A
-    #: newer task has come before it began, with "cancel" or `lock_on_duplicate="replace"`.
+    #: newer task has come before it began, with "cancel", or `lock_on_duplicate` is "replace" or
+    #: "sooner".
     what = f"cancelled: {reason}" if delivery.began else f"skipped: {reason}. It does not run"
     raise delivery.logged(TaskSkipped(reason), f"{what}.")
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from celery_dislock.exceptions import LaterReleaseError, StoreError
 from celery_dislock.keys.names import ticket_of_request
+from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.lease import WAS_PARKED
 from celery_dislock.messages.headers import SENT, SINCE
 from celery_dislock.messages.message import TaskParked, result_is_ignored
@@ -158,6 +159,8 @@ class Parking:
     def _store_state(self, conflict: Conflict, place: int) -> None:
         delivery = self._delivery
         meta = {"key": conflict.key, "place": place, "holder": in_words(conflict.holder)}
+        if len(delivery.lock.names) > 1:
+            meta["first"] = key_of(delivery.lock.names[0])  # which has its ticket
         try:
             delivery.task.backend.store_result(delivery.id, meta, PARKED, request=delivery.request)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client

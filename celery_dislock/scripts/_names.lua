@@ -20,6 +20,7 @@ local UNIQUE = ':unique'      -- string  which message the key is reserved for; 
 local NEWEST = ':newest'      -- hash    which tasks were sent last; see _newest.lua
 local LIMIT = ':limit'        -- string  what an operator has set; see _override.lua
 local STARTS = ':starts'      -- list    when it was taken, of a lock with a rate; see _rate.lua
+local LASTED = ':lasted'      -- string  how long bodies took lately; see _lasted.lua
 local BEAT = ':beat'          -- hash    entry of beat's schedule: when it was last sent; see _beat.lua
 local NEVER = ':?'            -- none    a key that never exists; see line_exists()
 

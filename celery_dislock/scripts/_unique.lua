@@ -6,7 +6,8 @@
 --                 r   its task runs   d   its task has ended, and the key stays reserved: "expiry"
 --                 -   the key is free, and only the numbers are kept
 --     since       Redis TIME in ms of the reservation, or of the task's end
---     first       as since, of the first message in a series in which each has replaced the one before
+--     first       as since, of the first message in a series in which each has replaced the one before; of a message
+--                 that a sooner one may replace, when it is due
 --     id, ends    task id, as reserved_name() writes it; Redis TIME in ms at which the reservation ends
 --     nonce       of the call that has sent the message: a second call under the same id has another one
 --     number      of the message; result   0: the task's result is not stored   1: it is
@@ -48,9 +49,7 @@ local function unique_of(key)
     return nil  -- written by hand: Lua could not write such a number again
   end
   return {
-    state = state, ends = tonumber(ends), since = since, id = id, nonce = nonce,
-    -- A failover can set the clock back.  With a first message of the future, messages would be put off until then.
-    first = first - now > 0 and now or first,
+    state = state, ends = tonumber(ends), since = since, first = first, id = id, nonce = nonce,
     number = number, result = result, mark = mark, newest = newest, confirmed = confirmed, begun = begun,
     kept = kept, by = by, is_there = true,
   }

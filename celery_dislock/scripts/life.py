@@ -116,7 +116,7 @@ class Life:
         # A task with a reservation.
         unique, message = [self._lock + UNIQUE], ("i", "mark", 0)
         begins = *message, "end", TTL_MS
-        yield scripts.RESERVE, unique, ("i", TTL_MS, 0, "nonce", 1, 0)
+        yield scripts.RESERVE, unique, ("i", TTL_MS, 0, "", "nonce", 1, 0)
         yield scripts.CONFIRM, unique, (*message, TTL_MS, 0)
         yield scripts.BEGIN, unique, (*begins, 0)
         yield scripts.ACQUIRE_UNIQUE, lock, ("d", *TERMS, 0, 1, *begins)

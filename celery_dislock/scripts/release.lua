@@ -88,7 +88,9 @@ for _, key in ipairs(KEYS) do
   local claim = ticket ~= '' and redis.call('HGET', lock.running, ticket)
   local parked = ticket ~= '' and redis.call('HEXISTS', lock.tickets, ticket) == 1
   if has_line or claim or parked then
-    more[#more + 1] = {lock = lock, has_line = has_line, may_wait = not lease, claim = claim, parked = parked}
+    local took_ms = live and math.max(now - lease.acquired, at_least_ms)
+    more[#more + 1] =
+      {lock = lock, has_line = has_line, may_wait = not lease, claim = claim, parked = parked, took_ms = took_ms}
   end
   if live then
     forget_news(lock.name, lease.expires)
@@ -98,6 +100,7 @@ end
 if #more == 0 then return released end
 
 -- include: _parked
+-- include: _lasted
 
 local settles_ms = tonumber(ARGV[5])
 home = ARGV[3]
@@ -115,6 +118,7 @@ for _, found in ipairs(more) do
     forget(lock, ticket)
     if settles_ms >= 0 then mark_done(lock, ticket) end
   end
+  if hands_off and found.took_ms then note_lasted(lock, found.took_ms) end
   if hands_off then recall_and_hand_off(lock) end
 end
 hand_on_all()

@@ -4,6 +4,7 @@
 -- ARGV      id             of the message's task
 --           ttl_ms         integer > 0: until it must be confirmed
 --           replaces       1: the newest message counts   0: the first
+--           delay_ms       with replaces: until the message is due, of two messages the sooner one counts; empty: the newest
 --           nonce          of this call; the same if the command is sent again
 --           result         1: the task's result is stored   0: it is not
 --           known          1: the sender has chosen the id, and may ask for its result
@@ -21,7 +22,7 @@
 -- include: _clock
 -- include: _reservation
 
-local key, id, ttl, replaces, nonce, result, known, mark, number = KEYS[1], unpack(ARGV)
+local key, id, ttl, replaces, delay, nonce, result, known, mark, number = KEYS[1], unpack(ARGV)
 
 -- The usual case is answered before the rest is defined.
 if not mark and replaces == '0' and not redis.call('GET', key) then
@@ -35,8 +36,11 @@ end
 
 ttl, replaces, number = tonumber(ttl), replaces == '1', tonumber(number)
 local it = unique_of(key) or new_unique(nonce)
+local due = delay ~= '' and now + delay
 
 if it.is_later then return {2} end
+-- A failover can set the clock back.  With a first message of the future, messages would be put off until then.
+if not due and it.first - now > 0 then it.first = now end
 
 local function reserved() return {1, now - it.first, it.mark, tonumber(it.number)} end
 
@@ -47,13 +51,15 @@ local function number_again() return mark == it.mark and number or it.newest - 0
 if is_reserved(it) then
   if it.nonce == nonce then return reserved() end
   if mark and is_for(it, id, mark, number) then
-    it.number = number_again()
+    it.number, it.first = number_again(), due or it.first
     if it.state == 'r' then it.state = 's' end
     it.ends = math.max(it.ends, now + ttl)
     write_unique(key, it)
     return reserved()
   end
-  if mark or not replaces then
+  local SOONER_MS = 1000  -- senders' clocks differ, and so do two messages for one time
+  local counts = replaces and (not due or WAITS[it.state] and due + SOONER_MS < it.first - 0)
+  if mark or not counts then
     if known == '1' and not mark and it.id ~= id then
       -- A server without memory refuses this, and then nobody can tell of what the message is a duplicate.
       pcall(redis.call, 'SET', string.sub(key, 1, -#UNIQUE - 1) .. UNSENT .. id, it.id, 'PX', COPY_MS)
@@ -64,7 +70,8 @@ if is_reserved(it) then
   it.kept = math.max(it.kept, it.ends + COPY_MS)
 end
 
-if not (is_reserved(it) and WAITS[it.state]) then it.first = now end
+if due then it.first = due
+elseif not (is_reserved(it) and WAITS[it.state]) then it.first = now end
 if replaces and not mark then
   it.newest = it.newest + 2
   it.number = it.newest

@@ -31,12 +31,13 @@ from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.records import decode
 from celery_dislock.servers.server import SCANNED, escaped, keys_pattern, scan
 from celery_dislock.servers.view import LEASES_ALONE
-from celery_dislock.servers.waiters import Waiter, parse_place, ticket_of_member
+from celery_dislock.servers.waiters import parse_standing, ticket_of_member
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from celery_dislock.servers.server import Server
+    from celery_dislock.servers.waiters import Place, Standing
 
 KEYS_MOST = 5_000_000  # keys of a server, also of other programs, that are read for one task
 LOOKS_MOST = 300_000  # keys of locks that are looked into for one task
@@ -47,7 +48,7 @@ HASHES = (TICKETS, LEASES, PLACES, RUNNING, REPLACED, ASIDE)  # with owners or t
 OF_TASKS = (*HASHES, UNIQUE)
 CERTAIN = (TICKETS, LEASES, PLACES, REPLACED, ASIDE)  # see Found.is_certain
 FIRST = b"0"  # cursor of the first page, and after the last one
-RETRIES = 4  # retries of a task whose done-marks are looked for beside a lock that is named
+RETRIES = 10  # deliveries of a task, each a retry of the last, that are looked for by name
 
 
 class TaskRecord(NamedTuple):
@@ -70,23 +71,6 @@ class TaskRecord(NamedTuple):
     def is_certain(self) -> bool:
         """Whether the record tells what the task does now, even if other records name it, too."""
         return self.end in CERTAIN and not self.name.startswith("~")
-
-
-class Place(NamedTuple):
-    """
-    Where a waiter or a parked task stands.
-
-    Attributes:
-        lock: Name in Redis of the lock in whose line it is; its first lock if it has its turn.
-        waiter: The waiter or parked task.
-        turn_ends: Seconds until its turn ends; None: it has no turn.
-        is_lost: Whether it is in no line, and has no turn: the sweep puts it back.
-    """
-
-    lock: str
-    waiter: Waiter
-    turn_ends: float | None
-    is_lost: bool
 
 
 class Search:
@@ -160,7 +144,7 @@ class Search:
             raise failed[0]
         self.failed = failed
 
-    def where(self, lock: str, member: str) -> Place | None:
+    def where(self, lock: str, member: str) -> Standing | None:
         """
         Tell where a waiter or a parked task stands; None: it does not wait any more.
 
@@ -171,13 +155,7 @@ class Search:
         Raises:
             DamagedLockError, StoreError: The lock cannot be read.
         """
-        reply = self._server.run(WHERE, [lock], member)
-        if reply is None:
-            return None
-        now_ms, at, rank, member_of_line, joined, record, ends_ms = reply
-        waiter = parse_place(decode(at), now_ms, rank + 1, member_of_line, joined, record)
-        ends = (ends_ms - now_ms) / 1000 if ends_ms else None
-        return Place(decode(at), waiter, ends, is_lost=rank < 0 and ends is None)
+        return parse_standing(self._server.run(WHERE, [lock], member))
 
     def _in_page(self, page: Iterable[str]) -> Iterator[TaskRecord]:
         """Look into the keys of a page of names."""
@@ -247,3 +225,28 @@ class Search:
         owner = name.removeprefix("~")  # its lease is left to expire
         is_ticket = self._ticket.fullmatch(ticket_of_member(name.encode())[0])
         return owner.startswith(self._owners) or bool(is_ticket)
+
+
+def find_place(server: Server, locks: Sequence[str], task_id: str) -> Place | None:
+    """
+    Tell where a parked task stands; blocks for one round trip, whatever else is on the server.
+
+    Args:
+        server: The lock server.
+        locks: Names in Redis of the locks of which one has the task's record.
+        task_id: The task's id.
+
+    Raises:
+        DamagedLockError, StoreError: A lock cannot be read.
+    """
+    if not server.keeps_lines:
+        return None
+    members = [f"{task_name(task_id)}:{nth}:0#" for nth in range(RETRIES)]
+    calls = [(lock, *members) for lock in locks]
+    for reply in server.run_many(WHERE, calls, within=SOCKET_TIMEOUT):
+        if isinstance(reply, StoreError):
+            raise reply
+        found = parse_standing(reply)
+        if found is not None and not found.is_lost:
+            return found.place
+    return None

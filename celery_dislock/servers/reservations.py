@@ -179,6 +179,7 @@ class Reservations:
         nonce: str,
         *,
         replaces: bool = False,
+        due_in: float | None = None,
         has_result: bool = True,
         is_known: bool = False,
         again: bool = False,
@@ -190,6 +191,8 @@ class Reservations:
             wanted: The reservation.  It ends after its ``ttl`` if it is not confirmed.
             nonce: Random text for this message; two calls with the same one are one.
             replaces: Whether the newest message counts, and not the first.
+            due_in: With *replaces*, seconds until the message is due: then the one that is due
+                first counts, by more than a second.  None: the newest.
             has_result: Whether the result of the task is stored.
             is_known: Whether its sender has chosen the task's id, and may ask for it.
             again: Whether the message is sent again, as a retry, with the mark and the number that
@@ -204,8 +207,9 @@ class Reservations:
         (done, *answer), _ = self._server.exchange(
             RESERVE,
             [wanted.lock + UNIQUE],
-            *(wanted.id, milliseconds(wanted.ttl), int(replaces), nonce, int(has_result)),
-            int(is_known),
+            *(wanted.id, milliseconds(wanted.ttl), int(replaces)),
+            "" if due_in is None else milliseconds(due_in),
+            *(nonce, int(has_result), int(is_known)),
             *((wanted.mark, wanted.number) if again else ()),
         )
         if done == 1:

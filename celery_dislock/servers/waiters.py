@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.terms import ALONE, parse_terms
@@ -78,6 +79,69 @@ class Waiter(NamedTuple):
     keeps: Sequence[str] = ()
     parked_for: float | None = None
     beside: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    Where a parked task stands in line, and when it starts, as the lock server knew it when asked.
+
+    Attributes:
+        key: Key of the lock in whose line it stands.  A task of several locks passes one line after
+            the other; once it has its turn this is the first.
+        nth: Its place, from 1.  0: it has its turn, and its message is on its way to a worker.
+        of: How many stand in that line, >= *nth*; who has a turn is not counted.
+        starts_in: Seconds, >= 0, until it may start; None: not known, as while the lock is paused,
+            while others wait for a later one of its locks, and before a body has ended for which
+            somebody waited.
+        is_estimate: False: *starts_in* is a time at which a rate, or a hold-back, lets the task
+            start.  It holds to the millisecond if all in line have the same rate, each of them
+            starts when it may, and nobody passes the line.  True: it was reckoned from how long the
+            last bodies took, or the task starts as soon as a worker takes its message: show it as a
+            rough time, and conclude nothing from it.
+    """
+
+    key: str
+    nth: int
+    of: int
+    starts_in: float | None
+    is_estimate: bool
+
+
+class Standing(NamedTuple):
+    """
+    What ``where.lua`` tells of a waiter or a parked task.
+
+    Attributes:
+        lock: Name in Redis of the lock in whose line it is; its first lock if it has its turn.
+        waiter: The waiter or parked task.
+        place: The same for an application's own pages.
+        turn_ends: Seconds until its turn ends; None: it has no turn.
+        is_lost: Whether it is in no line, and has no turn: the sweep puts it back.
+    """
+
+    lock: str
+    waiter: Waiter
+    place: Place
+    turn_ends: float | None
+    is_lost: bool
+
+
+def parse_standing(reply: Sequence[Any] | None) -> Standing | None:
+    """Parse a reply of ``where.lua``; None: nobody who was asked for waits."""
+    if reply is None:
+        return None
+    now_ms, at, rank, member, joined, record, ends_ms, of, starts_ms, is_estimate = reply
+    lock, nth = decode(at), rank + 1
+    starts_in = starts_ms / 1000 if starts_ms >= 0 else None
+    turn_ends = (ends_ms - now_ms) / 1000 if ends_ms else None
+    return Standing(
+        lock,
+        parse_place(lock, now_ms, nth, member, joined, record),
+        Place(key_of(lock), nth, of, starts_in, bool(is_estimate)),
+        turn_ends,
+        is_lost=not nth and turn_ends is None,
+    )
 
 
 def parse_place(

@@ -58,7 +58,7 @@ class LockOptions(TypedDict, total=False):
     lock_rate: str | int | None
     lock_unique_until: Literal["start", "end", "expiry"] | None
     lock_unique_for: float | timedelta
-    lock_on_duplicate: Literal["return", "raise", "replace"]
+    lock_on_duplicate: Literal["return", "raise", "replace", "sooner"]
     lock_replace_for: float | timedelta | None
 
 

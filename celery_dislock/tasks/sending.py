@@ -353,11 +353,15 @@ class Sender:
         again: bool = False,
     ) -> Reserved | Taken | None:
         """Reserve the key; None: the server is away, or a later release has reserved the key."""
+        on_duplicate, due_in = sending.guard.options.lock_on_duplicate, None
+        if on_duplicate == "sooner":
+            due_in = 0.0 if sending.eager else max(0.0, min(delay_of(options), LONGEST))
         try:
             reserve = partial(
                 self._runtime.process.quick_store.reservations.reserve,
                 *(wanted, token_hex(8)),
-                replaces=sending.guard.options.lock_on_duplicate == "replace",
+                replaces=on_duplicate in {"replace", "sooner"},
+                due_in=due_in,
                 has_result=sending.has_result(options),
                 is_known=is_known,
                 again=again,

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from tests.acceptance.rabbitmq import RabbitServer
 
-MEANT_TO_STAY = re.compile(r"dislock:(sweep:|lines:|epoch:|\{.*\}:(done:|crashes:|newest$))")
+MEANT_TO_STAY = re.compile(
+    r"dislock:(sweep:|lines:|epoch:|\{.*\}:(done:|crashes:|(newest|lasted)$))"
+)
 LOG_SHOWN = 20_000  # characters of each worker's log in the report of a failed test
 WORKERS = pytest.StashKey[dict[Worker, int]]()  # with the length of its log when the test began
 
@@ -210,8 +212,8 @@ def left_behind(client: redis.Redis) -> list[Any]:
 
     That is the lease of the worker that sweeps, its list of lines, a mark for each task that was
     parked and has run and each delivery that was parked again, which tasks of a key were sent last,
-    the count of each that has killed its process, and the numbers of messages that have replaced
-    each other.
+    how long bodies took for which tasks were parked, the count of each that has killed its process,
+    and the numbers of messages that have replaced each other.
     """
     keys = [key for key in client.keys("dislock*") if not MEANT_TO_STAY.match(key)]
     return [key for key in keys if not _keeps_numbers(client, key)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 import uuid
@@ -52,6 +53,33 @@ def test_a_turn_that_waits_for_its_rate_limit_is_not_sent_again(start_fleet, sce
     assert parked.get(timeout=LIMIT)["held"] is True
     assert fleet.times_it_says(parked.id, "received") == 2  # to be parked, and its turn
     scene.assert_exclusive()
+
+
+@PREFORK
+def test_each_is_told_its_place_until_it_runs(fleet, scene):
+    """A page asks by the id alone; when each starts is reckoned when the first body has ended."""
+    holder = scene.hold(fleet)
+    results = [scene.park(fleet) for _ in range(3)]
+    place = scenarios.dislock.place
+
+    def asked():
+        return [place(result.id) for result in results]
+
+    wait_for("all say PARKED", lambda: {result.state for result in results} == {PARKED})
+    told = [(one.key, one.nth, one.of, one.starts_in) for one in asked()]
+    assert told == [(scene.key, nth, 3, None) for nth in (1, 2, 3)]
+    assert place(holder.id) is None
+    scene.open_gate(holder.id)
+    scene.wait_for_report("begin", id=results[0].id)
+    runs, *waiting = asked()
+    assert runs is None
+    assert [(one.nth, one.of, one.is_estimate) for one in waiting] == [(1, 2, True), (2, 2, True)]
+    assert waiting[0].starts_in <= waiting[1].starts_in
+    assert asyncio.run(scenarios.dislock.async_place(results[2].id)).nth == 2
+    scene.open_gates(holder)
+    for result in results:
+        assert result.get(timeout=LIMIT)["held"] is True
+    assert asked() == [None] * 3
 
 
 # Full lines

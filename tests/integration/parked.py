@@ -229,8 +229,9 @@ def short(ticket):
 
 
 def left(server):
-    """Return the keys that are there but marks of work that is done, and the list of lines."""
-    return {key for key in server.names() if f"{LOCK}:done:" not in key and key != INDEX}
+    """Return the keys that are there, but for marks of work, the mean of bodies, and the index."""
+    names = server.names() - {INDEX, f"{LOCK}:lasted"}
+    return {key for key in names if f"{LOCK}:done:" not in key}
 
 
 def snapshot(server):

@@ -967,7 +967,7 @@ def test_all_that_is_a_locks_is_in_one_slot_of_a_cluster(broker, server):
     broker.park("f")
     names = server.names() - {INDEX}
     beside = {name.removeprefix(f"{LOCK}:").partition(":")[0] for name in names - {LOCK}}
-    assert beside == {"line", "tickets", "running", "replaced", "aside", "done"}
+    assert beside == {"line", "tickets", "running", "replaced", "aside", "done", "lasted"}
     assert len({key_slot(name.encode()) for name in names}) == 1
 
 

@@ -865,7 +865,7 @@ class TestParkedInAClusterThatMoves:
         self.line_on(cluster, name, pause=lambda _seconds: None)
         before = self.names(source)
         moved = {self.lock + which} if first else set(before) - {self.lock + which}
-        assert len(before) == 6
+        assert len(before) == 7
         with cluster.moving(self.lock, source, target, first=sorted(moved)):
             for ask in (
                 *(lambda task=task: self.ask(task) for task in ("done", "runs", "turn", "a", "x")),

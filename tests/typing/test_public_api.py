@@ -35,6 +35,7 @@ from celery_dislock import (
     ensure_held,
 )
 from celery_dislock.servers.view import Holder, ReservationState
+from celery_dislock.servers.waiters import Place
 from celery_dislock.signals import lock_conflict, lock_lost, lock_released
 from celery_dislock.tasks.answer import Answer
 
@@ -45,6 +46,7 @@ assert_type(dislock.lock_of("export:7").key, str)
 assert_type([holder.token for holder in dislock.lock_of(["a", "b"]).holders()], list[int])
 assert_type(dislock.lock_of("a").free(), list[Holder | ReservationState])
 assert_type(dislock.why("9b1d", key="export:7"), Answer)
+assert_type(dislock.place("9b1d"), Place | None)
 
 by_keyword = Dislock(app=app)
 Dislock()  # type: ignore[call-arg]
@@ -209,6 +211,7 @@ async def hold_in_a_coroutine() -> None:
     """The lock of coroutines has the same options, and each of its methods is awaited."""
     async with Dislock.from_url("redis://localhost") as dislock:
         assert_type(dislock, Dislock)
+        assert_type(await dislock.async_place("9b1d", key=["a", "b"]), Place | None)
         lock = dislock.async_lock("k", mode="shared", limit=2, timeout=timedelta(seconds=5))
         assert_type(lock, AsyncLock)
         async with lock as lease:

@@ -37,7 +37,8 @@ class StoredResult(NamedTuple):
         state: The task's state; empty: nothing is stored.
         reason: The text of the result, if that is an error.
         at: UNIX time at which the result was stored; None: it is not known.
-        key: The key of its lock, if the task is parked.
+        key: The key of the lock that was in its way, if the task is parked.
+        first: The key of the lock that has its record then: the first of its locks.
         unknown: Why the backend could not be asked; empty: it was.
     """
 
@@ -45,6 +46,7 @@ class StoredResult(NamedTuple):
     reason: str = ""
     at: float | None = None
     key: str | None = None
+    first: str | None = None
     unknown: str = ""
 
     @property
@@ -84,8 +86,9 @@ def _stored(meta: Mapping[str, Any], *, errors: bool) -> StoredResult:
     if isinstance(result, BaseException):
         is_told = errors or isinstance(result, (DislockError, NotRegistered, TaskRevokedError))
         reason = bounded(_text_of(result)) if is_told else type(result).__name__
-    key = bounded_text(result.get("key")) if isinstance(result, dict) else None
-    return StoredResult(state, reason, _unix(meta.get("date_done")), key)
+    parked = result if isinstance(result, dict) else {}
+    key, first = (bounded_text(parked.get(name)) for name in ("key", "first"))
+    return StoredResult(state, reason, _unix(meta.get("date_done")), key, first or key)
 
 
 def _text_of(error: BaseException) -> str:

@@ -119,8 +119,8 @@ class Case:
             yield from self.search.among(locks)
             yield from self.search.marks(locks)
             return
-        if self.stored.key is not None:
-            yield from self.search.among(self.runtime.lock_names([self.stored.key]))
+        if self.stored.first is not None:
+            yield from self.search.among(self.runtime.lock_names([self.stored.first]))
         if self._lines is not None:
             lines = islice(self._lines.names(), LINES_FIRST)
             yield from self.search.among(lines, (TICKETS, LEASES))

@@ -23,8 +23,9 @@ from celery_dislock.words import as_argument, filled, for_people, plain, some, t
 
 if TYPE_CHECKING:
     from celery_dislock.operating.why.case import Case
-    from celery_dislock.servers.find import Place, TaskRecord
+    from celery_dislock.servers.find import TaskRecord
     from celery_dislock.servers.view import Holder, LockState
+    from celery_dislock.servers.waiters import Place, Standing
     from celery_dislock.tasks.answer import Answer
 
 FOLLOWED = 10  # locks that are looked at, from one that is kept to the next
@@ -134,25 +135,25 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
 
 def of_parked(case: Case, lock: str, ticket: str) -> Answer | None:
     """Tell of a parked task where it stands, or that it has its turn."""
-    place = case.search.where(lock, f"{ticket}#")
-    if place is None:
+    found = case.search.where(lock, f"{ticket}#")
+    if found is None:
         return None
-    return sentence_in_line(case, place) if place.turn_ends is None else with_turn(case, place)
+    return sentence_in_line(case, found) if found.turn_ends is None else with_turn(case, found)
 
 
 def in_its_slot(case: Case, found: TaskRecord) -> Answer | None:
     """Tell of a task that waits in a worker's slot: for its own lock, or for one of its body."""
-    place = case.search.where(found.lock, found.name)
-    if place is None:
+    waits = case.search.where(found.lock, found.name)
+    if waits is None:
         return None
     where = "body" if found.name.startswith(body_owners_start(case.id)) else "slot"
-    return sentence_in_line(case, place, f"in its {where} {place.waiter.who.rpartition('] ')[2]}")
+    return sentence_in_line(case, waits, f"in its {where} {waits.waiter.who.rpartition('] ')[2]}")
 
 
-def sentence_in_line(case: Case, place: Place, slot: str = "") -> Answer:
+def sentence_in_line(case: Case, found: Standing, slot: str = "") -> Answer:
     """The task is nth in line, perhaps in a slot of a worker, and something is in the way."""
-    waiter, lock = place.waiter, case.overview.lock(place.lock)
-    if place.is_lost:
+    waiter, place, lock = found.waiter, found.place, case.overview.lock(found.lock)
+    if found.is_lost:
         sentence = (
             f"{case.who(waiter.task)} is parked for lock {lock.key!r}, and has lost its place: the "
             "next sweep of a worker gives it its turn again."
@@ -160,10 +161,10 @@ def sentence_in_line(case: Case, place: Place, slot: str = "") -> Answer:
         remedy = "If no worker runs, start one with --dislock."
         return case.answer("in line", sentence, (), remedy, task=waiter.task, key=lock.key)
     state, way, cause = in_the_way(case, lock)
-    count, several = max(lock.waiting, waiter.place), waiter.stations
+    several = waiter.stations
     of_several = f" (the {nth(len(waiter.keeps) + 1)} of its {len(several)} locks)"
     keeps = f"; it keeps {some(map(repr, waiter.keeps))} meanwhile" if waiter.keeps else ""
-    standing = f"{nth(waiter.place)} of {count}" if count > 1 else "alone"
+    standing = f"{nth(place.nth)} of {place.of}" if place.of > 1 else "alone"
     if slot:
         standing = f"waits {slot}, {standing}"
         state = "waiting in its slot" if state == "in line" else state
@@ -171,31 +172,33 @@ def sentence_in_line(case: Case, place: Place, slot: str = "") -> Answer:
         f"{case.who(waiter.task)} {'' if slot else 'is '}{standing} in line for lock {lock.key!r}"
         f"{of_several if several else ''}, {way}{keeps}."
     )
-    first = lock.line[0] if lock.line and waiter.place > 1 else None
-    facts = [f"lock server: it waits for {for_people(waiter.waiting)}"]
+    first = lock.line[0] if lock.line and place.nth > 1 else None
+    facts = [f"lock server: it waits for {for_people(waiter.waiting)}", _starts(place)]
     if first is not None:
         facts.append(f"lock server: {first.who} is the first, for {for_people(first.waiting)}")
-    found = {
+    at_fault = {
         trouble: where
         for where in (cause, lock)
         for trouble in troubles_of(where, case.site)
         if trouble.name in IN_THE_WAY
     }
-    troubles = list(found)
+    troubles = list(at_fault)
     facts += [
         f"lock server: {trouble.row.what}{': ' if trouble.more else ''}{trouble.more}"
         for trouble in troubles
     ]
     remedy, in_trouble = NEXT.get(state, BY_TURNS), cause
     if troubles:
-        remedy, in_trouble = troubles[0].row.remedy, found[troubles[0]]
+        remedy, in_trouble = troubles[0].row.remedy, at_fault[troubles[0]]
     blocks = next(
         iter(unclaimed(in_trouble)), waiter
     )  # another may be in the way, and is to be dropped
     remedy = filled(remedy, KEY=in_trouble.argument, TICKET=as_argument(blocks.ticket))
     about = {
-        "place": waiter.place,
-        "waiting": lock.waiting,
+        "place": place.nth,
+        "waiting": place.of,
+        "starts_in": place.starts_in,
+        "is_estimate": place.is_estimate,
         "waits_for": waiter.waiting,
         "stations": list(several),
         "keeps": list(waiter.keeps),
@@ -204,6 +207,15 @@ def sentence_in_line(case: Case, place: Place, slot: str = "") -> Answer:
         "troubles": [trouble.name for trouble in troubles],
     }
     return case.answer(state, sentence, facts, remedy, task=waiter.task, key=lock.key, about=about)
+
+
+def _starts(place: Place) -> str:
+    """Say when a parked task starts; empty: it is not known, or at any moment."""
+    if not place.starts_in:
+        return ""
+    when = for_people(place.starts_in)
+    about = f"about {when}, by how long the last bodies took" if place.is_estimate else when
+    return f"lock server: it may start in {about}"
 
 
 def in_the_way(case: Case, lock: LockState) -> tuple[str, str, LockState]:
@@ -265,11 +277,11 @@ def _held_by(lock: LockState) -> str:
     return f"which {who} has held {held}"
 
 
-def with_turn(case: Case, place: Place) -> Answer:
+def with_turn(case: Case, found: Standing) -> Answer:
     """The task may start, and its message is on its way to a worker."""
-    waiter, key = place.waiter, shown_key(place.lock)
+    waiter, key = found.waiter, shown_key(found.lock)
     who, queue, told = case.who(waiter.task), waiter.routing_key or "?", case.told
-    holders = case.overview.lock(place.lock).holders
+    holders = case.overview.lock(found.lock).holders
     held = [holder.held for holder in holders if holder.owner == f"{waiter.ticket}#"]
     since = f", for {for_people(held[0])}" if held else ""
     turn = f"{who} has its turn for lock {key!r}{since}"
@@ -289,7 +301,7 @@ def with_turn(case: Case, place: Place) -> Answer:
         sentence = f"{turn}{again}: its message is in queue {queue!r}, and {nobody}."
     messages = None if told.unknown else case.site.messages_in([queue])
     facts = [
-        f"lock server: this turn ends in {for_people(place.turn_ends)}, and then comes again",
+        f"lock server: this turn ends in {for_people(found.turn_ends)}, and then comes again",
         f"broker: {number(messages, 'message')} in queue {queue!r}" if messages is not None else "",
     ]
     about = {"turns": waiter.turns, "queue": queue, "consumers": told.serving(queue)}

@@ -189,6 +189,30 @@ def test_what_is_in_the_way_of_its_lock(why, server, changes, state, way):
     assert f"celery dislock {helps}" in answer["remedy"]
 
 
+@pytest.mark.parametrize(
+    ("lasted", "limit", "starts", "told"),
+    [
+        ("1 100000", "", 139.0, "it may start in about 2 min, by how long the last bodies took"),
+        ("1 9000", f"2 back - 1 {9 * 10**13} 429", ..., "in about "),
+        ("", "", None, ""),
+    ],
+    ids=["an estimate", "held back", "not known"],
+)
+def test_when_it_starts(why, server, lasted, limit, starts, told):
+    """By the bodies before it, if any is known to have lasted."""
+    server.put(lock("k", holders=[holder()], waiting=2, line=[place(1), place(2)]))
+    if lasted:
+        server.send("SET", "dislock:{k}:lasted", lasted)
+    if limit:
+        server.send("SET", "dislock:{k}:limit", limit)
+    answer = why("parked-2")
+    facts = [one for one in answer["rests_on"] if "may start" in one]
+    assert [told in one for one in facts] == ([True] if told else [])
+    if starts is not ...:
+        assert answer["about"]["starts_in"] == (starts and pytest.approx(starts, abs=0.1))
+    assert answer["about"]["is_estimate"] == bool(told)
+
+
 def test_what_keeps_its_lock_is_followed_to_its_cause(why, server):
     """An operator's pause two locks on, with its note and what takes it back."""
     paused = {"limit": 0, "limit_age": 7200.0, "limit_note": "by ann: deploy"}

@@ -30,6 +30,7 @@ ENDINGS = {
     ":newest": "hash",
     ":limit": "string",
     ":starts": "list",
+    ":lasted": "string",
     ":beat": "hash",
 }
 TYPES = {"zset": "sorted set"}  # as the documentation calls them

@@ -6,7 +6,14 @@ import json
 
 import pytest
 
-from celery_dislock.servers.waiters import UNREADABLE, parked_place, parse_place, ticket_of_member
+from celery_dislock.servers.waiters import (
+    UNREADABLE,
+    Place,
+    parked_place,
+    parse_place,
+    parse_standing,
+    ticket_of_member,
+)
 
 NOW = 1_700_000_000_000  # ms
 TENANT, DISK, API = "dislock:{tenant:a}", 'dislock:{the "disk" }', "dislock:{api}"
@@ -46,6 +53,27 @@ def test_a_task_that_has_its_turn_keeps_all():
     """It has passed the last of its locks, beside whichever it is shown."""
     turn = parked_place(API, NOW, 0, b"a1:0:0#", record(STATIONS))
     assert (turn.place, turn.keeps) == (0, ["tenant:a", 'the "disk" ', "api"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "ends_ms", "starts_ms", "estimate", "place", "turn_ends"),
+    [
+        (2, 0, 90_500, 0, Place("api", 3, 7, 90.5, is_estimate=False), None),
+        (0, 0, 0, 1, Place("api", 1, 7, 0.0, is_estimate=True), None),
+        (0, 0, -1, 0, Place("api", 1, 7, None, is_estimate=False), None),
+        (-1, NOW + 4000, 250, 0, Place("api", 0, 7, 0.25, is_estimate=False), 4.0),
+        (-1, 0, -1, 0, Place("api", 0, 7, None, is_estimate=False), None),
+    ],
+    ids=["a rate", "soon", "not known", "its turn", "lost"],
+)
+def test_a_place_is_told(rank, ends_ms, starts_ms, estimate, place, turn_ends):
+    """Which of how many, and the seconds until it starts; of a turn also when that ends."""
+    where = NOW, API.encode(), rank, b"a1:0:0#", JOINED, record("x:1"), ends_ms
+    found = parse_standing([*where, 7, starts_ms, estimate])
+    assert (found.place, found.turn_ends) == (place, turn_ends)
+    assert (found.lock, found.waiter.place, found.waiter.task) == (API, place.nth, "shop.call")
+    assert found.is_lost == (not place.nth and turn_ends is None)
+    assert parse_standing(None) is None
 
 
 @pytest.mark.parametrize(("terms", "mode"), [("s:4", "shared"), ("x:1", "exclusive"), ("?", None)])

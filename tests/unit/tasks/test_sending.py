@@ -12,6 +12,7 @@ from celery.app.task import Context
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult
 from greenlet import getcurrent, greenlet
+from kombu.exceptions import OperationalError
 from redis.exceptions import ResponseError
 
 from celery_dislock import DuplicateTaskError, LockLostError, SingletonTask, StoreError
@@ -24,6 +25,7 @@ from tests.unit.deliveries import deliver, noted
 
 LOCK = "dislock:{k}"
 EDITIONS = 60
+HOUR = 3600
 OUTAGE = [
     "Messages of unique tasks are sent without reservations",
     "Messages of unique tasks are reserved again.",
@@ -459,9 +461,145 @@ def test_of_many_editions_the_newest_runs_and_the_record_stays_small(app, lock_s
     assert len(lock_server.contents()[f"{LOCK}:unique"]) < 250
 
 
+# Of two messages the sooner one
+
+
+@pytest.mark.parametrize("until", ["start", "end", "expiry"])
+def test_of_two_messages_the_sooner_one_runs(app, broker, until):
+    """An urgent send is not swallowed by one that is planned for the night; one of them runs."""
+    ran = []
+    task = unique(
+        app,
+        lambda self: ran.append(self.request.id),
+        lock_on_duplicate="sooner",
+        lock_unique_until=until,
+    )
+    night = task.apply_async(countdown=8 * HOUR)
+    assert task.apply_async(countdown=9 * HOUR).id == night.id
+    urgent = task.delay()
+    assert not urgent.duplicate
+    assert task.delay().id == task.apply_async(countdown=60).id == urgent.id
+    assert broker.ids == [night.id, urgent.id]
+    for one in reversed(broker.sent):
+        deliver(task, one.id, headers=one.headers)
+    assert ran == [urgent.id]
+    assert urgent.id in str(app.AsyncResult(night.id).result)
+    assert app.AsyncResult(night.id).state == "REVOKED"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_sooner"),
+    [
+        ({"countdown": 60}, {"countdown": 58.5}, True),
+        ({"countdown": 60}, {"countdown": 59.5}, False),
+        ({"countdown": 0.5}, {}, False),
+        ({"eta": HOUR}, {"eta": HOUR}, False),
+        ({"eta": HOUR}, {"eta": HOUR - 2}, True),
+        ({"countdown": -5}, {}, False),
+        ({}, {"eta": -HOUR}, False),
+        ({"countdown": 2e10}, {"countdown": 1e10}, False),
+    ],
+)
+def test_what_is_due_at_about_the_same_time_is_not_sooner(app, broker, first, second, is_sooner):
+    """By more than a second; senders' clocks differ.  What is due now is not sooner than that."""
+
+    def sent(**when):
+        if "eta" in when:
+            when["eta"] = datetime.now(timezone.utc) + timedelta(seconds=when["eta"])
+        return task.apply_async(**when)
+
+    task = unique(app, lock_on_duplicate="sooner")
+    sent(**first)
+    assert sent(**second).duplicate is not is_sooner
+
+
+@pytest.mark.parametrize("until", ["end", "expiry"])
+def test_nothing_is_sooner_than_what_has_begun(app, lock_server, broker, until):
+    """With "end" and "expiry" its key stays reserved, and what is sent meanwhile is a duplicate."""
+
+    def body(self):
+        meanwhile.append(task.delay())
+
+    meanwhile = []
+    task = unique(app, body, lock_on_duplicate="sooner", lock_unique_until=until)
+    first = task.apply_async(countdown=60)
+    deliver(task, first.id, headers=broker.last.headers)
+    assert [one.id for one in meanwhile] == [first.id]
+    assert task.delay().duplicate is (until == "expiry")
+
+
+def test_a_retry_is_as_soon_as_it_comes_again(app, broker):
+    """A retry in an hour gives way to what is sent now, and one that is due has the key."""
+
+    def body(self):
+        raise self.retry(countdown=HOUR)
+
+    task = unique(app, body, lock_on_duplicate="sooner", lock_unique_until="end")
+    first = task.delay()
+    deliver(task, first.id, headers=broker.last.headers)
+    retry = broker.last
+    assert (retry.id, retry.delay) == (first.id, pytest.approx(HOUR, abs=1))
+    assert task.apply_async(countdown=2 * HOUR).id == first.id
+    urgent = task.delay()
+    assert not urgent.duplicate
+    deliver(task, first.id, headers=retry.headers)
+    assert app.AsyncResult(first.id).state == "REVOKED"
+
+
+def test_a_sooner_one_that_was_not_published_hides_nothing(app, broker, lock_server):
+    """Its sender has died, or the broker was away: the planned one runs."""
+    ran = []
+    task = unique(
+        app, lambda self: ran.append(self.request.id), lock_on_duplicate="sooner", lock_limit=None
+    )
+    night = task.apply_async(countdown=HOUR)
+    broker.times_away = 9
+    with pytest.raises(OperationalError):
+        task.delay()
+    lock_server.advance(HOUR)
+    deliver(task, night.id, headers=broker.last.headers)
+    assert ran == [night.id]
+
+
+def test_it_is_told_as_a_duplicate(app, broker):
+    """The later one, by the signal, with the id of the one that stays."""
+    task, heard = unique(app, lock_on_duplicate="sooner"), []
+
+    def hear(**told):
+        heard.append(told["task_id"])
+
+    task_deduplicated.connect(hear)
+    try:
+        task.apply_async(countdown=60)
+        urgent = task.delay()
+        task.delay()
+    finally:
+        task_deduplicated.disconnect(hear)
+    assert heard == [urgent.id]
+
+
+def test_an_eager_task_is_due_when_it_is_called(app, broker):
+    """Whatever its countdown says: nothing waits there."""
+    ran = []
+    task = unique(app, lambda: ran.append(1), lock_on_duplicate="sooner", lock_unique_until="end")
+    task.apply_async(countdown=60)
+    assert not task.apply(countdown=90).duplicate
+    assert ran == [1]
+
+
+@pytest.mark.parametrize(("was", "is_duplicate"), [("return", True), ("replace", True)])
+def test_a_message_of_older_code_counts_as_due_when_it_was_sent(
+    app, broker, monkeypatch, was, is_duplicate
+):
+    """A deploy that brings the option finds messages whose time is not known."""
+    task = unique(app, lock_on_duplicate=was)
+    task.apply_async(countdown=HOUR)
+    newer = unique(app, lock_on_duplicate="sooner", name="newer")
+    assert newer.delay().duplicate is is_duplicate
+
+
 # The lock server's clock jumps, as in a failover to a server whose clock is another
 
-HOUR = 3600
 of_a_wrong_clock = pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["ahead", "behind"])
 
 
