@@ -66,7 +66,6 @@ URL_WORDS = {"url", "urls", "uri"}
 ONE_BY_ONE = "nodes of a cluster count for themselves: give one key, or no rate"
 APART = "a cluster keeps no line for them: give one key, or use 'wait' or 'retry'"
 CANCELS_ONE = "a task of several keys cancels nobody: give one key, or use 'queue'"
-STARTS_MANY = 10_000  # in the window of a rate
 
 
 @dataclass(frozen=True)
@@ -224,14 +223,6 @@ def _check_rate(owner: str, options: TaskOptions) -> None:
     if options.lock_hold_on_retry:
         remedy = "a retry that keeps its lease is not counted: leave it out, or the rate"
         raise refused(owner, "lock_hold_on_retry", options.lock_hold_on_retry, remedy)
-    if any(terms.rate and terms.rate.most >= STARTS_MANY for terms in options.terms):
-        #: WARNING: 10,000 or more in a window take 100 KB or more for each key. -> Use a smaller
-        #: window, or leave it.
-        logger.warning(
-            "%s has a rate of very many starts: the lock server keeps the time of each, in ten "
-            "bytes.",
-            owner,
-        )
 
 
 def nearer(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

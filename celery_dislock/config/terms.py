@@ -15,13 +15,13 @@ from typing import NamedTuple
 MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
 KEPT_MOST = 1000  # terms whose text is remembered
 LIMIT_MOST = 10**9  # leases; Lua writes a number of fifteen digits in a way that nobody can read
-STARTS_MOST = 10**6  # in a window
+STARTS_MOST = 10**9  # in a window; as LIMIT_MOST
 WINDOW_MOST = 30 * 86400  # seconds
 RATE_WANTED = "give a rate as '100/m' or '5/10s': starts in a window, of s, m, h or d"
 NAMES = {letter: mode for mode, letter in MODES.items()}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
 _IN_WORDS = {1: "a second", 60: "a minute", 3600: "an hour", 86400: "a day"}
-_RATE = re.compile(r"(\d{1,7})/(\d{0,7})([smhd])")
+_RATE = re.compile(r"(\d{1,10})/(\d{0,7})([smhd])")
 _PARTS = re.compile(r"(\d{1,7}\.\d{1,7})(?:/(\d{0,7})([smhd]))?")  # of a rate with a fraction
 _BETWEEN = re.compile(r"[,;&+|]")  # several rates
 _WORD = re.compile(rb"([xs]):(\d{1,15})(?::(\d{1,15})/(\d{1,15}))?")

@@ -79,11 +79,10 @@ local function next_terms()
   if member and is_parked(member) then terms = terms_here(record)
   else terms = parse_terms(string.match(record, '^%d+ %d+ %d+ (%S+)') or '') end
   if terms then return terms end
-  local most, window = kept_for(name)
-  return {most = most, window = window}
+  return lock.log.most > 0 and {most = lock.log.most, window = lock.log.window} or {}
 end
 
-lock.seen = true  -- the starts as they are: this script changes nothing
+lock.log = log_of(name)  -- the starts as they are: this script changes nothing
 local terms, live = next_terms(), leases()
 local most, window = rate_of(lock, terms)
 local ends_ms = redis.call('PTTL', name .. BEAT)

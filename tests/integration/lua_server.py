@@ -189,9 +189,17 @@ function commands.RPUSH(name, ...)
   return #list
 end
 
-function commands.LPUSH(name, value)
-  table.insert(make(name, 'list'), 1, value)
+function commands.LPUSH(name, ...)
+  for _, value in ipairs({...}) do table.insert(make(name, 'list'), 1, value) end
   return commands.LLEN(name)
+end
+
+function commands.LSET(name, nth, value)
+  local list = value_of(name, 'list')
+  nth = integer(nth) < 0 and #list + nth + 1 or nth + 1
+  if not list[nth] then wrong('ERR index out of range') end
+  list[nth] = value
+  return {ok = 'OK'}
 end
 
 function commands.LINDEX(name, nth)
@@ -212,7 +220,12 @@ function commands.LTRIM(name, first, last)
 end
 
 function commands.LLEN(name) return #value_of(name, 'list') end
-function commands.LRANGE(name) return value_of(name, 'list') end
+
+function commands.LRANGE(name, first, last)
+  local list = value_of(name, 'list')
+  if integer(last) < 0 then last = #list + last end
+  return {unpack(list, integer(first) + 1, math.min(last + 1, #list))}
+end
 
 function commands.LPOP(name)
   local first = table.remove(value_of(name, 'list'), 1)
