@@ -24,7 +24,7 @@ _IN_WORDS = {1: "a second", 60: "a minute", 3600: "an hour", 86400: "a day"}
 _RATE = re.compile(r"(\d{1,10})/(\d{0,7})([smhd])")
 _PARTS = re.compile(r"(\d{1,7}\.\d{1,7})(?:/(\d{0,7})([smhd]))?")  # of a rate with a fraction
 _BETWEEN = re.compile(r"[,;&+|]")  # several rates
-_WORD = re.compile(rb"([xs]):(\d{1,15})(?::(\d{1,15})/(\d{1,15}))?")
+_WORD = re.compile(rb"([xs]):(\d{1,15})(?::(\d{1,15})/(\d{1,15}))?(?:\*(\d{1,15}))?")
 
 
 class Rate(NamedTuple):
@@ -79,11 +79,14 @@ class Terms(NamedTuple):
         mode: "exclusive" or "shared".
         limit: Maximum number of leases of an exclusive lock at a time, > 0.
         rate: How often the lock is taken at most; None: there is no rate.
+        cost: Units of the limit that a lease takes, and starts of the rate that it counts for, > 0;
+            None: no cost is said, which is 1.
     """
 
     mode: str = "exclusive"
     limit: int = 1
     rate: Rate | None = None
+    cost: int | None = None
 
     def stricter(self, other: Terms) -> Terms:
         """
@@ -130,6 +133,7 @@ def terms_text(terms: tuple[Terms, ...]) -> str:
     return ",".join(
         f"{MODES[lock_terms.mode]}:{lock_terms.limit}"
         + ("" if lock_terms.rate is None else f":{lock_terms.rate.word}")
+        + ("" if lock_terms.cost is None else f"*{lock_terms.cost}")
         for lock_terms in terms
     )
 
@@ -140,4 +144,5 @@ def parse_terms(word: bytes) -> Terms:
     if not found:
         return ALONE
     rate = Rate(int(found[3]), int(found[4]) / 1000) if found[3] else None
-    return Terms(NAMES[found[1].decode()], int(found[2]), rate)
+    cost = int(found[5]) if found[5] else None
+    return Terms(NAMES[found[1].decode()], int(found[2]), rate, cost)

@@ -194,12 +194,17 @@ function commands.LPUSH(name, ...)
   return commands.LLEN(name)
 end
 
-function commands.LSET(name, nth, value)
-  local list = value_of(name, 'list')
-  nth = integer(nth) < 0 and #list + nth + 1 or nth + 1
-  if not list[nth] then wrong('ERR index out of range') end
-  list[nth] = value
-  return {ok = 'OK'}
+function commands.LREM(name, most, value)
+  local list, kept, removed = value_of(name, 'list'), {}, 0
+  if integer(most) <= 0 then wrong('ERR only from the head is known here') end
+  for _, one in ipairs(list) do
+    if one == value and removed < integer(most) then removed = removed + 1 else kept[#kept + 1] = one end
+  end
+  if find(name) then
+    keys[name].value = kept
+    tidy(name)
+  end
+  return removed
 end
 
 function commands.LINDEX(name, nth)
