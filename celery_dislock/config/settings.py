@@ -193,6 +193,7 @@ def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOption
         raise refused(owner, "lock_limit", None, remedy)
     if options.has_rate:
         _check_rate(owner, options)
+    _check_costs(owner, options)
     _check_cancelling(owner, declared, options)
     for name, other in NEED.items():
         if name in declared and getattr(options, other) is None:
@@ -223,6 +224,26 @@ def _check_rate(owner: str, options: TaskOptions) -> None:
     if options.lock_hold_on_retry:
         remedy = "a retry that keeps its lease is not counted: leave it out, or the rate"
         raise refused(owner, "lock_hold_on_retry", options.lock_hold_on_retry, remedy)
+
+
+def _check_costs(owner: str, options: TaskOptions) -> None:
+    each = options.terms if len(options.terms) > 1 else options.terms * len(options.costs)
+    name = "lock_key" if options.lock_cost is None else "lock_cost"
+    given = options.lock_cost or options.lock_key
+    for cost, terms in zip(options.costs, each, strict=True):
+        if cost is None:
+            continue
+        if options.cancels:
+            remedy = "with lock_on_conflict='cancel' all tasks cost 1: leave the cost out"
+        elif options.lock_limit is None or (options.lock_mode == "shared" and not terms.rate):
+            remedy = "nothing counts the cost: give lock_rate, or leave it out"
+        elif terms.limit == 1 and not terms.rate:
+            remedy = "a cost needs a limit or a rate: give lock_limit or lock_rate, or leave it out"
+        elif terms.too_much:
+            remedy = f"a cost of {cost} is more than {terms.too_much}: it could never start"
+        else:
+            continue
+        raise refused(owner, name, given, remedy)
 
 
 def nearer(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ STARTS_MOST = 10**9  # in a window; as LIMIT_MOST
 WINDOW_MOST = 30 * 86400  # seconds
 RATE_WANTED = "give a rate as '100/m' or '5/10s': starts in a window, of s, m, h or d"
 NAMES = {letter: mode for mode, letter in MODES.items()}
+COST = "0123456789:"  # what may stand behind the letter of a lease's mode; see `_record.lua`
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
 _IN_WORDS = {1: "a second", 60: "a minute", 3600: "an hour", 86400: "a day"}
 _RATE = re.compile(r"(\d{1,10})/(\d{0,7})([smhd])")
@@ -92,11 +93,22 @@ class Terms(NamedTuple):
         """
         Return what admits no more than either, for a key that is declared twice.
 
-        Of two rates, it is the one that admits fewer starts on average.
+        Of two rates, it is the one that admits fewer starts on average; of two costs, the larger.
         """
+        costs = [terms.cost for terms in (self, other) if terms.cost is not None]
         rates = [terms.rate for terms in (self, other) if terms.rate is not None]
         slowest = min(rates, key=lambda rate: rate.most / rate.window, default=None)
-        return self._replace(limit=min(self.limit, other.limit), rate=slowest)
+        limit = min(self.limit, other.limit)
+        return self._replace(limit=limit, rate=slowest, cost=max(costs, default=None))
+
+    @property
+    def too_much(self) -> str:
+        """What the cost is more than, for an error; empty: it is within the limit and the rate."""
+        if self.cost is None:
+            return ""
+        if self.cost > self.limit:
+            return f"the limit, {self.limit}"
+        return f"the rate, {self.rate}" if self.rate and self.cost > self.rate.most else ""
 
     @property
     def breadth(self) -> tuple[int, float]:

@@ -28,13 +28,13 @@ do
     if logs[name] then return logs[name] end
     local record = redis.call('LINDEX', name .. STARTS, -1)
     local log = {record = record, most = 0, window = 0, quantum = 1, carry = 0, asked = now_us}
-    local most, window, rest = string.match(record or '', '^%d+ (%d+) (%d+)(.*)$')
+    local most, window, quantum, carry, newest, asked, costs =
+      string.match(record or '', '^%d+ (%d+) (%d+) ?(%d*) ?(%d*) ?(%d*) ?(%d*)(.*)$')
     if most and #most <= NUMBER_DIGITS and #window <= NUMBER_DIGITS then log.most, log.window = tonumber(most), tonumber(window) end
-    local quantum, carry, newest, asked, costs
-    if rest and rest ~= '' then quantum, carry, newest, asked, costs = string.match(rest, '^ (%d+) (%d+) (%d+) (%d+)(.*)$') end
-    if quantum and tonumber(quantum) > 0 and #quantum <= NUMBER_DIGITS and #carry <= NUMBER_DIGITS and #newest <= TOKEN_DIGITS then
+    if asked and asked ~= '' and tonumber(quantum) > 0 and #quantum <= NUMBER_DIGITS and #carry <= NUMBER_DIGITS and #newest <= TOKEN_DIGITS then
       log.quantum, log.carry, log.newest, log.asked = tonumber(quantum), tonumber(carry), tonumber(newest), tonumber(asked)
-      local credit, since, over, over_us = string.match(costs, '^ (%d+) (%d+) (%d+) (%d+)')
+      local credit, since, over, over_us
+      if costs ~= '' then credit, since, over, over_us = string.match(costs, '^ (%d+) (%d+) (%d+) (%d+)') end
       if credit then log.credit, log.since, log.over, log.over_us = tonumber(credit), tonumber(since), tonumber(over), tonumber(over_us) end
     else
       log.newest = tonumber(redis.call('LINDEX', name .. STARTS, 0)) or 0
@@ -64,9 +64,8 @@ do
   -- From now on there are costs.  What was cut off before is not known: if the log is full, as much as can be.
   local function keep_costs(starts, log)
     if log.credit then return end
-    local is_full = log.record and redis.call('LLEN', starts) > most_times(log)
-    log.credit, log.since, log.over, log.over_us = 0, now_us, 0, 0
-    if is_full then log.over, log.over_us = QUANTA, tonumber(redis.call('LINDEX', starts, -2)) or 0 end
+    local last = log.record and tonumber(redis.call('LINDEX', starts, most_times(log) - 1))
+    log.credit, log.since, log.over, log.over_us = 0, now_us, last and QUANTA or 0, last or 0
   end
 
   -- Write the record behind *there* times, of which no more are kept than the rate needs.
@@ -78,9 +77,11 @@ do
       if not is_over(log) then log.over = 0 end
       log.over, log.over_us = log.over + there - kept, over_us
     end
-    local record = string.format('1 %.0f %.0f', log.most, log.window)
-    if log.quantum > 1 or log.credit then
-      record = record .. string.format(' %d %d %s %s', log.quantum, log.carry, as_text(log.newest), as_text(log.asked))
+    local record
+    if log.quantum == 1 and not log.credit then record = string.format('1 %d %d', log.most, log.window)
+    else
+      record = string.format('1 %d %d %d %d %s %s',
+        log.most, log.window, log.quantum, log.carry, as_text(log.newest), as_text(log.asked))
     end
     if log.credit then
       record = record .. string.format(' %d %s %d %s', log.credit, as_text(log.since), log.over, as_text(log.over_us))

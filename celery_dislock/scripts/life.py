@@ -113,6 +113,8 @@ class Life:
         yield scripts.OVERRIDE, lock, (home, 0, "", "rate", "", "pause", "")
         for owner, terms in zip("efg", RATED, strict=True):
             yield scripts.ACQUIRE, lock, (owner, TTL_MS, "{}", terms, 0, 1)
+        yield scripts.SPENT, lock, ("g", 4, RATED[2])
+        yield scripts.SPENT, lock, ("g", 1, RATED[2])
         yield scripts.TAKE_OVER, lock, ("b", "c", "{}")
         # A task with a reservation.
         unique, message = [self._lock + UNIQUE], ("i", "mark", 0)
