@@ -32,8 +32,8 @@ help:  ## show this list
 demo: $(DEMO)  ## watch two real workers keep their locks
 	@$(BIN)/python -m example_project.demo $(ARGS)
 
-test: $(PAGES)  ## run all tests but the slow ones; ARGS=tests/unit/keys runs some
-	@$(PYTEST) -m "not slow" --numprocesses $(JOBS) $(GROUPED) $(STUCK) $(ARGS)
+test: $(PAGES)  ## run the tests, but those of `make faults`; ARGS=tests/unit/keys runs some
+	@$(PYTEST) -m "not slow and not faults" --numprocesses $(JOBS) $(GROUPED) $(STUCK) $(ARGS)
 
 unit: $(STAMP)  ## run the unit tests: no server, no worker
 	@$(PYTEST) tests/unit --numprocesses $(JOBS) $(ARGS)
@@ -73,8 +73,8 @@ road: $(PAGES)  ## count what each journey passes, from a task to its socket; AR
 proof: $(PAGES)  ## run workloads under faults, and judge their history; ARGS="--minutes 60 --seed 7", ARGS=--simulate
 	@$(BIN)/python -m proof $(ARGS)
 
-faults: $(PAGES)  ## run every fault test, and all slow tests
-	@$(PYTEST) -m "faults or slow" $(ARGS)
+faults: $(PAGES)  ## run all other tests: faults, slow ones, RabbitMQ, other pools than prefork
+	@$(PYTEST) -m "faults or slow" --numprocesses $(JOBS) $(GROUPED) $(STUCK) $(ARGS)
 
 release: $(PAGES)  ## build what is tagged, install it in a fresh environment, and try it there
 	@.ci/release

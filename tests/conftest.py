@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 NOT_OF_TESTS = {"celery.app.builtins", "celery_dislock.plugin"}  # modules that extend all apps
+# Parameters by which a test shows again what it shows with workers of the prefork pool on a Redis.
+OTHERS = {"threads", "gevent", "eventlet", "solo", "rabbitmq", "classic", "quorum"}
 PARTS = {"docs/test_snippets.py": 2, "faults/test_simulation.py": 4}
 # Which tests start first: those that wait longest, largest group first.
 TURN = {"acceptance": 0, "faults": 0, "docs": 0, "smoke": 0, "integration": 1, "unit": 2, "site": 3}
@@ -63,6 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     seen: Counter[str] = Counter()
     for item in items:
         tier = places[item.path].parts[0]
+        shown = item.callspec.id.split("-") if hasattr(item, "callspec") else ()
+        if "rabbitmq" in item.fixturenames or (tier == "acceptance" and OTHERS.intersection(shown)):
+            item.add_marker("slow")
         if tier == "acceptance":
             item.add_marker(tier)
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import itemgetter
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 ARGUMENTS = re.compile(r"^(?:local )?(\w+(?:,\s+\w+)*) = unpack\(ARGV\)$", re.MULTILINE)
+CAPITALS = re.compile(r"\b[A-Z]+\b")
 NUMBER = re.compile(r"^local TAKE_UP_MS = (\d+)", re.MULTILINE)
 KEY = re.compile(r"^local ([A-Z]+) = ':.*\n", re.MULTILINE)  # a key's name, of _names.lua
 TIMES_KEPT = 100  # times whose conversion is remembered: those of settings, mostly
@@ -43,8 +45,8 @@ class Script:
         Names of keys that it does not use are left out: Lua has room for 200 local variables.
         """
         text = read_lua(name, within)
-        unused = {end for end in KEY.findall(text) if len(re.findall(rf"\b{end}\b", text)) == 1}
-        text = KEY.sub(lambda found: "" if found[1] in unused else found[0], text)
+        uses = Counter(CAPITALS.findall(text))
+        text = KEY.sub(lambda found: "" if uses[found[1]] == 1 else found[0], text)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
     @cached_property

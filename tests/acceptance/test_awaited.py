@@ -21,6 +21,7 @@ def pair(start_pair):
         yield pair
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [tasks.hold, tasks.hold_plain])
 def test_one_at_a_time_runs_until_it_has_ended(pair, scene, task):
     """The lock is held while the coroutine waits; of a plain function beside it, too."""

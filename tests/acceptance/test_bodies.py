@@ -15,6 +15,7 @@ from tests.acceptance.fleet import LIMIT, PREFORK, leases_of, wait_for
 FORMS = ["one", "several", "shared", "semaphore", "async"]
 
 
+@pytest.mark.slow
 @PREFORK
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("task", [scenarios.hold_inside, scenarios.hold_both])

@@ -208,6 +208,7 @@ def test_of_bursts_under_kills_the_newest_runs_last(fleet, scene):
     scene.assert_exclusive(dead=killed)
 
 
+@pytest.mark.slow
 def test_beside_a_release_with_another_strategy(start_fleet, scene):
     """A task of the release before goes on; those that it has parked make room."""
     old = start_fleet("prefork", ready=False, env={"SCENARIOS_RELEASE": "old"})

@@ -95,6 +95,7 @@ def silent(redis_program, tmp_path):
         gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["locks", "results"])
 def test_a_worker_goes_on_while_a_redis_does_not_answer(which, silent, server, redis_client, start):
     """It answers pings and runs other tasks, while its sweep has to ask that server."""

@@ -109,6 +109,7 @@ def site(server, redis_client, workers, tmp_path):
         site.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_a_worker_that_stops_hands_in_its_counts(site, pool):
     """Acquisitions, conflicts and turns add up after a warm shutdown, and after the next one."""
@@ -148,6 +149,7 @@ def test_a_worker_that_stops_hands_in_its_counts(site, pool):
     assert {one["worker"] for one in site.ran} == {"counting1@here", "counting2@here"}
 
 
+@pytest.mark.slow
 def test_children_that_come_and_go_take_nothing_along(site):
     """A child counts a few tasks, and hands its counts in when it ends; in the end."""
     site.start("--max-tasks-per-child", "2", many=2)
@@ -158,6 +160,7 @@ def test_children_that_come_and_go_take_nothing_along(site):
         assert site.total(name) == TASKS
 
 
+@pytest.mark.slow
 def test_half_of_the_workers_are_killed(site):
     """Who is killed loses the counts of its last seconds, and no others."""
     site.start(many=2)

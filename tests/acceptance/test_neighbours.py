@@ -12,7 +12,7 @@ from celery.result import AsyncResult
 from tests.acceptance.delayed_app import LIMIT, close, made
 from tests.acceptance.fleet import Worker, value_of, wait_for
 
-pytestmark = pytest.mark.xdist_group("neighbours")
+pytestmark = [pytest.mark.xdist_group("neighbours"), pytest.mark.slow]
 
 MANY = 5
 # A header that the neighbour adds, as its module and the worker's settings say.

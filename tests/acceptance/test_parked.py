@@ -157,6 +157,7 @@ def test_what_is_put_back_too_early_is_not_lost(scene, fleet):
 # The body of a parked task ends in another way
 
 
+@pytest.mark.slow
 @BROKERS
 def test_a_parked_task_survives_a_cold_shutdown(fleet, start_fleet, scene):
     """With acks_late its body, stopped in one worker, runs again in another one."""
@@ -219,6 +220,7 @@ def test_a_line_survives_a_restart_of_redis_and_its_workers(start_fleet, tmp_pat
         assert_a_line_survives(start_fleet, scene, restart, server.url, env=env)
 
 
+@pytest.mark.slow
 def test_a_line_survives_a_restart_of_rabbitmq_and_its_workers(start_fleet, scene, tmp_path):
     """Tasks that were parked before all workers died and the broker was restarted run in order."""
     with own_rabbitmq(tmp_path / "rabbitmq") as server:

@@ -28,6 +28,7 @@ def test_of_many_sends_of_a_key_one_runs(fleet, scene):
     assert [event["id"] for event in scene.reported("begin")] == [winner.id]
 
 
+@pytest.mark.slow
 def test_a_body_that_never_yields_keeps_its_lock(fleet, scene, tmp_path):
     """It computes for several timeouts, and in no pool is the lock free meanwhile."""
     gate = tmp_path / "gate"

@@ -53,6 +53,7 @@ def test_other_strategies_keep_it_too(fleet, scene, task):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
 def test_a_task_that_is_put_off_for_longer_than_its_broker_waits_runs_once(start_fleet, scene):
     """The worker that keeps it until then would get it again from its broker, and run both."""
@@ -67,6 +68,7 @@ def test_a_task_that_is_put_off_for_longer_than_its_broker_waits_runs_once(start
     assert len(starts_of(scene)) == 4
 
 
+@pytest.mark.slow
 def test_a_line_follows_the_release_that_takes_over(server, start_fleet, scene):
     """Tasks parked at one an hour start at ten a second, when workers of that release have come."""
     # A broker of their own, as workers of other tests, which have the new release, sweep its lines.

@@ -153,6 +153,7 @@ def test_it_says_what_it_is_and_ends_at_a_signal(number):
         assert "not for production" in process.stdout.read()
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken():
     """It names one that is free, and takes that."""
     port = free_port(1)
@@ -165,6 +166,7 @@ def test_a_port_that_is_taken():
         assert client.ping()
 
 
+@pytest.mark.slow
 def test_without_its_extra_it_says_what_to_install():
     """In one line."""
     code = "import runpy, sys; sys.modules['fakeredis'] = None; sys.argv[1:] = ['--port', '0']\n"

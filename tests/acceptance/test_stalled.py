@@ -13,6 +13,7 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
 from tests.acceptance.scenarios import BRIEF
 
+pytestmark = pytest.mark.slow
 TIMEOUTS_OUTLIVED = 2.0
 STALLED = "The main process renews the lock"
 

@@ -171,6 +171,7 @@ def test_a_process_that_is_killed_frees_all_its_keys(fleet, calls):
     assert calls.of(a).count(victim[0].id) == 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_with_turns_out_bars_nobody(start_fleet, calls, brief, request):
     """Others of its rate go on, and its tasks run when somebody serves their queue again."""
     task = scenarios.call_rated
@@ -236,6 +237,7 @@ def test_a_chord_of_tasks_with_several_keys_ends(fleet, calls):
     get_all(holders)
 
 
+@pytest.mark.slow
 def test_tasks_of_a_release_with_other_keys_run(start_fleet, calls, brief):
     """With a key more, one less or in another order, parked before a deploy or a rollback."""
     old = start_fleet("prefork", ready=False, env={"SCENARIOS_RELEASE": "old"}, **brief)

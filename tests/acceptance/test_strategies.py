@@ -103,6 +103,7 @@ def test_a_warm_shutdown_lets_a_waiter_get_its_turn(fleet, start_fleet, scene):
     assert second.get(timeout=LIMIT)["held"] is True
 
 
+@pytest.mark.slow
 @BROKERS
 def test_death_of_the_worker_in_the_middle_of_a_wait(fleet, start_fleet, scene):
     """With acks_late another worker waits in its stead; the dead one's place costs seconds."""

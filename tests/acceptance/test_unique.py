@@ -84,6 +84,7 @@ class TestRevoked:
         assert scene.reservation is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGQUIT], ids=["warm", "soft"])
 def test_what_runs_in_a_worker_that_shuts_down_keeps_its_key(start_fleet, scene, how):
     """Its timer has ended, or stands still; nobody else renews what has no lease to renew."""

@@ -541,6 +541,7 @@ def test_lost_connection_and_what_the_worker_tells(start_worker, own_broker, sce
     wait_for("nothing runs", lambda: own.leases() == [])
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_away_and_a_process_that_stands_still(start_fleet, scene, tmp_path):
     """The main process waits for the broker, and renews for a stopped process meanwhile."""
 

@@ -120,6 +120,7 @@ def serve(tmp_path, redis_url):
         yield start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_the_page_of_an_app_without_a_dislock(serve, redis_url, how):
     """On the loopback, and it ends without a traceback, as ^C ends it, too."""

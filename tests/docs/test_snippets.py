@@ -216,7 +216,14 @@ def test_no_code_stands_outside_a_fence():
         assert re.findall(r"\n\n {4,}\S.*", text) == [], page
 
 
-@pytest.mark.parametrize("page", RUNNABLE, ids=names_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page.name == "README.md" else pytest.mark.slow)
+        for page in RUNNABLE
+    ],
+    ids=names_of,
+)
 def test_a_page_can_be_followed_from_top_to_bottom(reader, page):
     """What it says to type works, in order, and prints what it shows."""
     reader.follow(page)

@@ -92,6 +92,7 @@ def test_an_address_is_told_as_that_of_the_proxy(redis_server):
         client.close()
 
 
+@pytest.mark.slow
 def test_without_rabbitmq_locks_alone_are_tried(redis_program, tmp_path, monkeypatch):
     """The proof runs on a machine that has no broker; one line says what it leaves out."""
     monkeypatch.setattr("proof.run.find_rabbitmq", lambda: None)

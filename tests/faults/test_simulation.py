@@ -103,6 +103,7 @@ def test_what_is_to_be_broken_is_there():
     assert [one for one, (text, _) in BROKEN.items() if not any(text in its for its in texts)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("text", "broken"), [named(one, *how) for one, how in BROKEN.items()])
 def test_what_is_broken_is_caught(text, broken):
@@ -132,6 +133,7 @@ def test_what_is_found_can_be_read_and_replayed(what, tmp_path, monkeypatch):
     assert not again.replay()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [named(name, name) for name, one in CONTROLS.items() if SIMULATION in one.shown_in]
@@ -150,6 +152,7 @@ def test_a_history_that_takes_long_breaks_no_promise(monkeypatch):
     assert sum("ran out of rounds" in line for line in said) == counts["stopped"]
 
 
+@pytest.mark.slow
 def test_a_history_that_does_not_end_breaks_a_promise(monkeypatch):
     """What waits for ever is found, however many rounds a history may take."""
     monkeypatch.setattr(Publisher, "hand_over", lambda *_: None)

@@ -491,6 +491,7 @@ def test_tasks_that_are_pending_when_the_program_ends_leave_nothing(redis_url, r
     assert list(redis_client.scan_iter("dislock:*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close_a_loop", "close_loops"])
 def test_a_loop_that_is_closed_leaves_nothing(redis_url, redis_client, how):
     """Its tasks are dropped where they wait; the next loop of their thread ends them as well."""

@@ -535,6 +535,7 @@ dislock.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["await dislock.aclose()", ""], ids=["aclose", "nothing"])
 def test_nothing_is_left_open_at_the_end_of_a_loop(redis_url, end):
     """As Python's development mode tells it, with warnings as errors."""

@@ -179,6 +179,7 @@ def test_options_of_locks(redis_url):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_failover_while_tasks_wait(watched, caplog):
     """Who waits at a master that dies gets the lock at the next one, one after the other."""
     inside, order = [], []
@@ -235,6 +236,7 @@ def test_sentinels_are_asked_once_for_many_tasks(watched):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_slot_that_moves_and_a_master_that_dies(cluster):
     """A waiter in a cluster follows its lock; so does the owner's release."""
 

@@ -71,6 +71,7 @@ def end_at_random(world, one):
         world.run(STEP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_takeovers_at_random(kept, seed):
     """No tick has two ids, none is missing, and nothing is silent for longer than a timeout."""
@@ -422,6 +423,7 @@ def test_an_entry_rescheduled_in_redbeat(redbeat):
     assert len(world.sent) == len({one.id for one in world.sent}) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("offset", "zone"),
     [(-STEP, "UTC"), (0, "Europe/Berlin"), (STEP, "Europe/Berlin")],

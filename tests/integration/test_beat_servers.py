@@ -218,6 +218,7 @@ def test_a_slot_that_moves(redis_program, tmp_path, beats, first, caplog):
         assert caplog.text.count("until the lock server answers") <= 1
 
 
+@pytest.mark.slow
 def test_a_failover_of_the_sentinels(redis_program, tmp_path, beats):
     """The beat stands by until there is a new master, and sends no tick twice there."""
     with Watched(tmp_path) as watched:

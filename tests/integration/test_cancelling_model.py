@@ -292,6 +292,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_found(rule):
     """Each rule has a history that shows what happens without it."""

@@ -97,6 +97,7 @@ def test_bytes_that_are_no_text_are_wrong_usage(dislock, words):
     assert dislock("ls").stderr == "No lock matches.\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
 @pytest.mark.parametrize("command", ["ls", "show k", "ls --json", "why id", "ls --help"])
 def test_an_output_that_cannot_be_written_is_a_message(redis_url, command):
@@ -315,6 +316,7 @@ class TestRun:
             signal.signal(signal.SIGHUP, before)
         assert answer.exit_code == 9
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("trap", ["", "trap '' TERM; "])
     def test_a_lost_lock_ends_the_command_and_what_it_started(
         self, redis_url, redis_client, tmp_path, trap

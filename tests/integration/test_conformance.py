@@ -56,6 +56,7 @@ def in_order(reply):
     return sorted(map(repr, map(in_order, reply))) if isinstance(reply, list) else reply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(HISTORIES))
 def test_a_server_replies_as_the_simulated_one(redis_url, seed):
     """Each request of a history has the same reply."""

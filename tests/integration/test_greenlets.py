@@ -227,6 +227,7 @@ def run(request, redis_url):
     return run
 
 
+@pytest.mark.slow
 def test_a_body_that_computes_keeps_its_lock(run):
     """The watchdog is a thread; what it reports is heard in the hub's, once that runs."""
     out, err = run(COMPUTES)
@@ -235,6 +236,7 @@ def test_a_body_that_computes_keeps_its_lock(run):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_the_owner_is_the_greenlet_though_it_was_patched_late(run):
     """Of fifty greenlets one is inside, and the log says that the patch came too late."""
     out, err = run(PATCHED_LATE)
@@ -242,6 +244,7 @@ def test_the_owner_is_the_greenlet_though_it_was_patched_late(run):
     assert "patched this process after its first lock" in err
 
 
+@pytest.mark.slow
 def test_what_is_held_while_the_process_is_patched_is_renewed(run):
     """So is what is taken after it; eventlet takes away a function that redis-py looks up."""
     out, err = run(HELD_WHILE_PATCHED)
@@ -254,12 +257,14 @@ def test_a_lease_is_renewed_for_as_long_as_its_greenlet_lives(run):
     assert out.strip() == "free", err
 
 
+@pytest.mark.slow
 def test_jobs_of_its_pool_of_threads_exclude_each_other(run):
     """The second is refused; a block in the block of one job has its lease."""
     out, err = run(POOLS)
     assert out.strip() == "True False True", err
 
 
+@pytest.mark.slow
 def test_blocks_that_begin_and_end_in_any_greenlet_exclude_each_other(run):
     """At most one is inside, whichever greenlet has begun or ended a block."""
     out, err = run(GREENLETS)

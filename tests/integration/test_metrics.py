@@ -75,6 +75,7 @@ def test_no_record_stops_the_page(app, redis_client):
     assert all(math.isfinite(number) for number in scraped.values())
 
 
+@pytest.mark.slow
 def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client, kept):
     """Ten thousand locks are read in pages; no command takes longer than a few milliseconds."""
     lease = '1 {} 1 1 x {{"task":"t","worker":"w","timeout":30}}'

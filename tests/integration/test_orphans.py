@@ -35,6 +35,7 @@ def test_it_never_ends():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("redis_program")
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

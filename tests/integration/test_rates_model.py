@@ -289,6 +289,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_found(rule):
     """Without this rule some history fails."""

@@ -58,6 +58,7 @@ def test_a_lease_that_is_due_soon_is_renewed_with_the_others(driven, later, rene
             assert (first.renewals, second.renewals) == (1, renewals)
 
 
+@pytest.mark.slow
 def test_five_hundred_leases_are_renewed_in_one_round_trip(driven):
     """More wait for the next one: a process of many leases does not block a server for long."""
     leases = [driven.take(f"k{number}") for number in range(501)]

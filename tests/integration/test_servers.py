@@ -375,6 +375,7 @@ class TestSentinel:
         store.close()
 
 
+@pytest.mark.slow
 class TestAMasterThatReturns:
     """It stood still, another took its place, and it goes on as if nothing had happened."""
 
@@ -914,6 +915,7 @@ class TestParkedInAClusterThatMoves:
         assert [turn.ticket for turn in self.published] == ["a:0:0"]
         self.store.close()
 
+    @pytest.mark.slow
     def test_none_is_lost_or_runs_twice_while_its_slot_moves(self, connect, cluster):
         """A line is worked off while its slot goes to and fro; each task of it runs once."""
         tasks = [f"t{number}" for number in range(150)]

@@ -381,6 +381,7 @@ BROKEN = {
 RARE = "circles stay closed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [pytest.param(one, marks=pytest.mark.slow if one == RARE else ()) for one in BROKEN],

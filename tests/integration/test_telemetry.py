@@ -179,6 +179,7 @@ def test_an_outage_loses_no_counts(server, declare, scraped, caplog, monkeypatch
     assert scraped()["unavailable_total", "retry", NAME] == 2
 
 
+@pytest.mark.slow
 def test_counts_wait_while_renewals_fail(server, declare, caplog, monkeypatch):
     """The time of an outage is for leases: none is sent until no lease is left to renew."""
     monkeypatch.setattr(counting, "EVERY", 0.0)

@@ -54,6 +54,7 @@ def need(plugin):
         missing(plugin)
 
 
+@pytest.mark.slow
 def test_a_leak_fails_its_test(users):
     """At its teardown, with the lock, the holder and the test; the next test begins empty."""
     outcome = users(
@@ -120,6 +121,7 @@ def test_celerys_own_fixture_uses_the_server(users, more):
     assert "2 passed" in outcome.stdout, outcome.stdout
 
 
+@pytest.mark.slow
 def test_each_process_of_xdist_has_a_server(users):
     """Tests of one key do not meet."""
     outcome = users(
@@ -172,6 +174,7 @@ async def test_a_failure(dislock_server):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["strict", "auto"])
 def test_coroutines_of_pytest_asyncio(users, mode):
     """With a loop for each test, and with one for all, after which the app's clients are others."""
@@ -249,6 +252,7 @@ def test_settings(server, db, settings, again):
 }
 
 
+@pytest.mark.slow
 def test_pytest_django(tmp_path):
     """What is sent on commit, and what a test overrides; Django's settings have a prefix."""
     need("pytest_django")
@@ -260,6 +264,7 @@ def test_pytest_django(tmp_path):
     assert "4 passed" in ran.stdout, ran.stdout
 
 
+@pytest.mark.slow
 def test_the_same_test_runs_on_a_real_server(users, redis_url):
     """With --dislock-redis; time takes its time there, and what would take too long is skipped."""
     outcome = users(
@@ -289,6 +294,7 @@ def test_the_same_test_runs_on_a_real_server(users, redis_url):
     assert "1 passed, 2 skipped" in outcome.stdout, outcome.stdout
 
 
+@pytest.mark.slow
 def test_processes_of_xdist_have_databases_of_their_own_on_a_real_server(users, redis_url):
     """A test in one process finds nothing of a test in another."""
     need("xdist")
@@ -303,6 +309,7 @@ def test_processes_of_xdist_have_databases_of_their_own_on_a_real_server(users, 
     assert "4 passed" in outcome.stdout, outcome.stdout
 
 
+@pytest.mark.slow
 def test_a_real_server_that_is_not_empty_is_refused(users, redis_url, redis_client):
     """It keeps what it has."""
     redis_client.set("theirs", "1")
