@@ -198,9 +198,7 @@ class Store:
             self.lock_server.run(scripts.RENEW, [lock], owner, milliseconds(ttl)) for lock in locks
         )
 
-    def spent(
-        self, locks: Sequence[str], owner: str, cost: int, terms: tuple[Terms, ...]
-    ) -> bool:
+    def spent(self, locks: Sequence[str], owner: str, cost: int, terms: tuple[Terms, ...]) -> bool:
         """
         Count what a start has cost; sent again, it changes nothing.
 

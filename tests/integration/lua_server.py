@@ -198,7 +198,8 @@ function commands.LREM(name, most, value)
   local list, kept, removed = value_of(name, 'list'), {}, 0
   if integer(most) <= 0 then wrong('ERR only from the head is known here') end
   for _, one in ipairs(list) do
-    if one == value and removed < integer(most) then removed = removed + 1 else kept[#kept + 1] = one end
+    local goes = one == value and removed < integer(most)
+    if goes then removed = removed + 1 else kept[#kept + 1] = one end
   end
   if find(name) then
     keys[name].value = kept

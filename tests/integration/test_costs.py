@@ -176,17 +176,18 @@ def test_what_is_no_cost_takes_nothing(shop, cost):
     assert start(shop, 100)
 
 
+LARGE = {"lock_cost": 3, "lock_limit": 5}
 REFUSED = {
     "above the limit": ({"lock_limit": 5, "lock_cost": 6}, "more than the limit, 5"),
     "above the rate": ({"lock_rate": "5/m", "lock_cost": 6}, "more than the rate, 5 a minute"),
     "of a key": ({"lock_key": [Key("k", limit=2, cost=3)]}, "more than the limit, 2"),
     "nothing counts it": ({"lock_cost": 3}, "needs a limit or a rate"),
     "shared": ({"lock_cost": 3, "lock_mode": "shared"}, "nothing counts the cost"),
-    "cancel": ({"lock_cost": 3, "lock_limit": 5, "lock_on_conflict": "cancel"}, "leave the cost out"),
+    "cancel": ({**LARGE, "lock_on_conflict": "cancel"}, "leave the cost out"),
     "no argument": ({"lock_cost": "<n>", "lock_limit": 5}, "no argument of the task"),
     "zero": ({"lock_cost": 0, "lock_limit": 5}, "give 1 or more"),
     "text": ({"lock_cost": "3", "lock_limit": 5}, "'<name>' of an argument"),
-    "a callable of others": ({"lock_cost": lambda a, b: 1, "lock_limit": 5}, "takes the arguments"),
+    "a callable of others": ({"lock_cost": pow, "lock_limit": 5}, "takes the arguments"),
 }
 
 

@@ -90,7 +90,8 @@ class History:
         return reply[2]
 
     def word(self, cost, rate):
-        return terms_text((Terms(limit=LIMIT_MOST, rate=rate, cost=None if self.costs == "none" else cost),))
+        said = None if self.costs == "none" else cost
+        return terms_text((Terms(limit=LIMIT_MOST, rate=rate, cost=said),))
 
     def spend(self):
         """An owner says what it has spent; sometimes its command comes twice."""
@@ -170,7 +171,7 @@ def test_a_broken_rule_of_the_log_is_found(rule):
 
 
 def test_a_log_is_exact_again_when_no_large_rate_was_asked_for_in_a_window():
-    """After a deploy of a rate of few starts those are counted one by one, though the lock is never idle."""
+    """After a deploy of a small rate its starts are counted one by one, without a time of rest."""
     history = History(0, costs="none")
     large, small = Rate(10**6, 10.0), Rate(5, 1.0)
     history.server.lose()
@@ -184,7 +185,7 @@ def test_a_log_is_exact_again_when_no_large_rate_was_asked_for_in_a_window():
 
 @pytest.mark.parametrize("most", [3, 5000])
 def test_starts_in_the_future_become_as_old_as_now(most):
-    """A clock that is set back lets nobody wait for longer than a window, and no window has too many starts."""
+    """A clock that is set back lets nobody wait for longer than a window, and forgets no start."""
     history, rate = History(0, costs="none"), Rate(most, 60.0)
     history.server.lose()
     while history.ask(1, rate) == 0:
