@@ -291,7 +291,7 @@ class Guard:
         turn = notes.parked
         try:
             built = self._keys.of(args, kwargs, serializer)
-            each = self._keys.terms_of(args, kwargs)
+            each = self._keys.terms_of(args, kwargs) if self._keys.vary else self._terms
         except Exception as exc:
             if turn is None or isinstance(exc, THROWN) or not self._knows(turn, notes):
                 raise

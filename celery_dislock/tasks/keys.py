@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.config.settings import only_one_key
 from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.keys.builders import CallableKey, key_builder
-from celery_dislock.keys.costs import CallCost
 from celery_dislock.keys.signatures import AS_TEXT, VARIADIC
 from celery_dislock.keys.templates import InvalidTemplate, in_order
+from celery_dislock.tasks.costs import CallCost
 from celery_dislock.tasks.received import Received
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class TaskKeys:
         SettingsError: ``lock_key`` cannot be used.
 
     Attributes:
+        vary: Whether the arguments of a call tell what it costs.
         only: Returns the only key for the arguments as a message has them; None: there may be
             several keys, or the body gets other arguments.
     """
@@ -89,6 +90,7 @@ class TaskKeys:
         self._validate = getattr(task.run, "dislock_validate", None)
         self._before = () if _is_static(task) else (None,)  # for `self`
         first, *more = self._builders
+        self.vary = bool(self._costs)
         is_plain = not (more or isinstance(first, CallableKey) or self._validate or self._costs)
         self.only = first.key if is_plain else None
 
@@ -125,14 +127,14 @@ class TaskKeys:
 
     def terms_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Terms, ...]:
         """
-        Return the terms of each key for these arguments, or one for all, with the costs.
+        Return the terms of each key for these arguments, with the costs; or one for all.
+
+        Only called if the costs :attr:`vary`.
 
         Raises:
             Exception: LockKeyError: no cost, or more than the limit or the rate; or what a user's
                 callable or the validation raises.
         """
-        if not self._costs:
-            return self._terms
         if self._validate is not None:
             args, kwargs = self._validate(*self._before, *args, **kwargs)
             args = args[len(self._before) :]

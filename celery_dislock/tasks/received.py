@@ -20,8 +20,8 @@ from celery_dislock.locks.interruption import THROWN
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from celery_dislock.keys.costs import CallCost
     from celery_dislock.keys.templates import KeyBuilder
+    from celery_dislock.tasks.costs import CallCost
 
 # Types that no serializer changes.  Subclasses of them may be changed.
 UNCHANGED: set[type] = {str, int, float, bool, type(None)}
@@ -36,7 +36,9 @@ class Received:
         signature: Signature of the task's function, without ``self``.
     """
 
-    def __init__(self, builders: Iterable[KeyBuilder | CallCost], signature: inspect.Signature) -> None:
+    def __init__(
+        self, builders: Iterable[KeyBuilder | CallCost], signature: inspect.Signature
+    ) -> None:
         given = signature.parameters.values()
         by_name = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
         self._names = [parameter.name for parameter in given if parameter.kind not in by_name]
