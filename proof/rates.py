@@ -3,9 +3,10 @@ Judge the rates of a simulation: what is let in within a window, and none while 
 
 The judge sees who has a lease after each request that reaches the lock server.  Whoever has one
 that had none before, and is no parked task whose turn it is, begins: at most so many, each by its
-cost, in any window of its rate, by the server's clock, and none for the time for which a lock is held back.  What the
-server has lost does not count.  Of a lock with several rates the server keeps as many starts, for
-so long, as was asked for since it was idle: those from before do not count for a slower rate.
+cost, in any window of its rate, by the server's clock, and none for the time for which a lock is
+held back.  What the server has lost does not count.  Of a lock with several rates the server keeps
+as many starts, for so long, as was asked for since it was idle: those from before do not count for
+a slower rate.
 """
 
 from __future__ import annotations
