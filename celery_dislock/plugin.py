@@ -284,6 +284,8 @@ class Dislock:
             limit: Maximum number of exclusive leases at a time, > 0.  None: 1, or with a ``rate``
                 any number.
             rate: How often the lock is taken at most, in the whole fleet: "100/m", "5/10s".
+            cost: Units of the limit that the lease takes, and starts of the rate that it counts
+                for, > 0.  None: 1.
             watchdog_timeout: Expiry of the lease in seconds, > 0, or a timedelta; the default is
                 30.  It is renewed after each third of it.
             max_renew_times: Number of renewals after which the lease is left to expire; the default

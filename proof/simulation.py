@@ -277,6 +277,10 @@ class History:
             options = {**ONE, **options, "lock_rate": rate, "lock_key": "<key>"}
             if "lock_mode" in options:  # shared
                 del options["lock_limit"]
+            cost = rng.choice((None, 1, 2))
+            fits = cost and cost <= min(options.get("lock_limit", cost), Rate.of(rate).most)
+            if fits and not several and options["lock_on_conflict"] != "cancel":
+                options["lock_cost"] = cost
         if several:
             options = {
                 **{name: one for name, one in options.items() if name not in OF_ONE_KEY},

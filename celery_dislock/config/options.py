@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,10 +21,13 @@ from celery_dislock.config.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 RENEWALS_PER_TIMEOUT = 3  # of a lease; two may fail in a row before it is lost
 RENEWALS_MISSED = 2  # renewals missed in a row after which a lease counts as overdue
+
+
+Cost = int | str | Callable[..., int] | None  # of a start
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,14 @@ class Key:
             ``lock_limit``.  A key with a rate and without a limit has none.
         rate: How often this key is taken at most, as ``"100/m"``; in place of the task's
             ``lock_rate``.
+        cost: Units of the limit that a lease takes, and starts of the rate that it counts for; in
+            place of the task's ``lock_cost``.
     """
 
     key: str | Callable[..., str | Sequence[str]]
     limit: int | None = None
     rate: str | int | None = None
+    cost: Cost = None
 
     def terms(self, mode: str, limit: int, rate: Rate | None) -> Terms:
         """Return the terms of the key, beside what the task's options say."""
@@ -72,6 +80,16 @@ def lock_key(value: object) -> object:
     )
 
 
+def lock_cost(value: object) -> object:
+    """Check the cost of a start: a number, the argument that has it, or a callable."""
+    _refuse_coroutine(value)
+    if callable(value) or (isinstance(value, str) and COST_OF.fullmatch(value)):
+        return value
+    if isinstance(value, str):
+        raise ValueError("give a whole number, '<name>' of an argument that has it, or a callable")
+    return number_from(1, LIMIT_MOST)(value)
+
+
 def lock_on_conflict(value: object) -> object:
     """Check a strategy: its name, or a callable that takes the task and the conflict."""
     if not callable(value):
@@ -95,9 +113,10 @@ def _is_key(value: object) -> bool:
 
 
 def _check_terms(key: Key) -> None:
-    if key.limit is None and key.rate is None:
-        raise ValueError(f"give {key!r} a limit or a rate, or the template alone")
-    for name, check in (("limit", number_from(1, LIMIT_MOST)), ("rate", Rate.of)):
+    if key.limit is None and key.rate is None and key.cost is None:
+        raise ValueError(f"give {key!r} a limit, a rate or a cost, or the template alone")
+    checks = {"limit": number_from(1, LIMIT_MOST), "rate": Rate.of, "cost": lock_cost}
+    for name, check in checks.items():
         given = getattr(key, name)
         try:
             if given is not None:
@@ -110,6 +129,8 @@ def _refuse_coroutine(value: object) -> None:
     if inspect.iscoroutinefunction(value):
         raise ValueError("give a plain function: an `async def` is not awaited")
 
+
+COST_OF = re.compile(r"<[^<>]+>")  # the placeholder of an argument
 
 UNIQUE_UNTIL = ("start", "end", "expiry")  # of lock_unique_until
 
@@ -207,6 +228,9 @@ class TaskOptions:
     #: Maximum number of starts in any window, in the whole fleet: `'100/m'`, `'5/10s'`; of s, m, h
     #: and d. Too early is a conflict. Without a `lock_limit`, any number may run.
     lock_rate: Rate | None = declare(None, optional(Rate.of))
+    #: Units of the limit that a lease takes, and starts of the rate that it counts for: a number,
+    #: `'<tokens>'` of an int argument, or a callable with the task's arguments. None: 1.
+    lock_cost: Cost = declare(None, optional(lock_cost))
     #: No second message of the key is sent. `start`: while one waits. `end`: while one waits or
     #: runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. None: all are sent.
     lock_unique_until: str | None = declare(None, optional(one_of(*UNIQUE_UNTIL)))
@@ -233,10 +257,19 @@ class TaskOptions:
     def terms(self) -> tuple[Terms, ...]:
         """The terms of each key, in the order of ``lock_key``; one if all have the same."""
         common = self.lock_mode, self.lock_limit or 1, self.lock_rate
+        costs = [cost if isinstance(cost, int) else None for cost in self.costs]
         keys = self.lock_key if isinstance(self.lock_key, tuple) else ()
         if not any(isinstance(key, Key) for key in keys):
-            return (Terms(*common),)
-        return tuple(key.terms(*common) if isinstance(key, Key) else Terms(*common) for key in keys)
+            return (Terms(*common, *costs[:1]),)
+        terms = [key.terms(*common) if isinstance(key, Key) else Terms(*common) for key in keys]
+        return tuple(one._replace(cost=cost) for one, cost in zip(terms, costs, strict=True))
+
+    @cached_property
+    def costs(self) -> tuple[Cost, ...]:
+        """The cost of a start at each key, in the order of ``lock_key``, as it is declared."""
+        keys = self.lock_key if isinstance(self.lock_key, tuple) else (self.lock_key,)
+        own = [key.cost if isinstance(key, Key) else None for key in keys]
+        return tuple(self.lock_cost if cost is None else cost for cost in own)
 
     @cached_property
     def limits_keys(self) -> bool:
@@ -350,12 +383,13 @@ MEANT = {
     "auto_renewal": "leave it out, as leases are renewed, or give lock_expire for a fixed expiry",
     # Our own names of options of a lock in plain Python and of a Key, but what a task may well have
     # for itself: "mode" and "expire".
-    **{name: f"give lock_{name}" for name in ("limit", "on_cap", "on_lost", "rate")},
+    **{name: f"give lock_{name}" for name in ("cost", "limit", "on_cap", "on_lost", "rate")},
 }
 
 # The only values of these options that several independent lock servers support.
 QUORUM_VALUES = {
     "lock_mode": "exclusive",
+    "lock_cost": None,  # without a limit and a rate it is refused by itself
     "lock_rate": None,  # before the limit, of which it leaves none
     "lock_limit": 1,
     "lock_unique_until": None,

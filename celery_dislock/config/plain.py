@@ -27,6 +27,7 @@ class PlainOptions(TypedDict, total=False):
     mode: Literal["exclusive", "shared"] | None
     limit: int | None
     rate: str | int | None
+    cost: int | None
     watchdog_timeout: float | timedelta | None
     max_renew_times: int | None
     expire: float | timedelta | None
@@ -99,6 +100,8 @@ def plain_options(
                 own[name] = check(stated.pop(name))
             except ValueError as exc:
                 raise SettingsError(owner, name, given[name], str(exc)) from exc
+    if "cost" in stated and not isinstance(stated["cost"], int):
+        raise SettingsError(owner, "cost", stated["cost"], "give a whole number from 1 on")
     declared = {of_task(name): value for name, value in stated.items()}
     try:  # the app's setting is for tasks only
         options = task_options(owner, {**declared, "lock_on_conflict": "skip"}, conf)

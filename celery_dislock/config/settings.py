@@ -66,7 +66,6 @@ URL_WORDS = {"url", "urls", "uri"}
 ONE_BY_ONE = "nodes of a cluster count for themselves: give one key, or no rate"
 APART = "a cluster keeps no line for them: give one key, or use 'wait' or 'retry'"
 CANCELS_ONE = "a task of several keys cancels nobody: give one key, or use 'queue'"
-STARTS_MANY = 10_000  # in the window of a rate
 
 
 @dataclass(frozen=True)
@@ -194,6 +193,7 @@ def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOption
         raise refused(owner, "lock_limit", None, remedy)
     if options.has_rate:
         _check_rate(owner, options)
+    _check_costs(owner, options)
     _check_cancelling(owner, declared, options)
     for name, other in NEED.items():
         if name in declared and getattr(options, other) is None:
@@ -224,14 +224,26 @@ def _check_rate(owner: str, options: TaskOptions) -> None:
     if options.lock_hold_on_retry:
         remedy = "a retry that keeps its lease is not counted: leave it out, or the rate"
         raise refused(owner, "lock_hold_on_retry", options.lock_hold_on_retry, remedy)
-    if any(terms.rate and terms.rate.most >= STARTS_MANY for terms in options.terms):
-        #: WARNING: 10,000 or more in a window take 100 KB or more for each key. -> Use a smaller
-        #: window, or leave it.
-        logger.warning(
-            "%s has a rate of very many starts: the lock server keeps the time of each, in ten "
-            "bytes.",
-            owner,
-        )
+
+
+def _check_costs(owner: str, options: TaskOptions) -> None:
+    each = options.terms if len(options.terms) > 1 else options.terms * len(options.costs)
+    name = "lock_key" if options.lock_cost is None else "lock_cost"
+    given = options.lock_cost or options.lock_key
+    for cost, terms in zip(options.costs, each, strict=True):
+        if cost is None:
+            continue
+        if options.cancels:
+            remedy = "with lock_on_conflict='cancel' all tasks cost 1: leave the cost out"
+        elif options.lock_limit is None or (options.lock_mode == "shared" and not terms.rate):
+            remedy = "nothing counts the cost: give lock_rate, or leave it out"
+        elif terms.limit == 1 and not terms.rate:
+            remedy = "a cost needs a limit or a rate: give lock_limit or lock_rate, or leave it out"
+        elif terms.too_much:
+            remedy = f"a cost of {cost} is more than {terms.too_much}: it could never start"
+        else:
+            continue
+        raise refused(owner, name, given, remedy)
 
 
 def nearer(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,16 +15,17 @@ from typing import NamedTuple
 MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
 KEPT_MOST = 1000  # terms whose text is remembered
 LIMIT_MOST = 10**9  # leases; Lua writes a number of fifteen digits in a way that nobody can read
-STARTS_MOST = 10**6  # in a window
+STARTS_MOST = 10**9  # in a window; as LIMIT_MOST
 WINDOW_MOST = 30 * 86400  # seconds
 RATE_WANTED = "give a rate as '100/m' or '5/10s': starts in a window, of s, m, h or d"
 NAMES = {letter: mode for mode, letter in MODES.items()}
+COST = "0123456789:"  # what may stand behind the letter of a lease's mode; see `_record.lua`
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
 _IN_WORDS = {1: "a second", 60: "a minute", 3600: "an hour", 86400: "a day"}
-_RATE = re.compile(r"(\d{1,7})/(\d{0,7})([smhd])")
+_RATE = re.compile(r"(\d{1,10})/(\d{0,7})([smhd])")
 _PARTS = re.compile(r"(\d{1,7}\.\d{1,7})(?:/(\d{0,7})([smhd]))?")  # of a rate with a fraction
 _BETWEEN = re.compile(r"[,;&+|]")  # several rates
-_WORD = re.compile(rb"([xs]):(\d{1,15})(?::(\d{1,15})/(\d{1,15}))?")
+_WORD = re.compile(rb"([xs]):(\d{1,15})(?::(\d{1,15})/(\d{1,15}))?(?:\*(\d{1,15}))?")
 
 
 class Rate(NamedTuple):
@@ -79,21 +80,35 @@ class Terms(NamedTuple):
         mode: "exclusive" or "shared".
         limit: Maximum number of leases of an exclusive lock at a time, > 0.
         rate: How often the lock is taken at most; None: there is no rate.
+        cost: Units of the limit that a lease takes, and starts of the rate that it counts for, > 0;
+            None: no cost is said, which is 1.
     """
 
     mode: str = "exclusive"
     limit: int = 1
     rate: Rate | None = None
+    cost: int | None = None
 
     def stricter(self, other: Terms) -> Terms:
         """
         Return what admits no more than either, for a key that is declared twice.
 
-        Of two rates, it is the one that admits fewer starts on average.
+        Of two rates, it is the one that admits fewer starts on average; of two costs, the larger.
         """
+        costs = [terms.cost for terms in (self, other) if terms.cost is not None]
         rates = [terms.rate for terms in (self, other) if terms.rate is not None]
         slowest = min(rates, key=lambda rate: rate.most / rate.window, default=None)
-        return self._replace(limit=min(self.limit, other.limit), rate=slowest)
+        limit = min(self.limit, other.limit)
+        return self._replace(limit=limit, rate=slowest, cost=max(costs, default=None))
+
+    @property
+    def too_much(self) -> str:
+        """What the cost is more than, for an error; empty: it is within the limit and the rate."""
+        if self.cost is None:
+            return ""
+        if self.cost > self.limit:
+            return f"the limit, {self.limit}"
+        return f"the rate, {self.rate}" if self.rate and self.cost > self.rate.most else ""
 
     @property
     def breadth(self) -> tuple[int, float]:
@@ -130,6 +145,7 @@ def terms_text(terms: tuple[Terms, ...]) -> str:
     return ",".join(
         f"{MODES[lock_terms.mode]}:{lock_terms.limit}"
         + ("" if lock_terms.rate is None else f":{lock_terms.rate.word}")
+        + ("" if lock_terms.cost is None else f"*{lock_terms.cost}")
         for lock_terms in terms
     )
 
@@ -140,4 +156,5 @@ def parse_terms(word: bytes) -> Terms:
     if not found:
         return ALONE
     rate = Rate(int(found[3]), int(found[4]) / 1000) if found[3] else None
-    return Terms(NAMES[found[1].decode()], int(found[2]), rate)
+    cost = int(found[5]) if found[5] else None
+    return Terms(NAMES[found[1].decode()], int(found[2]), rate, cost)

@@ -156,6 +156,14 @@ class KeyTemplate(KeyBuilder):
             parts += (text, literal)
         return check_key("".join(parts), declared=self._template)
 
+    def value(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Return the value of the only placeholder."""
+        values = self._bind(*args, **kwargs)
+        if self._extra:
+            values = {**values[self._extra], **values}
+        ((path, name, walk, _),) = self._slots
+        return self._walked(values.get(name, _NOT_GIVEN), path, walk)
+
     def _walked(self, value: object, path: str, walk: Sequence[str]) -> object:
         for name in walk if value is not _NOT_GIVEN else ():
             owner = value

@@ -413,7 +413,7 @@ def check_terms(
     lease, has = held.lease, held.lock.options
     names = ["lock_mode", "lock_expire"]
     if has.lock_mode == asked.lock_mode:
-        names[1:1] = ["lock_limit", "lock_rate"]
+        names[1:1] = ["lock_limit", "lock_rate", "lock_cost"]
     if has.lock_expire is None and asked.lock_expire is None:
         names += ["lock_watchdog_timeout", "max_renew_times"]
     if asked.lock_on_lost != "warn":

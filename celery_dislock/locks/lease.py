@@ -22,6 +22,7 @@ from weakref import ref
 from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import LockLostError, StoreError, SupersededError
+from celery_dislock.servers.bridge import run_on_loop
 from celery_dislock.servers.records import write_holder
 from celery_dislock.servers.requests import RELEASED
 
@@ -92,6 +93,9 @@ class LeasedLock(Protocol):
 
     def renew(self, lease: Lease) -> bool:
         """Renew the lease now; False if the server no longer has it."""
+
+    def spent(self, lease: Lease, cost: int) -> bool:
+        """Count what the lease's start has cost; False if the server no longer has the lease."""
 
     def look_at(self, lease: Lease) -> None:
         """Ask the server soon whether a newer task waits for the lease to end."""
@@ -290,6 +294,29 @@ class Lease:
     def lose(self, reason: str) -> None:
         """Mark the lease as lost, after it was unwatched."""
         self.end, self._reason = End.LOST, reason
+
+    def spent(self, cost: int) -> bool:
+        """
+        Say what the start has really cost by the rates of its locks; one round trip, which blocks.
+
+        What is more than the cost that was said before counts at once, also beyond the rate.  What
+        is less does not count any more.  The units of a limit stay as they are.
+
+        Args:
+            cost: All that it has cost until now, >= 0.  The same number again changes nothing.
+
+        Returns:
+            False if the lease was lost or has ended; nothing was changed.
+
+        Raises:
+            SettingsError: No lock of this lease has a cost, or *cost* is no such number.
+            StoreError: The server did not answer.  It may have been counted; say it again.
+        """
+        return not (self.finished or self.is_inherited) and self.lock.spent(self, cost)
+
+    async def async_spent(self, cost: int) -> bool:
+        """Do as :meth:`spent`, for coroutines: the event loop is not blocked."""
+        return await run_on_loop(self.spent, cost)
 
     def release(self, ending: Ending = RELEASED) -> None:
         """

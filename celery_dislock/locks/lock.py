@@ -7,7 +7,9 @@ import math
 from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
-from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
+from celery_dislock.config.terms import LIMIT_MOST
+from celery_dislock.config.values import number_from
+from celery_dislock.exceptions import ForbiddenError, SettingsError, StoreError, UnreachableError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.lease import (
     ENDED_BY_OWNER,
@@ -303,6 +305,28 @@ class Lock:
             lease.lose(GONE_WHEN_RENEWED)
             self.channel.lost(lease)
         return False
+
+    def spent(self, lease: Lease, cost: int) -> bool:
+        """
+        Count what the lease's start has cost, at each lock with a cost.
+
+        Returns:
+            False if the server no longer has the lease.
+
+        Raises:
+            SettingsError, StoreError: See :meth:`Lease.spent`.
+        """
+        each = self.terms if len(self.terms) == len(self.names) else self.terms[:1]
+        every = [*each] * len(self.names) if len(each) == 1 else each
+        counted = [pair for pair in zip(self.names, every, strict=True) if pair[1].cost is not None]
+        if not counted:
+            raise SettingsError(self.key, "spent", cost, "no key has a cost: give lock_cost")
+        try:
+            number_from(0, LIMIT_MOST)(cost)
+        except ValueError as exc:
+            raise SettingsError(self.key, "spent", cost, str(exc)) from exc
+        names, terms = zip(*counted, strict=True)
+        return self.store.spent(names, lease.owner, cost, terms)
 
     def look_at(self, lease: Lease) -> None:
         """Ask the server soon whether a newer task waits for the lease to end; does not block."""

@@ -3,7 +3,7 @@
 
 -- include: _record
 
-local NO_RATE = '^[xs]:%d+$'  -- terms without a rate; see _terms.lua
+local NO_RATE = '^[xs]:%d+$'  -- terms without a rate or a cost; see _terms.lua
 
 -- Whether a lock has no lease, none of the other keys that are given, and nothing that an operator has set.  If the
 -- slot moves, the answer is no: a key may be on the other node.
@@ -13,8 +13,8 @@ local function is_free(lock, ...)
 end
 
 -- Returns the token of the new lease, as text.
-local function grant_free(lock, owner, ttl_ms, terms, holder)
-  write(lock, owner, now + ttl_ms, now_as_token, now, string.sub(terms, 1, 1), holder)
+local function grant_free(lock, owner, ttl_ms, mode, holder)
+  write(lock, owner, now + ttl_ms, now_as_token, now, mode, holder)
   redis.call('PEXPIRE', lock, ttl_ms)
   return now_as_token
 end

@@ -69,7 +69,7 @@ local function grant(lock, owner, ttl_ms, terms, holder, version)
   local token = new_token(lock)
   local alone = lock.x + lock.s == 0
   put(lock, {
-    owner = owner, expires = now + ttl_ms, token = token, acquired = now, mode = terms.mode, holder = holder,
+    owner = owner, expires = now + ttl_ms, token = token, acquired = now, mode = mode_of(terms), holder = holder,
     version = version,
   })
   if alone then redis.call('PEXPIRE', lock.name, ttl_ms) else live_at_least(lock.name, ttl_ms) end

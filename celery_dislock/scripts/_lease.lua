@@ -16,8 +16,8 @@
 --   name, line, places, tickets, handed, running   its keys
 --   newest               highest token that this script has seen, also of leases that have ended
 --   leases               owner -> live lease; false: not counted yet, see _grant.lua
---   x, s                 how many live leases there are of each mode
---   gates                how many live leases keep a gate; see _rate.lua
+--   x, s                 how many units the live leases of each mode take
+--   gates                how many units those take that keep a gate; see _rate.lua
 --
 -- put() and end_lease() alone change leases, and they keep this true.
 local function open(name)

@@ -67,7 +67,7 @@ do
     if not terms or is_paused(lock) or has_room(count_leases(lock), terms, set) then return told end
     for owner, lease in pairs(lock.leases) do
       local runs = not is_parked(owner) and string.byte(owner, 1) ~= RUNS_OUT and not has_gate(lease)
-      if runs and lease.mode ~= terms.mode then goes[#goes + 1] = lease
+      if runs and units_of(lease) ~= terms.mode then goes[#goes + 1] = lease
       elseif runs and (not oldest or lease.token - oldest.token < 0) then oldest = lease end
     end
     if not goes[1] then goes[1] = oldest end

@@ -231,11 +231,14 @@ local function task_of(parked)
 end
 
 local function follow(lock, station, parked)
-  local task = task_of(parked)
+  local task, cost, has_cost = task_of(parked), station.terms.cost, station.terms.has_cost
   local word = lock.words and lock.words[task]
   if not word then
     if parked.times == 0 then say(lock, task, station.terms) end  -- after a turn it may have older terms than the next
-  elseif write_terms(word) ~= write_terms(station.terms) then station.terms, parked.has_changed = word, true end
+  elseif write_rule(word) ~= write_rule(station.terms) then  -- each keeps its own cost
+    station.terms, parked.has_changed = parse_terms(write_rule(word)), true
+    station.terms.cost, station.terms.has_cost = cost, has_cost
+  end
 end
 
 local function is_in_front(lock, member, arrived)

@@ -5,7 +5,8 @@
 --     expires_ms   Redis TIME at which the lease ends
 --     token        fencing token, grows with each new lease of the lock
 --     acquired_ms  Redis TIME of the acquisition
---     mode         x exclusive, s shared
+--     mode         x exclusive, s shared; without a space after it the units that it takes, if more than one, and
+--                  ":spent", if its owner has said what it has spent: see spent.lua
 --     holder       JSON object for messages and tools: see servers/records.py.  In later versions other fields may
 --                  stand before it, without a brace
 
@@ -25,7 +26,7 @@ local TIME_DIGITS, TOKEN_DIGITS = 14, 16
 -- A record that cannot be read was written by hand, and is an error: the lock cannot be used.
 local function read(owner, record)
   local version, expires, token, acquired, mode, holder =
-    string.match(record, '^(%d+) (%d+) (%d+) (%d+) (%a+) (.*)$')
+    string.match(record, '^(%d+) (%d+) (%d+) (%d+) (%a+[%d:]*) (.*)$')
   if not expires or #expires > TIME_DIGITS or #token > TOKEN_DIGITS or #acquired > TIME_DIGITS then
     local shown = string.gsub(string.sub(record, 1, 60), '[^%w%p ]', '?')
     error('dislock: a lease in it cannot be read: ' .. shown, 0)
@@ -38,7 +39,7 @@ end
 
 -- When a lease ends; nothing if there is none, or its record cannot be read.  Takes a third of read().
 local function ends_at(record)
-  return tonumber(string.match(record or '', '^%d+ (%d+) %d+ %d+ %a+ '))
+  return tonumber(string.match(record or '', '^%d+ (%d+) %d+ %d+ %a+[%d:]* '))
 end
 
 -- Write a lease.  The caller sees to the expiry of the hash.

@@ -29,16 +29,35 @@ local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
 local name = KEYS[1]
 local free = #KEYS == 1 and is_free(name, name .. LINE, name .. HANDED)
-if free and string.match(ARGV[4], NO_RATE) then return {GRANTED, grant_free(name, owner, ttl, ARGV[4], holder)} end
+if free and string.match(ARGV[4], NO_RATE) then
+  return {GRANTED, grant_free(name, owner, ttl, string.sub(ARGV[4], 1, 1), holder)}
+end
 
 -- include: _starts
 
-if free and start_free(name, ARGV[4]) then return {GRANTED, grant_free(name, owner, ttl, ARGV[4], holder)} end
+local mode = free and start_free(name, ARGV[4])
+if mode then return {GRANTED, grant_free(name, owner, ttl, mode, holder)} end
 
 -- include: _line
 
 local place_ms, passes_line = tonumber(ARGV[5]), ARGV[6] == '0'
 local waits = place_ms > 0
+
+-- Whether the first in line costs more than 1.  Nobody passes it: those that need less would keep it out for ever.
+local function is_large_first(lock)
+  local head = redis.call('ZRANGE', lock.line, 0, 0)[1]
+  if not head then return false end
+  if not is_parked(head) then
+    local place = read_place(redis.call('HGET', lock.places, head))
+    return place and place.terms and place.terms.cost > 1
+  end
+  local ticket, beside = ticket_of(head)
+  local seen, record = pcall(redis.call, 'HGET', (beside or lock.name) .. TICKETS, ticket)
+  local parked = seen and record and parse_ticket(record)
+  for _, station in ipairs(parked and parked.stations or {}) do
+    if (station.name or lock.name) == lock.name then return station.terms.cost > 1 end
+  end
+end
 
 -- Returns the asker's token, whether its lease is new, and whether its start is still to be counted; nothing
 -- if the lock refuses.
@@ -54,7 +73,7 @@ local function take(lock, terms)
   local seen, line_is_there = pcall(line_exists, lock)
   if seen and recall(lock) then line_is_there = true end
   if not seen then line_is_there = waits and line_exists(lock) end
-  if admits(lock, terms) and (not line_is_there or passes_line) then
+  if admits(lock, terms) and (not line_is_there or passes_line and not is_large_first(lock)) then
     if line_is_there then leave_line(lock, owner) end
     return grant(lock, owner, ttl, terms, holder), true, true
   end

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 TTL_MS = 60_000  # of most keys, if nobody deletes them
 ABOVE_TOKENS = 1 << 53  # than any token
 TERMS = TTL_MS, "{}", "x:1"
-RATED = "x:9:1/1000"
+RATED = ("x:9:1/1000", "x:9:3000/1000", "x:9:3000/1000")  # the starts are written anew
 MESSAGE = '{"headers":{}}'
 BYTES_MOST = 1_000_000  # of a line
 
@@ -108,10 +108,13 @@ class Life:
         yield scripts.DROP, lock, (home, "t:0:0", '"note":1')
         yield scripts.LEAVE, lock, (home, "u:0:0", "aside", "")
         yield scripts.ASIDE, lock, (0, 1, "u:0:0")
-        # Some starts of a lock with a rate, of which not all are kept.
+        # Some starts of a lock with rates of a few starts and of many.
         yield scripts.OVERRIDE, lock, (home, TTL_MS, "", "rate", "1/1000", "pause", "-")
         yield scripts.OVERRIDE, lock, (home, 0, "", "rate", "", "pause", "")
-        yield from ((scripts.ACQUIRE, lock, (owner, TTL_MS, "{}", RATED, 0, 1)) for owner in "efgh")
+        for owner, terms in zip("efg", RATED, strict=True):
+            yield scripts.ACQUIRE, lock, (owner, TTL_MS, "{}", terms, 0, 1)
+        yield scripts.SPENT, lock, ("g", 4, RATED[2])
+        yield scripts.SPENT, lock, ("g", 1, RATED[2])
         yield scripts.TAKE_OVER, lock, ("b", "c", "{}")
         # A task with a reservation.
         unique, message = [self._lock + UNIQUE], ("i", "mark", 0)

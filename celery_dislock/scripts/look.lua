@@ -39,7 +39,7 @@ local function leases()
   for i = 1, #found, 2 do
     local lease = read(found[i], found[i + 1])
     if lease.expires > now then
-      if has_gate(lease) then lock.gates = lock.gates + 1 end
+      take_room(lock, lease, 1)
       add(live, lease.owner, lease.expires, lease.token, lease.mode, lease.holder, tonumber(lease.acquired))
     end
   end
@@ -79,11 +79,10 @@ local function next_terms()
   if member and is_parked(member) then terms = terms_here(record)
   else terms = parse_terms(string.match(record, '^%d+ %d+ %d+ (%S+)') or '') end
   if terms then return terms end
-  local most, window = kept_for(name)
-  return {most = most, window = window}
+  return lock.log.most > 0 and {most = lock.log.most, window = lock.log.window, cost = 1} or {cost = 1}
 end
 
-lock.seen = true  -- the starts as they are: this script changes nothing
+lock.log = log_of(name)  -- the starts as they are: this script changes nothing
 local terms, live = next_terms(), leases()
 local most, window = rate_of(lock, terms)
 local ends_ms = redis.call('PTTL', name .. BEAT)

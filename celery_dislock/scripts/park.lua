@@ -45,12 +45,15 @@ local free = #KEYS == 1 and marked == '0' and message == '' and sent == ''
   and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING, name .. DONE .. ticket,
     name .. DONE .. owner)
 if free and string.match(terms, NO_RATE) then
-  return {GRANTED, {}, 0, name, grant_free(name, owner, ttl, terms, holder)}
+  return {GRANTED, {}, 0, name, grant_free(name, owner, ttl, string.sub(terms, 1, 1), holder)}
 end
 
 -- include: _starts
 
-if free and start_free(name, terms) then return {GRANTED, {}, 0, name, grant_free(name, owner, ttl, terms, holder)} end
+if free then
+  local mode = start_free(name, terms)
+  if mode then return {GRANTED, {}, 0, name, grant_free(name, owner, ttl, mode, holder)} end
+end
 
 -- include: _parked
 -- include: _index
@@ -228,7 +231,7 @@ local function parked_before(record)
   if may_claim then claimer = {lock = lock, ticket = ticket} end
   for nth = 2, #asked do  -- heeded by those in the other lines, too
     local its = parked and parked.stations[nth]
-    local differs = not its or write_terms(its.terms) ~= write_terms(asked[nth].terms)
+    local differs = not its or write_rule(its.terms) ~= write_rule(asked[nth].terms)
     if heeded == '1' and differs then hand_on_later(open_whole(asked[nth].name)) end
   end
   recall_and_hand_off(lock)

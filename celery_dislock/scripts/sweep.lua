@@ -51,7 +51,7 @@ local function keep_reserved(lock)
   end
 end
 
--- The task of the ticket that is first in a line, and its terms there; nothing if it is none, or cannot be read.
+-- The task of the ticket that is first in a line, and its terms there, without its cost; nothing if it is none, or cannot be read.
 local function first_of(at)
   local member = redis.call('ZRANGE', at.line, 0, 0)[1]
   if not (member and is_parked(member)) then return nil end
@@ -60,7 +60,7 @@ local function first_of(at)
   local parked = seen and read_ticket(its, ticket)
   local task = parked and task_of(parked) or ''
   for nth, station in ipairs(task ~= '' and parked.stations or {}) do
-    if (nth == 1 and its.name or station.name) == at.name then return task, write_terms(station.terms) end
+    if (nth == 1 and its.name or station.name) == at.name then return task, write_rule(station.terms) end
   end
 end
 
@@ -128,6 +128,6 @@ for nth = 1, #kept do  -- from another one on each time, as all of them together
 end
 for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do keep_key(key) end
 pcall(keep_reserved, lock)  -- a record that cannot be read costs a second message, and nothing else
-if redis.call('HLEN', lock.running) > lock.x + lock.s then tidy_claims(lock) end  -- more claims than leases
+if redis.call('HLEN', lock.running) > redis.call('HLEN', lock.name) then tidy_claims(lock) end  -- more claims than leases
 
 return {count_tickets(lock), turns, unreported(lock), turns_unclaimed(lock), circles, first_in(lines)}

@@ -184,6 +184,19 @@ class Store:
         """
         return list(read_state(self.lock_server, lock, most=LEASES_ALONE).holders)
 
+    def spent(self, locks: Sequence[str], owner: str, cost: int, terms: tuple[Terms, ...]) -> bool:
+        """
+        Count what a start has cost; sent again, it changes nothing.
+
+        Returns:
+            False if the owner does not hold all of the locks.
+
+        Raises:
+            StoreError: The server did not answer; it may have been counted.
+        """
+        reply: int = self.lock_server.run(scripts.SPENT, locks, owner, cost, terms_text(terms))
+        return reply == len(locks)
+
     def release(self, locks: Sequence[str], owner: str, ending: Ending = RELEASED) -> bool:
         """
         End the owner's leases or its places in line, and hand the locks to the next in line.

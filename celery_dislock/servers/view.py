@@ -13,7 +13,7 @@ import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.options import RENEWALS_MISSED, RENEWALS_PER_TIMEOUT
-from celery_dislock.config.terms import ALONE, NAMES
+from celery_dislock.config.terms import ALONE, COST, NAMES
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.keys.templates import key_of
@@ -328,7 +328,7 @@ def _holder(
     return Holder(
         owner=decode(owner).removeprefix("~"),
         token=int(token),
-        mode=NAMES.get(mode.decode(), ALONE.mode),  # an unknown mode counts as the strictest
+        mode=NAMES.get(mode.decode().rstrip(COST), ALONE.mode),  # an unknown one: the strictest
         held=held,
         acquired_at=acquired / 1000,
         remaining=remaining,

@@ -56,6 +56,7 @@ class LockOptions(TypedDict, total=False):
     lock_mode: Literal["exclusive", "shared"]
     lock_limit: int | None
     lock_rate: str | int | None
+    lock_cost: int | str | Callable[..., int] | None
     lock_unique_until: Literal["start", "end", "expiry"] | None
     lock_unique_for: float | timedelta
     lock_on_duplicate: Literal["return", "raise", "replace", "sooner"]

@@ -284,11 +284,12 @@ class Guard:
         turn = notes.parked
         try:
             built = self._keys.of(args, kwargs, serializer)
+            each = self._keys.terms_of(args, kwargs) if self._keys.vary else self._terms
         except Exception as exc:
             if turn is None or isinstance(exc, THROWN) or not self._knows(turn, notes):
                 raise
             return [key_of(turn[0])], self._terms[:1]
-        keys, terms = self._keys.in_order(built, self._terms)
+        keys, terms = self._keys.in_order(built, each)
         if turn is not None and keys[0] != key_of(turn[0]) and self._knows(turn, notes):
             return [key_of(turn[0])], self._terms[:1]
         return keys, terms

@@ -18,6 +18,7 @@ from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.keys.builders import CallableKey, key_builder
 from celery_dislock.keys.signatures import AS_TEXT, VARIADIC
 from celery_dislock.keys.templates import InvalidTemplate, in_order
+from celery_dislock.tasks.costs import CallCost
 from celery_dislock.tasks.received import Received
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class TaskKeys:
         SettingsError: ``lock_key`` cannot be used.
 
     Attributes:
+        vary: Whether the arguments of a call tell what it costs.
         only: Returns the only key for the arguments as a message has them; None: there may be
             several keys, or the body gets other arguments.
     """
@@ -74,14 +76,22 @@ class TaskKeys:
             for refused in refused_defaults(declared, builder.paths, signature):
                 _warn_of_default(name, str(refused))
         self._terms = options.terms
+        self._costs: dict[int, CallCost] = {}  # by place in `lock_key`, of those that calls tell
+        try:
+            for nth, cost in enumerate(options.costs):
+                if cost is not None and not isinstance(cost, int):
+                    self._costs[nth] = CallCost(cost, signature, name)
+        except InvalidTemplate as exc:
+            raise SettingsError(name, "lock_cost", cost, str(exc)) from exc
         self._declared = [declared for declared in options.keys if isinstance(declared, str)]
         self._is_narrow = [builder.reads != frozenset() for builder in self._builders]
-        self._received = Received(self._builders, signature)
+        self._received = Received([*self._builders, *self._costs.values()], signature)
         self._is_digest = options.keys == (None,)
         self._validate = getattr(task.run, "dislock_validate", None)
         self._before = () if _is_static(task) else (None,)  # for `self`
         first, *more = self._builders
-        is_plain = not (more or isinstance(first, CallableKey) or self._validate)
+        self.vary = bool(self._costs)
+        is_plain = not (more or isinstance(first, CallableKey) or self._validate or self._costs)
         self.only = first.key if is_plain else None
 
     def of(
@@ -115,6 +125,27 @@ class TaskKeys:
         except LockKeyError:  # a model may have what cannot be digested
             return [digest.keys(args, kwargs)]
 
+    def terms_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Terms, ...]:
+        """
+        Return the terms of each key for these arguments, with the costs; or one for all.
+
+        Only called if the costs :attr:`vary`.
+
+        Raises:
+            Exception: LockKeyError: no cost, or more than the limit or the rate; or what a user's
+                callable or the validation raises.
+        """
+        if self._validate is not None:
+            args, kwargs = self._validate(*self._before, *args, **kwargs)
+            args = args[len(self._before) :]
+        terms = list(self._terms)
+        for nth, cost in list(self._costs.items())[: len(terms)]:
+            terms[nth] = terms[nth]._replace(cost=cost.of(args, kwargs))
+            if terms[nth].too_much:
+                reason = f"a cost of {terms[nth].cost} is more than {terms[nth].too_much}"
+                raise cost.refused(f"{reason}: it could never start")
+        return tuple(terms)
+
     def all_of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str
     ) -> Sequence[str]:
@@ -136,14 +167,17 @@ class TaskKeys:
         """
         Return the terms on which calls of the task take the lock of this key.
 
-        None if only the arguments of a call tell that, or if no call has this key.
+        None if only the arguments of a call tell that, or if no call has this key.  Without a cost,
+        which each task in line has for itself.
         """
         if len(self._terms) == 1:
-            return self._terms[0]
+            return self._terms[0]._replace(cost=None)
         patterns = [builder.pattern for builder in self._builders]
         each = zip(patterns, self._terms, strict=True)
         found = {
-            key_terms for pattern, key_terms in each if pattern is None or pattern.fullmatch(key)
+            key_terms._replace(cost=None)
+            for pattern, key_terms in each
+            if pattern is None or pattern.fullmatch(key)
         }
         return found.pop() if len(found) == 1 else None
 

@@ -3,7 +3,14 @@
 # ruff: noqa: E501 -- the text of scripts
 
 BROKEN = {
-    "one more is let in": ("lock.s == 0 and lock.x < limit", "lock.s == 0 and lock.x <= limit"),
+    "one more is let in": (
+        "math.min(terms.cost, limit) <= limit",
+        "math.min(terms.cost, limit) <= limit + 1",
+    ),
+    "a start counts as one, whatever its cost": (
+        "log.carry + math.min(terms.cost, most)",
+        "log.carry + 1",
+    ),
     "shared leases pass an exclusive one": ("lock.x == 0 and limit > 0", "limit > 0"),
     "tokens do not grow": ("return newest < now_us and now_as_token or", "return '7' or"),
     "a pause is not heeded": ("terms, limit_set(lock))", "terms)"),
@@ -12,7 +19,10 @@ BROKEN = {
         "local head = redis.call('ZRANGE', lock.line, 0, 0)[1]",
         "local head = redis.call('ZRANGE', lock.line, -1, -1)[1]",
     ),
-    "a newcomer passes the line": ("(not line_is_there or passes_line) then", "true then"),
+    "a newcomer passes the line": (
+        "(not line_is_there or passes_line and not is_large_first(lock)) then",
+        "true then",
+    ),
     "a turn that ran out goes to the end": (
         "join(lock, member_of(ticket), parked and parked.joined or 0)",
         "join(lock, member_of(ticket), now_us)",
@@ -55,10 +65,10 @@ BROKEN = {
         "if not unit and nth == 0 then grant(",
     ),
     "the last of the limit is refused": (
-        "lock.s == 0 and lock.x < limit",
-        "lock.s == 0 and lock.x < math.max(1, limit - 1)",
+        "math.min(terms.cost, limit) <= limit",
+        "math.min(terms.cost, limit) <= math.max(1, limit - 1)",
     ),
-    "exclusive passes shared": ("lock.s == 0 and lock.x < limit", "lock.x < limit"),
+    "exclusive passes shared": ("lock.s == 0 and limit > 0 and", "limit > 0 and"),
     "hand_over keeps the token": (
         "tonumber(lease.token) < now_us and now_as_token or string.format('%.0f', lease.token + 1)",
         "lease.token",

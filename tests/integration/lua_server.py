@@ -189,9 +189,23 @@ function commands.RPUSH(name, ...)
   return #list
 end
 
-function commands.LPUSH(name, value)
-  table.insert(make(name, 'list'), 1, value)
+function commands.LPUSH(name, ...)
+  for _, value in ipairs({...}) do table.insert(make(name, 'list'), 1, value) end
   return commands.LLEN(name)
+end
+
+function commands.LREM(name, most, value)
+  local list, kept, removed = value_of(name, 'list'), {}, 0
+  if integer(most) <= 0 then wrong('ERR only from the head is known here') end
+  for _, one in ipairs(list) do
+    local goes = one == value and removed < integer(most)
+    if goes then removed = removed + 1 else kept[#kept + 1] = one end
+  end
+  if find(name) then
+    keys[name].value = kept
+    tidy(name)
+  end
+  return removed
 end
 
 function commands.LINDEX(name, nth)
@@ -212,7 +226,12 @@ function commands.LTRIM(name, first, last)
 end
 
 function commands.LLEN(name) return #value_of(name, 'list') end
-function commands.LRANGE(name) return value_of(name, 'list') end
+
+function commands.LRANGE(name, first, last)
+  local list = value_of(name, 'list')
+  if integer(last) < 0 then last = #list + last end
+  return {unpack(list, integer(first) + 1, math.min(last + 1, #list))}
+end
 
 function commands.LPOP(name)
   local first = table.remove(value_of(name, 'list'), 1)

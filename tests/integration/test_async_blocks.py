@@ -435,3 +435,12 @@ async def test_an_error_of_the_lock_server_is_the_caller_s(make, driven):
 def test_pyright_takes_it_for_an_asynchronous_context_manager():
     """It tells what ``async def`` returns from other coroutines, as AsyncExitStack's types do."""
     assert inspect.iscoroutinefunction(AsyncLock.__aenter__)
+
+
+@on_loop
+async def test_a_coroutine_says_what_it_has_spent(make):
+    """It counts in place of what was said before, and the event loop goes on."""
+    async with make("k", rate="100/m", cost=60) as lease:
+        assert await lease.async_spent(20)
+    async with make("k", rate="100/m", cost=80, timeout=0):
+        pass

@@ -65,7 +65,7 @@ def test_leases_are_read_and_written_in_one_place():
     found["enlist"] = 0
     of_locks = {name: number for name, number in found.items() if number}
     assert of_locks == {"_record": 1, "_lease": 2, "_grant": 1, "release": 2}
-    formats = {name for name, text in FILES.items() if "(%a+) (.*)$" in code(text)}
+    formats = {name for name, text in FILES.items() if "(%a+[%d:]*) (.*)$" in code(text)}
     assert formats == {"_record"}
 
 

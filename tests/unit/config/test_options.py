@@ -57,7 +57,7 @@ def test_a_task_may_be_parked_that_says_so_or_asks_a_callable(declared, parks):
 def test_a_key_may_have_terms_of_its_own(declared, keys, terms):
     """The others have those of the task; a key with a rate and without a limit has no limit."""
     options = task_options("t", declared, {})
-    assert (options.keys, [one[1:] for one in options.terms]) == (keys, terms)
+    assert (options.keys, [one[1:3] for one in options.terms]) == (keys, terms)
     assert options.admits_several is (max(limit for limit, _ in terms) > 1)
 
 

@@ -148,7 +148,7 @@ def test_programs_are_told_what_was_set(dislock, server, caplog):
     [
         ("limit k", "Give NUMBER, or --rate, or both."),
         ("limit k 2 --rate 10", "'10' cannot be used: give a rate as '100/m' or '5/10s'"),
-        ("limit k --rate 0/m", "'0/m' cannot be used: give 1 to 1,000,000 starts in a window"),
+        ("limit k --rate 0/m", "'0/m' cannot be used: give 1 to 1,000,000,000 starts in a window"),
         ("limit k --rate 1/90d", "give a window of 1 second to 30 days"),
         ("pause k --for 0", "'0' is no time above 0; give 90 (seconds), 10m, 2h or 1d"),
         # A pattern is no key.
