@@ -26,10 +26,11 @@ local lock = open_whole(KEYS[1])
 -- that is an estimate; nothing if it is not known.  Bodies are taken to last as they did lately.
 local function opens_in(at, terms, rank)
   local limit = limit_set(at) or terms.limit
-  local by_rate = math.ceil(starts_in(at, terms, at.gates + rank) / 1000)
+  local by_rate = math.ceil(starts_in(at, terms, at.gates + rank * terms.cost) / 1000)
   if (terms.mode == 's' and at.x or at.s) > 0 then return nil end
-  local nth = rank + 1 + at.x - limit  -- which of the ends to come it waits for
-  if terms.mode == 's' or nth <= 0 then return by_rate, false end
+  local nth = (rank + 1) * terms.cost + at.x - limit  -- which of the ends to come it waits for
+  if terms.mode == 's' or nth <= 0 then return by_rate, terms.has_cost and rank > 0 end
+  if terms.has_cost then return nil end  -- what those before it cost, and those that run, is not told here
   local mean = lasted(at)
   if not mean then return nil end
   local back = held_back(at)
@@ -55,7 +56,7 @@ local function starts_in_all(ticket, parked, here, rank)
     local at = station_of(lock, ticket, parked.stations, nth)
     local wait, estimated
     if not at or limit_set(count_leases(at)) == 0 then return nil end
-    at.seen = true  -- the starts as they are: this script changes nothing
+    at.log = log_of(at.name)  -- the starts as they are: this script changes nothing
     if not here or nth < here then wait = math.ceil(starts_in(at, station.terms, 0) / 1000)
     elseif nth == here then wait, estimated = opens_in(at, station.terms, rank)
     elseif redis.call('EXISTS', at.line) == 0 and admits(at, station.terms) then wait, estimated = 0, true end

@@ -122,7 +122,7 @@ def test_what_is_found_can_be_read_and_replayed(what, tmp_path, monkeypatch):
     def change(script):
         return script.replace(*BROKEN[what])
 
-    found = simulate(1, seconds=SECONDS, say=print, changed=change)
+    found = simulate(2, seconds=SECONDS, say=print, changed=change)
     assert found is not None
     assert len(found.steps) < STEPS / 2
     file = tmp_path / "history.json"

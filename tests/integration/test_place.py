@@ -69,6 +69,30 @@ def test_in_a_line_of_a_rate_each_start_is_known_exactly(line):
     assert [round(place.starts_in) for place in told] == [7, 7, 17, 17, 27, 27, 37]
 
 
+def test_with_costs_a_time_is_an_estimate_behind_others(line):
+    """What those before it cost is not read: they are taken to cost as much as it does."""
+    terms = {"rate": Rate(4, 10.0), "limit": LIMIT_MOST, "cost": 2}
+    for task in ("a", "b"):
+        assert line.ask(task, **terms) == "granted"
+    for task in ("c", "d", "e"):
+        line.park(task, ttl=LONG, **terms)
+    told = [line.place(task) for task in ("c", "d", "e")]
+    assert [place.is_estimate for place in told] == [False, False, True]
+    assert [round(place.starts_in) for place in told] == [10, 10, 20]
+
+
+def test_with_costs_nothing_is_known_of_the_end_of_a_limit(line):
+    """How many units those who run give back is not told."""
+    terms = {"limit": 3, "cost": 2}
+    assert line.ask("a", **terms) == "granted"
+    line.park("b", **terms)
+    line.server.advance(5.0)
+    line.end("a")
+    assert line.claim("b", **terms) == "granted"
+    line.park("c", **terms)
+    assert line.place("c").starts_in is None
+
+
 def test_of_a_limit_nothing_is_known_before_a_body_has_ended(line):
     """Its place is; when it starts is reckoned from the bodies that ended while others waited."""
     assert line.ask("first") == "granted"
