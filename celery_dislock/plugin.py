@@ -383,8 +383,8 @@ class Dislock:
                 asked.  Needed where it does not tell: no backend, ``ignore_result``, ``rpc://``.
 
         Returns:
-            The place.  None: as far as is known here the task is not in line.  It has not come to a
-            worker yet, runs, waits in a worker's slot, is put off, has ended or is not known, it
+            Where it stands; None if it is not in line, as far as is known here.  It has not come to
+            a worker yet, runs, waits in a worker's slot, is put off, has ended or is not known, it
             is looked for at other keys than its own, or it was retried ten times and more.
 
         Raises:

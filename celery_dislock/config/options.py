@@ -54,7 +54,7 @@ class Key:
     key: str | Callable[..., str | Sequence[str]]
     limit: int | None = None
     rate: str | int | None = None
-    cost: Cost = None
+    cost: int | str | Callable[..., int] | None = None
 
     def terms(self, mode: str, limit: int, rate: Rate | None) -> Terms:
         """Return the terms of the key, beside what the task's options say."""
