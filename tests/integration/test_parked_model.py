@@ -750,6 +750,7 @@ def machine():
     return lambda: ParkedMachine(server)
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(600)  # seconds: a failure is first made small
 def test_parked_tasks_do_what_the_model_does(machine):
     """Whatever crashes and is lost on the way, each parked task completes once, in its turn."""

@@ -31,6 +31,7 @@ WINDOWS = (1, 2, 10, 60)  # seconds
 OF_THE_RATE = (0.0005, 0.01, 0.1, 1, 1.3)  # what a start costs at most
 LATEST = 1000  # starts of which an owner may say what it has spent
 SEEDS = 12  # in the usual tests
+LONG = {1, 5, 6, 8}  # seeds whose histories take seconds
 
 
 class History:
@@ -144,7 +145,10 @@ class History:
             assert log <= QUANTA + 2, f"{log} elements"
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.extra if seed in LONG else ()) for seed in range(SEEDS)],
+)
 def test_a_start_is_granted_when_the_count_admits_it(seed):
     """No start is too early; with a rate of few starts none is too late either."""
     for nth in range(5):
