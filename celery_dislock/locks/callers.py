@@ -399,7 +399,8 @@ def check_terms(
     Check that the caller can take a lock again that it already holds.
 
     A task's lease lasts as long as its body.  Options about the lease's duration are therefore
-    compared with a task's lease only if they are *stated*.
+    compared with a task's lease only if they are *stated*.  So is the cost, which the task's
+    arguments may have told.
 
     Args:
         held: The lease that the caller has.
@@ -413,7 +414,7 @@ def check_terms(
     lease, has = held.lease, held.lock.options
     names = ["lock_mode", "lock_expire"]
     if has.lock_mode == asked.lock_mode:
-        names[1:1] = ["lock_limit", "lock_rate", "lock_cost"]
+        names[1:1] = ["lock_limit", "lock_rate", *{"lock_cost"}.intersection(stated)]
     if has.lock_expire is None and asked.lock_expire is None:
         names += ["lock_watchdog_timeout", "max_renew_times"]
     if asked.lock_on_lost != "warn":
