@@ -288,7 +288,7 @@ def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
     tab.get_by_label("Leases at a time").fill("3")
     tab.get_by_role("button", name="Limit", exact=True).click()
     tab.get_by_role("button", name="Limit it").click()
-    expect(tab.get_by_role("status")).to_contain_text("Limited lock 'account:1' to 3 leases")
+    expect(tab.get_by_role("status")).to_contain_text("Limited lock 'account:1' to 3 at a time")
     assert page.state().limit == 3
     page.locks.put(account._replace(limit=0))
     page.pass_by()

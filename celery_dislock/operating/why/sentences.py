@@ -93,6 +93,7 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
     place = f"{holder.worker or holder.host or '?'} (pid {holder.pid or '?'})"
     facts = [
         f"lock server: its lease ends in {for_people(holder.remaining)} unless renewed",
+        f"lock server: its lease costs {holder.cost:,}" if holder.cost > 1 else "",
         f"lock server: {lock.waiting} wait for the lock" if lock.waiting else "",
     ]
     about = {
@@ -100,6 +101,7 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
         "pid": holder.pid,
         "held_for": holder.held,
         "renewed": holder.renewed,
+        "cost": holder.cost,
         "waiting": lock.waiting,
     }
     more: dict[str, Any] = {"task": holder.task, "key": lock.key, "about": about}
@@ -176,6 +178,8 @@ def sentence_in_line(case: Case, found: Standing, slot: str = "") -> Answer:
     facts = [f"lock server: it waits for {for_people(waiter.waiting)}", _starts(place)]
     if first is not None:
         facts.append(f"lock server: {first.who} is the first, for {for_people(first.waiting)}")
+    if lock.lack:
+        facts.append(f"lock server: {lock.lack}")
     at_fault = {
         trouble: where
         for where in (cause, lock)
@@ -200,6 +204,7 @@ def sentence_in_line(case: Case, found: Standing, slot: str = "") -> Answer:
         "starts_in": place.starts_in,
         "is_estimate": place.is_estimate,
         "waits_for": waiter.waiting,
+        "cost": waiter.cost,
         "stations": list(several),
         "keeps": list(waiter.keeps),
         "queue": waiter.routing_key,
