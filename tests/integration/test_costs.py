@@ -157,7 +157,7 @@ def test_whichever_of_two_runs_takes_its_own_cost(shop, how):
     )
     def call(self, n):
         holders = shop.dislock.lock_of(KEY).holders()
-        ran.append((self.request.id, sum(one.cost for one in holders if not one.expiring)))
+        ran.append((self.request.id, sum(lease.cost for lease in holders if not lease.expiring)))
 
     shop.app.finalize()
     assert ask(shop, "a", 5)
@@ -204,15 +204,15 @@ def test_a_lease_and_a_place_say_what_they_cost(shop):
     handle = shop.dislock.lock_of(KEY)
     costs = []
     shop.declare(
-        lambda *_: costs.extend(one.cost for one in handle.holders()), lock_limit=5, lock_cost=3
+        lambda *_: costs.extend(lease.cost for lease in handle.holders()), lock_limit=5, lock_cost=3
     )
     assert ask(shop, "a", 3)
     shop.run(shop.app.tasks["shop.export"], "first")
     assert not ask(shop, "waits", 2, place=90.0)
-    assert [(one.cost, one.limit) for one in handle.line()] == [(3, 5), (2, 5)]
+    assert [(place.cost, place.limit) for place in handle.line()] == [(3, 5), (2, 5)]
     assert handle.state()[0].lack.startswith("the first in line needs 3 of 5 units, and 2 are free")
     end(shop, "a")
-    (turn,) = [one for one in handle.holders() if one.turn]
+    (turn,) = [lease for lease in handle.holders() if lease.turn]
     assert turn.cost == 3
     shop.work()
     assert sorted(costs) == [2, 3]

@@ -210,7 +210,7 @@ def test_costs_are_told(site):
     line = [place(1, cost=3, limit=5)]
     site.put(lock("k", holders=[holder(1, cost=2), holder(2)], waiting=1, line=line))
     told = site.lock("k")
-    assert [one["cost"] for one in told["holders"]] == [1, 2]
+    assert [lease["cost"] for lease in told["holders"]] == [1, 2]
     assert (told["held_by"], told["units"], told["line"][0]["cost"]) == (2, 3, 3)
     lack = "The first in line needs 3 of 5 units, and 2 are free: nobody passes it."
     assert told["told"][0] == lack

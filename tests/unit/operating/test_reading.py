@@ -109,8 +109,8 @@ def test_costs_are_told(dislock, server):
     assert answer.stderr == f"{ROOM}\n"
     assert "  2 leases, cost 3: shop.export" in dislock("ls", env={"COLUMNS": "200"}).stdout
     known = dislock.json("show", "k")
-    assert [(one["cost"], one["spent"]) for one in known["holders"]] == [(1, None), (2, 9)]
-    assert [(one["cost"], one["limit"]) for one in known["line"]] == [(3, 5), (1, 5)]
+    assert [(lease["cost"], lease["spent"]) for lease in known["holders"]] == [(1, None), (2, 9)]
+    assert [(waiter["cost"], waiter["limit"]) for waiter in known["line"]] == [(3, 5), (1, 5)]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_costs_are_told(dislock, server):
     ids=str,
 )
 def test_what_the_first_in_line_lacks_is_units(server, more, told):
-    """Those of the leases count, by their costs; an operator's limit holds in place of the code's."""
+    """The leases count by their costs, of the code's limit or an operator's in its place."""
     about = {"holders": [holder(1, cost=2), holder(2)], "line": [LARGE], **more}
     server.put(lock("k", waiting=2, **about))
     assert server.overview.lock("dislock:{k}").lack == told

@@ -172,8 +172,8 @@ def test_a_line_is_stuck_that_nobody_is_before(about, stuck):
 def test_a_mode_says_what_a_lease_costs(written, mode, cost, spent):
     """And what was spent; a mode that only a later release knows is the strictest."""
     leases = [b"me", NOW + 9000, b"5", written, b"{}", NOW]
-    (one,) = state_of(SERVER, NAME, reply(leases=leases)).holders
-    assert (one.mode, one.cost, one.spent) == (mode, cost, spent)
+    (found,) = state_of(SERVER, NAME, reply(leases=leases)).holders
+    assert (found.mode, found.cost, found.spent) == (mode, cost, spent)
 
 
 @pytest.mark.parametrize("remaining", [1, 299_000])
