@@ -101,8 +101,9 @@ class Place:
         is_estimate: False: *starts_in* is a time at which a rate, or a hold-back, lets the task
             start.  It holds to the millisecond if all in line have the same rate, each of them
             starts when it may, and nobody passes the line.  True: it was reckoned from how long the
-            last bodies took, or the task starts as soon as a worker takes its message: show it as a
-            rough time, and conclude nothing from it.
+            last bodies took, or those before it were taken to cost as much as it does, or the task
+            starts as soon as a worker takes its message: show it as a rough time, and conclude
+            nothing from it.
     """
 
     key: str

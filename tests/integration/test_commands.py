@@ -245,6 +245,21 @@ class TestRun:
         assert answer.exit_code == USAGE
         assert told in " ".join(answer.stderr.split())
 
+    def test_a_cost_that_arguments_tell_has_to_be_given(self, dislock, script):
+        """--args chooses the lock; without --cost the command is refused, and not counted as 1."""
+
+        @dislock.app.task(
+            base=SingletonTask, name="t", shared=False, lock_key="k", lock_limit=5, lock_cost="<n>"
+        )
+        def task(n): ...
+
+        words = ["run", "--task", "t", "--args", "[3]"]
+        answer = dislock(*words, "--", "true")
+        assert answer.exit_code == USAGE
+        assert "cost='<n>': give a whole number from 1 on" in answer.stderr
+        dislock(*words, "--cost", "3", "--", *script.started("k"))
+        assert script.lease[2] == "x3"
+
     def test_the_options_of_a_task_hold_unless_others_are_given(self, dislock, script, held):
         """The lock of a task has the task's terms."""
         terms = {"lock_key": ["b", "a"], "lock_limit": 2, "lock_watchdog_timeout": 60}

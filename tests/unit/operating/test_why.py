@@ -227,6 +227,20 @@ def test_what_those_before_it_cost(why, server, nth):
     assert running["about"]["cost"] == 3
 
 
+def test_when_it_starts_by_a_rate_with_costs(why, server):
+    """Those before it are taken to cost as much; of the first the time is known."""
+    line = [place(nth, cost=3, limit=None) for nth in (1, 2)]
+    server.put(lock("k", waiting=2, line=line, rate=RateState(Rate(5, 60.0), 30.0)))
+    told = [
+        next(fact for fact in why(f"parked-{nth}")["rests_on"] if "may start" in fact)
+        for nth in (1, 2)
+    ]
+    assert told == [
+        "lock server: it may start in 30 s",
+        "lock server: it may start in about 90 s, if those before it cost as much",
+    ]
+
+
 def test_what_keeps_its_lock_is_followed_to_its_cause(why, server):
     """An operator's pause two locks on, with its note and what takes it back."""
     paused = {"limit": 0, "limit_age": 7200.0, "limit_note": "by ann: deploy"}
