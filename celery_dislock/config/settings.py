@@ -234,10 +234,12 @@ def _check_costs(owner: str, options: TaskOptions) -> None:
             continue
         if options.cancels:
             remedy = "with lock_on_conflict='cancel' all tasks cost 1: leave the cost out"
-        elif options.lock_limit is None or (options.lock_mode == "shared" and not key.rate):
-            remedy = "nothing counts the cost: give lock_rate, or leave it out"
+        elif options.lock_limit is None:
+            remedy = "a cost has no effect with lock_limit=None: leave one of the two out"
+        elif options.lock_mode == "shared" and not key.rate:
+            remedy = "nothing counts the cost: give a rate, or leave it out"
         elif terms.limit == 1 and not key.rate:
-            remedy = "a cost needs a limit or a rate: give lock_limit or lock_rate, or leave it out"
+            remedy = "a cost needs a limit or a rate: give one, or leave the cost out"
         elif terms.too_much:
             remedy = f"a cost of {key.cost} is more than {terms.too_much}: it could never start"
         else:

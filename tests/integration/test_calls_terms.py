@@ -7,7 +7,7 @@ from freezegun import freeze_time
 
 from celery_dislock import Key, SingletonTask
 from celery_dislock.config.terms import Terms
-from celery_dislock.exceptions import LockKeyError, SettingsError
+from celery_dislock.exceptions import LockKeyError, LockTermsError, SettingsError
 from celery_dislock.parking.store import Lines
 from celery_dislock.tasks.task import terms_said
 from tests.declaring import declare
@@ -200,6 +200,30 @@ def test_a_sweep_writes_no_word_for_a_callable(shop):
 
 def of_more(tenant, plan):
     return tenant, plan
+
+
+def test_a_body_takes_its_own_lock_again_without_naming_what_its_call_was_told(shop):
+    """It cannot know: so a limit from a callable is compared only if it is stated."""
+    held = []
+
+    def body(_task):
+        with shop.dislock.lock(KEY) as lease:
+            held.append(lease.held)
+        with pytest.raises(LockTermsError, match="limit"):
+            shop.dislock.lock(KEY, limit=3).acquire()
+
+    assert shop.run(shop.declare(body, lock_limit=Plan(2).of)).state == "SUCCESS"
+    assert held == [True]
+
+
+@pytest.mark.parametrize("option", ["limit", "rate"])
+@pytest.mark.parametrize("where", ["given", "the app's"])
+def test_a_lock_in_python_has_no_arguments_for_a_callable(shop, option, where):
+    """It would have no limit at all."""
+    given = {option: Plan(2).of} if where == "given" else {}
+    shop.app.conf.update({} if given else {f"dislock_{option}": Plan(2).of})
+    with pytest.raises(SettingsError, match="only a task has arguments"):
+        shop.dislock.lock(KEY, **given)
 
 
 REFUSED = {

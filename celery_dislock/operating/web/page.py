@@ -280,7 +280,8 @@ class Page:
             for trouble in troubles_of(state, site)
             if trouble.name not in {"paused", "limited"}
         )
-        return state, [trouble.told(state) for trouble in found]
+        lack = f"{state.lack[:1].upper()}{state.lack[1:]}." if state.lack else ""
+        return state, list(filter(None, [lack, *(trouble.told(state) for trouble in found)]))
 
     def _why(self, request: Request, visitor: Visitor) -> Response:
         task_id = request.args.get("id", "")

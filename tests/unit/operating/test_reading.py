@@ -92,6 +92,51 @@ def test_a_holder_is_told_for_whose_end_a_newer_task_waits(dislock, server):
     assert [one["superseded"] for one in holders] == ["id-2", None]
 
 
+LARGE = place(1, cost=3, limit=5)
+ROOM = "the first in line needs 3 of 5 units, and 2 are free: nobody passes it"
+
+
+def test_costs_are_told(dislock, server):
+    """Of those who hold and of those who wait, and what the first in line lacks."""
+    small = place(2, limit=5)
+    spent = [holder(1, cost=2, spent=9), holder(2)]
+    server.put(lock("k", holders=spent, waiting=2, line=[LARGE, small]))
+    told = " ".join(dislock("show", "k").stdout.split())
+    assert told.count(" cost 2, spent 9 ") == told.count(" cost ") - 1 == 1
+    assert f" 2 in line; {ROOM} 1. shop.pay[parked-1], for 5.0 s, cost 3, parked" in told
+    answer = dislock("line", "k", env={"COLUMNS": "200"})
+    assert [re.split("  +", row)[5] for row in answer.stdout.splitlines()] == ["COST", "3", "1"]
+    assert answer.stderr == f"{ROOM}\n"
+    assert "  2 leases, cost 3: shop.export" in dislock("ls", env={"COLUMNS": "200"}).stdout
+    known = dislock.json("show", "k")
+    assert {(lease["cost"], lease["spent"]) for lease in known["holders"]} == {(1, None), (2, 9)}
+    assert [(waiter["cost"], waiter["limit"]) for waiter in known["line"]] == [(3, 5), (1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, ROOM),
+        ({"line": [LARGE._replace(cost=2, place=1)]}, ""),
+        ({"line": [LARGE._replace(cost=1)], "holders": [holder(1, cost=5)]}, ""),
+        ({"limit": 6}, ""),
+        ({"limit": 2}, ROOM.replace("3 of 5", "2 of 2").replace("2 are", "0 are")),
+        ({"limit": 0}, ""),
+        ({"line": [LARGE._replace(limit=None)]}, ""),
+        ({"holders": [holder(1, cost=4)]}, ROOM.replace("2 are", "1 is")),
+        ({"holders": [holder(n, mode="shared") for n in (1, 2, 3)]}, ""),
+        ({"line": [LARGE._replace(mode="shared")]}, ""),
+    ],
+    ids=str,
+)
+def test_what_the_first_in_line_lacks_is_units(server, more, told):
+    """The leases count by their costs, of the code's limit or an operator's in its place."""
+    about = {"holders": [holder(1, cost=2), holder(2)], "line": [LARGE], **more}
+    server.put(lock("k", waiting=2, **about))
+    assert server.overview.lock("dislock:{k}").lack == told
+    assert server.overview.lock("dislock:{k}", 1).lack == ""
+
+
 def test_what_nobody_leads_or_holds_is_told(dislock, all_of_it):
     """A beat's lock as such; a key that nobody knows is a finding, also if it is misspelt."""
     assert "  led by nobody\n  last tick 90 s ago\n" in dislock("show", "led by nobody").stdout
