@@ -209,6 +209,23 @@ class LockState(NamedTuple):
         return sum(holder.cost for holder in self.holders)
 
     @property
+    def words(self) -> str:
+        """
+        The terms by which the first in line goes, and whose word they are.
+
+        Empty: none waits, or one at a time, as by default, or an operator has set others.
+        """
+        first, terms = self.line[0] if self.line else None, []
+        if first is None or first.place != 1:
+            return ""
+        if self.limit is None and first.mode == "exclusive" and first.limit != 1:
+            terms.append(f"{first.limit:,} at a time" if first.limit else "any number at a time")
+        if self.rate is not None and self.rate.rate is not None and not self.rate.is_set:
+            terms.append(str(self.rate.rate))
+        whose = "its ticket" if first.parked else "its code"
+        return f"the first in line goes by {' and '.join(terms)}, as {whose} says" if terms else ""
+
+    @property
     def lack(self) -> str:
         """What the first in line lacks, in words; empty: nothing, or it costs 1, or is unknown."""
         first = self.line[0] if self.line else None

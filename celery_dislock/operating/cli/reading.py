@@ -338,6 +338,8 @@ def _line_lines(lock: LockState) -> Iterator[str]:
         told = f"turn {place.turns}, its message is on its way{keeps}"
         yield f"  has its turn: {place.who} ({told})"
     if lock.waiting:
+        if lock.words:
+            yield f"  {lock.words}"
         yield f"  {lock.waiting} in line{lock.lack and f'; {lock.lack}'}"
     for place in lock.line:
         parked = f", parked as {place.ticket}" if place.parked else ""
@@ -380,8 +382,8 @@ def _write_line(lock: LockState, *, several: bool) -> None:
     write_table(columns, places)
     for told in [] if lock.rate is None else _rate_lines(lock.rate):
         write_remark(told.strip())
-    if lock.lack:
-        write_remark(lock.lack)
+    for told in filter(None, (lock.words, lock.lack)):
+        write_remark(told)
     last = lock.line[-1].place if lock.line else 0
     if last < lock.waiting:
         write_remark(f"{lock.waiting} in line; go on with --first {last + 1}")

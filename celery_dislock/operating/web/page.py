@@ -280,8 +280,8 @@ class Page:
             for trouble in troubles_of(state, site)
             if trouble.name not in {"paused", "limited"}
         )
-        lack = f"{state.lack[:1].upper()}{state.lack[1:]}." if state.lack else ""
-        return state, list(filter(None, [lack, *(trouble.told(state) for trouble in found)]))
+        told = [f"{one[:1].upper()}{one[1:]}." for one in (state.lack, state.words) if one]
+        return state, told + list(filter(None, (trouble.told(state) for trouble in found)))
 
     def _why(self, request: Request, visitor: Visitor) -> Response:
         task_id = request.args.get("id", "")

@@ -178,8 +178,7 @@ def sentence_in_line(case: Case, found: Standing, slot: str = "") -> Answer:
     facts = [f"lock server: it waits for {for_people(waiter.waiting)}", _starts(waiter, place)]
     if first is not None:
         facts.append(f"lock server: {first.who} is the first, for {for_people(first.waiting)}")
-    if lock.lack:
-        facts.append(f"lock server: {lock.lack}")
+    facts += [f"lock server: {told}" for told in (lock.words, lock.lack) if told]
     at_fault = {
         trouble: where
         for where in (cause, lock)
