@@ -3,7 +3,7 @@
 
 -- include: _record
 
-local NO_RATE = '^[xs]:%d+$'  -- terms without a rate or a cost; see _terms.lua
+local PLAIN_TERMS = '^[xs]:%d+$'  -- terms without a rate or a cost; see _terms.lua
 
 -- Whether a lock has no lease, none of the other keys that are given, and nothing that an operator has set.  If the
 -- slot moves, the answer is no: a key may be on the other node.

@@ -29,7 +29,7 @@ local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 
 local name = KEYS[1]
 local free = #KEYS == 1 and is_free(name, name .. LINE, name .. HANDED)
-if free and string.match(ARGV[4], NO_RATE) then
+if free and string.match(ARGV[4], PLAIN_TERMS) then
   return {GRANTED, grant_free(name, owner, ttl, string.sub(ARGV[4], 1, 1), holder)}
 end
 

@@ -44,7 +44,7 @@ local name = KEYS[1]
 local free = #KEYS == 1 and marked == '0' and message == '' and sent == ''
   and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING, name .. DONE .. ticket,
     name .. DONE .. owner)
-if free and string.match(terms, NO_RATE) then
+if free and string.match(terms, PLAIN_TERMS) then
   return {GRANTED, {}, 0, name, grant_free(name, owner, ttl, string.sub(terms, 1, 1), holder)}
 end
 

@@ -75,7 +75,7 @@ def test_a_purged_message_is_told_within_minutes(dislock, app, redis_client):
 
     key = report.lock_for(1).key
     report.delay(1)
-    pass_time(redis_client, key, 400)
+    pass_time(redis_client, key, 362)
     assert dislock.json("ls")[0]["troubles"] == []
     app.control.purge()
     assert dislock.json("ls")[0]["troubles"] == ["unmet"]
