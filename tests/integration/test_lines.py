@@ -842,6 +842,16 @@ class TestSetAside:
         assert broker.claim("head") == "done"  # a copy; what people put back is not marked
         assert broker.ask("head") == "granted"
 
+    def test_a_request_that_comes_late_takes_no_turn(self, broker, held):
+        """The task would be known as one that runs, for a week, and could not be put back."""
+        broker.park("a")
+        assert broker.leave("a", ASIDE) is True
+        broker.end("first")
+        broker.park("a")
+        assert (broker.owners(), broker.records().running) == ([], [])
+        assert broker.lines.put_back(LOCK, "a:0:0") == ""
+        assert broker.given() == ["a"]
+
     def test_who_is_not_there_is_not_set_aside(self, broker, held, server):
         """An unknown ticket, and the name of the byte counter, change nothing."""
         broker.park("head")
