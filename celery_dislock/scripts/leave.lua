@@ -27,7 +27,10 @@ local NOT_THERE, HAS_LEFT, LEFT_BEFORE = 0, 1, 2  -- __init__.py has the same nu
 local ticket, how, task, delivery
 home, ticket, how, task, delivery = unpack(ARGV)
 local lock = open_whole(KEYS[1])
-if delivery and is_done(lock, delivery) then return {HAS_LEFT, turns} end
+if delivery and is_done(lock, delivery) then
+  recall_and_hand_off(lock)
+  return {HAS_LEFT, turns}
+end
 
 -- Whether a claim was left: its reply was lost, or its process has died.  park.lua lets a copy run then, too.
 local function is_left()
