@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
-from celery_dislock.locks.lease import ENDED_BY_OWNER
-from celery_dislock.locks.watchdog import EARLY_BY
+from celery_dislock.locks.lease import EARLY_BY, ENDED_BY_OWNER
 from celery_dislock.scripts import GRANTED, REFUSED
 from proof.order import ACQUIRES, FOREVER, PARKS, RELEASES
 
@@ -81,7 +80,7 @@ class Durations:
         self.locks: dict[str, Leases] = defaultdict(Leases)
         self.options: dict[str, TaskOptions] = {}  # by owner: those that its client was granted
         self.renewals: Counter[str] = Counter()  # by owner, as its client was told
-        self._sent_at: dict[str, float] = {}  # by owner: the last of them
+        self._counted_at: dict[str, float] = {}  # by owner: the last of them
         self.has_capped = False  # whether any lease has reached its cap
         self.done: dict[str, list[Lease]] = defaultdict(list)  # by lock: ended by their owners
 
@@ -108,11 +107,11 @@ class Durations:
 
     def renewed(self, lease: Lease) -> None:
         """Judge how often a lease was renewed; a look for a newer task does not count."""
-        before = self._sent_at.get(lease.owner, lease.since)
-        self._sent_at[lease.owner] = lease.renewed_at
-        is_look = lease.renewed_at - before < (lease.lock.interval or 0.0) / 2
+        before = self._counted_at.get(lease.owner, lease.since)
+        is_look = lease.renewed_at < before + (lease.lock.interval or 0.0) * (1 - EARLY_BY)
         if is_look and self.renewals[lease.owner] >= 0:
             return
+        self._counted_at[lease.owner] = lease.renewed_at
         self.renewals[lease.owner] += 1
         most = lease.lock.options.max_renew_times
         if 0 < most < self.renewals[lease.owner]:

@@ -20,7 +20,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
-from celery_dislock.scripts import GRANTED, PARKED, REFUSED
+from celery_dislock.scripts import GRANTED, HAS_LEFT, PARKED, REFUSED
 from proof.order import ACQUIRES, LEAVES, PARKS, RELEASES
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ class Records:
         self._refused(script, keys, arguments, reply)
         if script in RELEASES or script is scripts.RELEASE_DEAD:
             self._gone(script, keys, arguments[0])
-        if script in HAND_ON and not self.net.linked:
+        # Who left before has ended nothing; one whose task is over may find its record lost.
+        ends = script not in LEAVES or reply[0] == HAS_LEFT or "over" in arguments
+        if script in HAND_ON and ends and not self.net.linked:
             nth = 0 if script in LEAVES or script is scripts.OVERRIDE else 2
             self._handed_on(keys[0], script, arguments[nth] if nth < len(arguments) else "")
         if next(self._requests) % OFTEN == 0:

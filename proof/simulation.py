@@ -44,7 +44,7 @@ from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import DislockError, StoreError, SupersededError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.reentrant import ReentrantLock
-from celery_dislock.messages.headers import REPLACED, TICKET, notes_in
+from celery_dislock.messages.headers import GIVEN_UP, REPLACED, TICKET, notes_in
 from celery_dislock.parking.store import ASIDE, RUNS
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.scripts import HAS_LEFT, NOT_THERE
@@ -516,19 +516,28 @@ class History:
 
     def withdrawing(self, process: Process, copy: Copy, how: str) -> None:
         """Run it without a lock, or set it aside, unless another copy runs or has run."""
-        lock, ticket = notes_in(copy.headers)[TICKET]
+        notes = notes_in(copy.headers)
+        lock, ticket = notes[TICKET]
         try:
-            state = process.lines.leave(lock, ticket, how)
+            for owner in notes.get(GIVEN_UP, ()) if how == RUNS else ():
+                process.store.release([lock], owner)
+            state = process.lines.leave(lock, ticket, how, copy.headers["task"])
         except StoreError:
             return self.arrived(copy)
         self.take_overs.excused.add(copy.task)
-        if how == RUNS and state == HAS_LEFT:
+        if how == RUNS and (state == HAS_LEFT or copy.redelivered):
             self.runs(copy.task)
             self.ran.add(copy.task)
             self.ended[copy.task] += 1
-        elif state == NOT_THERE:
-            self.excused.add(copy.task)
+        elif state == NOT_THERE or self.is_only(copy, lock, ticket):
+            self.excused.add(copy.task)  # its caller is told FAILURE
         return None
+
+    def is_only(self, copy: Copy, lock: str, ticket: str) -> bool:
+        """Return whether a task has claimed its turn, and its message is nowhere but here."""
+        copies = [*self.queue, *(actor.copy for actor in self.actors.values())]
+        others = [one for one in copies if one and one is not copy and one.task == copy.task]
+        return bool(self.net.send("HEXISTS", f"{lock}:running", ticket)) and not others
 
     def step_put_back(self) -> None:
         """An operator puts tasks that were set aside back in line."""

@@ -3,8 +3,9 @@ Judge the tasks of a simulation that cancel each other.
 
 * Where a lock admits one at a time, no task begins after one that was sent later has begun, unless
   the server has lost data in between.
-* Of those that were sent the newest ends as SUCCESS, unless one that was newer was dropped: it may
-  have been told to end for that one.  Nor need it if a task of another strategy took its place.
+* Of those that were sent the newest ends as SUCCESS, unless one that may have been newer was
+  dropped or set aside: it may have been told to end for that one.  Nor need it if a task of another
+  strategy took its place.
 * While the newest waits for a lock that one at a time has, a lease is marked, so that its holder is
   told to end, unless the lock is held back; that of a turn, which has no holder, is not.  A task
   that is dropped leaves no mark.
@@ -128,15 +129,6 @@ class TakeOvers:
         """Return whether the one has the lock of the other, and was not sent before it."""
         return self.asked[one][0] == self.asked[other][0] and not self.is_newer(other, one)
 
-    def newer_than(self, task: str) -> set[str]:
-        """Return the tasks of its lock that were sent later."""
-        lock, at = self.asked[task]
-        return {
-            one
-            for one in self.cancel & self.sent
-            if self.asked[one][0] == lock and self.asked[one][1] > at
-        }
-
     def begins(self, task: str, owner: str) -> None:
         """Judge a body that begins."""
         if task not in self.cancel:
@@ -178,7 +170,8 @@ class TakeOvers:
         for tasks in of_lock.values():
             last = max(self.asked[one][1] for one in tasks)
             newest = [one for one in tasks if self.asked[one][1] == last]
-            if self.has_lost or self.newer_than(newest[0]):
+            gone = self.excused & self.cancel & self.sent
+            if self.has_lost or any(self.may_replace(one, newest[0]) for one in gone):
                 continue
             if not any(self.ended.get(one) == "SUCCESS" for one in newest):
                 states = [f"{one}: {self.ended.get(one)}" for one in newest]

@@ -33,7 +33,7 @@ from celery_dislock.messages import headers as message_headers
 from celery_dislock.messages import message as messages
 from celery_dislock.messages import unrun
 from celery_dislock.messages.headers import TICKET, notes_in
-from celery_dislock.parking import epoch, publisher
+from celery_dislock.parking import epoch, publisher, store
 from celery_dislock.parking.process import ParkingProcess
 from celery_dislock.scripts.names import sweep_lock
 from celery_dislock.tasks import acquisition, conflicts, guard, request, sending
@@ -296,6 +296,7 @@ def driven(net: Net, seed: str) -> Iterator[None]:
             (interruption, "running_here", Interrupted),
             (sending, "token_hex", lambda _: f"{next(numbers):016x}"),
             (epoch, "token_hex", lambda _: f"{next(numbers):032x}"),
+            (store, "token_hex", lambda _: f"{next(numbers):016x}"),
             (request, "is_child", lambda pid: pid is not None),
             (request, "is_alive", lambda _: False),
             (stalled, "is_child", lambda pid: pid is not None),

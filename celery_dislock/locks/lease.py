@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
 TRUST_KEPT = 100  # results of trust_in() that are kept: mostly those of timeouts in the settings
 TRUST_MARGIN_RATIO = 0.1  # of the timeout: the margin, if that is shorter than TRUST_MARGIN
+EARLY_BY = 1 / 20  # of the renewal interval: a renewal may be so early, to join a batch
 
 AT_ONCE, WAITED, WAS_PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
 
@@ -164,6 +165,7 @@ class Lease:
         self.reservation = attempt.reservation
         self.tokens = tokens
         self.since = self.renewed_at = since
+        self._counted_at = since  # when the last renewal was sent that counts towards the cap
         # Monotonic time of the next renewal; None: no renewals.
         self.due = None if lock.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
         self.trusted_until = since + trust_in(ttl)
@@ -279,17 +281,16 @@ class Lease:
     def extend(self, sent_at: float) -> None:
         """Extend the trust after a successful renewal that was sent at *sent_at*."""
         interval = self.lock.interval
-        if interval is not None:
-            if sent_at >= self.trusted_until:  # the worker's main process has renewed it meanwhile
-                self.renewals += max(0, int((sent_at - self.renewed_at) / interval) - 1)
-            self.due = sent_at + interval
-        is_extra = interval is not None and sent_at < self.renewed_at + interval / 2
+        if interval is not None and sent_at >= self.trusted_until:
+            # The worker's main process has renewed it meanwhile.
+            self.renewals += max(0, int((sent_at - self.renewed_at) / interval) - 1)
+        counts_from = self._counted_at + (interval or 0.0) * (1 - EARLY_BY)
+        if self._handed_on or sent_at >= counts_from:  # else it is a look for a newer task
+            self.renewals += not self._handed_on
+            self._handed_on, self._counted_at = False, sent_at
+        self.due = None if interval is None else self._counted_at + interval
         self.renewed_at = sent_at
         self.trusted_until = sent_at + trust_in(self.lock.timeout)
-        if self._handed_on:
-            self._handed_on = False
-        elif not is_extra:  # a look for a newer task does not count towards the cap
-            self.renewals += 1
 
     def lose(self, reason: str) -> None:
         """Mark the lease as lost, after it was unwatched."""

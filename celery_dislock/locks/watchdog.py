@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from celery_dislock.clock import FOREVER, monotonic
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.locks.channel import Channel
-from celery_dislock.locks.lease import GONE_WHEN_RENEWED, End
+from celery_dislock.locks.lease import EARLY_BY, GONE_WHEN_RENEWED, End
 from celery_dislock.locks.loop import Loop
 from celery_dislock.servers.bridge import sleep
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     Report = Callable[[Lease], None]
 
 BATCH = 500  # leases in one round trip: about 5 ms of work for the server
-EARLY_BY = 1 / 20  # of the renewal interval: a renewal may be so early, to join a batch
 RETRY_FIRST = 0.1  # seconds from the second try to the third; doubled each time
 RETRY_MOST = 1.0  # maximum seconds until a retry
 WITHIN_LEAST = 0.05  # minimum seconds to wait for the server's reply

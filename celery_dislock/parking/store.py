@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from copy import copy
 from functools import lru_cache
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kombu.utils.json import dumps
@@ -189,11 +190,9 @@ class Lines:
             or is done.
             NOT_THERE: none of these.
         """
-        call = (self._home, ticket, how, _written(task))
-        reply, resent = self._server.exchange(scripts.LEAVE, [lock], *call)
-        (state,) = self._published(reply)
-        if resent and how == RUNS and state == scripts.LEFT_BEFORE:
-            return scripts.HAS_LEFT  # most likely by the first request; otherwise it may be lost
+        delivery = [f"{ticket}@{token_hex(8)}"] if how == RUNS else []
+        call = (self._home, ticket, how, _written(task), *delivery)
+        (state,) = self._published(self._server.run(scripts.LEAVE, [lock], *call))
         return int(state)
 
     def knows(self, lock: str, ticket: str) -> bool:

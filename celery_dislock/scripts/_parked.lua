@@ -13,7 +13,7 @@
 --   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms stations", from its claim until the task is done
 --   <lock>:done:<ticket>   the mark of a task that is done, for COPY_MS: a copy that comes later must not run
 --   <lock>:done:<owner>    the mark of a delivery that is over, for COPY_MS: it was acknowledged because its ticket
---                          is in line, or it has ended because the line is full
+--                          is in line, or it has ended because the line is full; or it runs without a lock
 --   <lock>:done:~<ticket>   id of the newer task by which this one was superseded, for COPY_MS; see _newest.lua
 --   <lock>:replaced    ticket -> message of a task that was replaced or dropped, until its end is reported
 --     joined_us  when the task was parked; the ticket's score in the first line

@@ -10,6 +10,7 @@
 --                    aside: nobody can run the task; its record is kept for people to see
 --                    unread: as aside, also for a task that was replaced, and whose end cannot be reported
 --           task     as for park.lua: another task with the same id stays in line
+--           delivery   its name, which no other has; only with runs
 --
 -- Returns   {left, turns}   left: 1 the task was there: it waited, had its turn, or was replaced; or "runs", and
 --                                   nothing is known of it
@@ -17,15 +18,19 @@
 --                                   "runs" or "aside": nothing was changed.  With "runs" a claim that was left, as
 --                                   nobody has its lease, does not count
 --                                 0 it was not there
--- Touches all keys of the lock.  Sent twice, the second answers 0 or 2.
+-- Touches all keys of the lock.  Sent twice, the second answers 0 or 2; with runs, the same.
 
 -- include: _parked
 
 local NOT_THERE, HAS_LEFT, LEFT_BEFORE = 0, 1, 2  -- __init__.py has the same numbers
 
-local ticket, how, task
-home, ticket, how, task = unpack(ARGV)
+local ticket, how, task, delivery
+home, ticket, how, task, delivery = unpack(ARGV)
 local lock = open_whole(KEYS[1])
+if delivery and is_done(lock, delivery) then
+  recall_and_hand_off(lock)
+  return {HAS_LEFT, turns}
+end
 
 -- Whether a claim was left: its reply was lost, or its process has died.  park.lua lets a copy run then, too.
 local function is_left()
@@ -52,5 +57,6 @@ if how ~= 'runs' and not has_claimed then withdraw(lock, ticket) end
 redis.call('HDEL', lock.name .. REPLACED, ticket)
 if how == 'aside' or how == 'unread' then set_aside(lock, ticket, record)
 elseif how ~= 'ended' then mark_done(lock, ticket) end
+if delivery then mark_done(lock, delivery) end
 recall_and_hand_off(lock)
 return {HAS_LEFT, turns}

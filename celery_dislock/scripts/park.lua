@@ -340,7 +340,9 @@ local function answer()
     if message ~= '' and redis.call('HGET', lock.name .. REPLACED, ticket) == message then
       return in_line()  -- the request was sent twice, and the first one replaced this task at once
     end
-    if is_done(lock, ticket) or marked ~= '0' and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
+    -- A request that brings the message that was set aside is late: the one sent in its place has parked the task.
+    local aside = (marked ~= '0' or message ~= '') and redis.call('HGET', lock.name .. ASIDE, ticket)
+    if is_done(lock, ticket) or aside and (marked ~= '0' or string.sub(aside, -#message) == message) then
       return {DONE_BEFORE, turns}
     end
   end

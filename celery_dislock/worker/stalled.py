@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.names import execution_start
-from celery_dislock.locks.watchdog import EARLY_BY
+from celery_dislock.locks.lease import EARLY_BY
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.server import Outage

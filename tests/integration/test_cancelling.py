@@ -265,13 +265,16 @@ def test_after_some_time_it_is_stopped(driven, comes, task, heard):
     assert [name for name, _ in heard].count("lock_superseded") == 1
 
 
-def test_a_look_for_a_newer_task_is_not_counted(driven, comes):
-    """Whoever can send commands to workers cannot bring a lease to its cap by that."""
-    with driven.lock(on_cancel="raise", max_renew_times=2) as lease:
-        for _ in range(10):
+@pytest.mark.parametrize("every", [3, 4, 6, 9])
+def test_a_look_for_a_newer_task_is_not_counted(driven, comes, every):
+    """Whoever can send commands to workers neither brings a lease to its cap nor keeps it there."""
+    with driven.lock(on_cancel="warn", max_renew_times=2) as lease:
+        for number in range(1, 1 + int(2.9 * INTERVAL / every)):
             lease.lock.look_at(lease)
-            driven.advance(0.5)
-        assert (lease.renewals, lease.capped) == (0, False)
+            driven.advance(every)
+            assert lease.renewals == int(number * every / INTERVAL)
+        driven.advance(INTERVAL)
+        assert (lease.renewals, lease.capped) == (2, True)
 
 
 def test_a_lease_that_is_lost_is_lost(driven, comes):

@@ -548,6 +548,37 @@ class TestMarks:
         assert broker.claim("a", 3) == "done"
 
 
+class TestRunningWithoutALock:
+    """Its task takes no lock in the worker that has its turn."""
+
+    @pytest.fixture
+    def server(self):
+        """The first reply to each request to leave a line is lost, so it is sent twice."""
+
+        class Losing(LuaServer):
+            def run(self, script, keys, *arguments):
+                if script is scripts.LEAVE:
+                    super().run(script, keys, *arguments)
+                return super().run(script, keys, *arguments)
+
+            def exchange(self, script, keys, *arguments):
+                return self.run(script, keys, *arguments), True
+
+        return Losing()
+
+    def test_one_copy_runs(self, broker, held):
+        """The request that took it out of line is answered the same again; another is not."""
+        broker.park("a")
+        assert broker.leave("a", RUNS) is True
+        assert broker.leave("a", RUNS) is False
+
+    def test_one_that_was_dropped_does_not_run(self, broker, held):
+        """Its caller was told so."""
+        broker.park("a")
+        broker.lines.drop(LOCK, "a:0:0", '"replaced":"no"')
+        assert broker.leave("a", RUNS) is False
+
+
 class TestAnotherTaskOfTheSameId:
     """Who may write to one queue sends a task of his own under the id of another's."""
 
@@ -841,6 +872,16 @@ class TestSetAside:
         broker.run("next")
         assert broker.claim("head") == "done"  # a copy; what people put back is not marked
         assert broker.ask("head") == "granted"
+
+    def test_a_request_that_comes_late_takes_no_turn(self, broker, held):
+        """The task would be known as one that runs, for a week, and could not be put back."""
+        broker.park("a")
+        assert broker.leave("a", ASIDE) is True
+        broker.end("first")
+        broker.park("a")
+        assert (broker.owners(), broker.records().running) == ([], [])
+        assert broker.lines.put_back(LOCK, "a:0:0") == ""
+        assert broker.given() == ["a"]
 
     def test_who_is_not_there_is_not_set_aside(self, broker, held, server):
         """An unknown ticket, and the name of the byte counter, change nothing."""
