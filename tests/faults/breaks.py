@@ -133,6 +133,7 @@ BROKEN = {
     "no done-mark of a release": ("if settles_ms >= 0 then mark_done(lock, ticket) end", ""),
     "bytes are counted wrong": ("TOTAL, #record - before)", "TOTAL, #record)"),
     "turns do not get longer": ("parked.ttl * 2 ^ parked.times", "parked.ttl"),
+    "a turn gets shorter": ("lasts = math.max(lasts, ", "lasts = math.max(lasts, 0 * "),
     "a copy runs beside": ("local other = copy_of(lock, owner)", "local other = nil"),
     "who ran comes last": ("return put_in_line(before.joined,", "return put_in_line(now_us,"),
     "a replaced one is not told": (
