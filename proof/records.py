@@ -34,7 +34,7 @@ LONGEST = 300_000  # ms that a turn lasts at most, unless leases are longer
 SOON = 15_001  # ms for which a message is out before its task may start, at most
 ENDS = ("}", ":line", ":places", ":tickets", ":handed", ":running", ":replaced", ":starts")
 HAND_ON = (*RELEASES, *LEAVES, scripts.RELEASE_DEAD, scripts.FREE, scripts.OVERRIDE)
-TWICE = (*HAND_ON, *ACQUIRES, *PARKS, scripts.RENEW, scripts.TAKE_OVER)
+TWICE = (*HAND_ON, *ACQUIRES, *PARKS, scripts.RENEW, scripts.SPENT, scripts.TAKE_OVER)
 
 
 class Records:
