@@ -72,7 +72,8 @@ class Rates:
         self._begun: dict[tuple[str, str], Begun] = {}  # by lock and owner
         self._held_back: dict[str, int] = {}  # until when, in ms
         self._times: dict[str, list[Start]] = defaultdict(list)
-        self._unsure: dict[str, int] = defaultdict(int)  # when a lock's starts were not known exactly
+        self._over: dict[str, int] = defaultdict(int)  # when more was spent than was said, in ms
+        self._lost_at = 0  # ms
         self._kept: dict[str, dict[Rate, int]] = defaultdict(
             dict
         )  # since when, what each rate needs
@@ -83,7 +84,7 @@ class Rates:
         self._kept.clear()
         self._held_back.clear()
         self._begun.clear()
-        self._unsure = defaultdict(lambda at=self.net.now_ms: at)
+        self._lost_at = self.net.now_ms
 
     def arrived(
         self, script: Script, keys: Sequence[str], arguments: Sequence[Any], reply: Any
@@ -106,11 +107,11 @@ class Rates:
                 if left and arguments[1] in new:
                     self._begun[name, arguments[1]] = left
                 continue
-            for rate, cost, owner in sorted((*self._of[one], one) for one in new if one in self._of):
+            for owner in sorted(one for one in new if one in self._of):
                 self.starts += 1
-                start = Start(self.net.now_ms, cost)
-                self._begun[name, owner] = Begun(cost, [start])
-                self._judge(name, rate, start)
+                rate, cost = self._of[owner]
+                self._begun[name, owner] = Begun(cost, [Start(self.net.now_ms, cost)])
+                self._judge(name, rate, *self._begun[name, owner].starts)
         if len(self.rates) == len(keys) == 1 and not self.net.linked:
             self._refused(script, keys[0], arguments, reply)
 
@@ -132,7 +133,7 @@ class Rates:
         if spent > begun.said:
             begun.starts.append(Start(self.net.now_ms, min(spent - begun.said, rate.most)))
             self._times[name].append(begun.starts[-1])
-            self._unsure[name] = self.net.now_ms  # what a log has no room for comes back late
+            self._over[name] = self.net.now_ms
         less = begun.said - spent
         for start in reversed(begun.starts):
             if less > 0:
@@ -169,7 +170,9 @@ class Rates:
         waits = self.net.send("ZCARD", f"{name}:line") or any(
             one[-1] == "#" for one in self.net.leases(name)
         )
-        if waits or max(self._held_back.get(name, 0), self._unsure[name] + window) >= now:
+        # What a log has no room for comes back late.
+        unknown_at = max(self._lost_at, self._over[name])
+        if waits or max(self._held_back.get(name, 0), unknown_at + window) >= now:
             return
         since = now - window - RUNS_IN
         taken = sum(one.cost for one in self._times[name] if one.at >= since)

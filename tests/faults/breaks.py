@@ -11,7 +11,10 @@ BROKEN = {
         "log.carry + math.min(terms.cost, most)",
         "log.carry + 1",
     ),
-    "what was not spent is not taken back": ("elseif most and spent < counted then", "elseif false then"),
+    "what was not spent is not taken back": (
+        "elseif most and spent < counted then",
+        "elseif false then",
+    ),
     "what was spent beyond the cost is not counted": ("cost = spent - counted,", "cost = 0,"),
     "what was spent counts twice": (
         "    if spent ~= counted then",
@@ -33,7 +36,10 @@ BROKEN = {
         "(not line_is_there or passes_line and not is_large_first(lock)) then",
         "true then",
     ),
-    "a large one at the head is passed": ("passes_line and not is_large_first(lock)", "passes_line"),
+    "a large one at the head is passed": (
+        "passes_line and not is_large_first(lock)",
+        "passes_line",
+    ),
     "a turn that ran out goes to the end": (
         "join(lock, member_of(ticket), parked and parked.joined or 0)",
         "join(lock, member_of(ticket), now_us)",
