@@ -107,7 +107,10 @@ class Rates:
                 if left and arguments[1] in new:
                     self._begun[name, arguments[1]] = left
                 continue
-            for owner in sorted(one for one in new if one in self._of):
+            known = [one for one in new if one in self._of]
+            for owner in sorted(
+                known, key=lambda one, of=leases: int(of[one])
+            ):  # as they were granted
                 self.starts += 1
                 rate, cost = self._of[owner]
                 self._begun[name, owner] = Begun(cost, [Start(self.net.now_ms, cost)])
