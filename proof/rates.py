@@ -100,17 +100,16 @@ class Rates:
             leases = self._leases(name)
             if script is scripts.SPENT and arguments[0] in leases:
                 self._spends(name, *arguments)
-            new = [one for one in leases if leases[one] not in self._tokens[name]]
-            self._tokens[name] |= set(leases.values())
+            new = {token: one for one, token in leases.items() if token not in self._tokens[name]}
+            self._tokens[name] |= new.keys()
             if script is scripts.TAKE_OVER or name.startswith("dislock:sweep:"):
                 left = self._begun.pop((name, arguments[0]), None)
-                if left and arguments[1] in new:
+                if left and arguments[1] in leases:
                     self._begun[name, arguments[1]] = left
                 continue
-            known = [one for one in new if one in self._of]
-            for owner in sorted(
-                known, key=lambda one, of=leases: int(of[one])
-            ):  # as they were granted
+            for owner in [new[token] for token in sorted(new, key=int)]:  # as they were granted
+                if owner not in self._of:
+                    continue
                 self.starts += 1
                 rate, cost = self._of[owner]
                 self._begun[name, owner] = Begun(cost, [Start(self.net.now_ms, cost)])
