@@ -97,25 +97,28 @@ class Rates:
             if terms.rate is not None:
                 self._of[arguments[0]] = terms.rate, terms.cost or 1
         for name in [key for key in self.net.touched(keys) if key.endswith("}")]:
-            leases = self._leases(name)
-            if script is scripts.SPENT and arguments[0] in leases:
-                self._spends(name, *arguments)
-            new = {token: one for one, token in leases.items() if token not in self._tokens[name]}
-            self._tokens[name] |= new.keys()
-            if script is scripts.TAKE_OVER or name.startswith("dislock:sweep:"):
-                left = self._begun.pop((name, arguments[0]), None)
-                if left and arguments[1] in leases:
-                    self._begun[name, arguments[1]] = left
-                continue
-            for owner in [new[token] for token in sorted(new, key=int)]:  # as they were granted
-                if owner not in self._of:
-                    continue
+            self._at(name, script, arguments)
+        if len(self.rates) == len(keys) == 1 and not self.net.linked:
+            self._refused(script, keys[0], arguments, reply)
+
+    def _at(self, name: str, script: Script, arguments: Sequence[Any]) -> None:
+        """Judge one lock."""
+        leases, known = self._leases(name), self._tokens[name]
+        if script is scripts.SPENT and arguments[0] in leases:
+            self._spends(name, *arguments)
+        new = {token: one for one, token in leases.items() if token not in known}
+        known.update(new)
+        if script is scripts.TAKE_OVER or name.startswith("dislock:sweep:"):
+            left = self._begun.pop((name, arguments[0]), None)
+            if left and arguments[1] in leases:
+                self._begun[name, arguments[1]] = left
+            return
+        for owner in [new[token] for token in sorted(new, key=int)]:  # as they were granted
+            if owner in self._of:
                 self.starts += 1
                 rate, cost = self._of[owner]
                 self._begun[name, owner] = Begun(cost, [Start(self.net.now_ms, cost)])
                 self._judge(name, rate, *self._begun[name, owner].starts)
-        if len(self.rates) == len(keys) == 1 and not self.net.linked:
-            self._refused(script, keys[0], arguments, reply)
 
     def _leases(self, name: str) -> dict[str, str]:
         """Return the tokens of those who have begun, by owner."""
