@@ -74,9 +74,8 @@ class Rates:
         self._times: dict[str, list[Start]] = defaultdict(list)
         self._over: dict[str, int] = defaultdict(int)  # when more was spent than was said, in ms
         self._lost_at = 0  # ms
-        self._kept: dict[str, dict[Rate, int]] = defaultdict(
-            dict
-        )  # since when, what each rate needs
+        # From which of the starts on the server keeps what each rate needs.
+        self._kept: dict[str, dict[Rate, int]] = defaultdict(dict)
 
     def lost(self) -> None:
         """Know nothing of the starts before the server has lost data."""
@@ -155,10 +154,10 @@ class Rates:
             kept.clear()
         for one in self.rates:
             if one.most <= rate.most and one.window <= rate.window:
-                kept.setdefault(one, now)
+                kept.setdefault(one, len(times))
         times.append(start)
-        since = max(kept[rate], now - round(rate.window * 1000) + RUNS_IN)
-        within = [one for one in times if one.at >= since]
+        since = now - round(rate.window * 1000) + RUNS_IN
+        within = [one for one in times[kept[rate] :] if one.at >= since]
         if (taken := sum(one.cost for one in within)) > rate.most:
             self.fail(f"{name} was taken at {taken} within {rate.window:g} s: {within}")
 
