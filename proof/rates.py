@@ -169,14 +169,14 @@ class Rates:
             return
         (rate,), now = self.rates, self.net.now_ms
         window = round(rate.window * 1000)
-        if not json.loads(reply[4 if script in ACQUIRES else 6]).get("early"):
+        told = json.loads(reply[4 if script in ACQUIRES else 6])
+        if not told.get("early") or told.get("held_back"):
             return
         waits = self.net.send("ZCARD", f"{name}:line") or any(
             one[-1] == "#" for one in self.net.leases(name)
         )
         # What a log has no room for comes back late.
-        unknown_at = max(self._lost_at, self._over[name])
-        if waits or max(self._held_back.get(name, 0), unknown_at + window) >= now:
+        if waits or max(self._lost_at, self._over[name]) + window >= now:
             return
         since = now - window - RUNS_IN
         taken = sum(one.cost for one in self._times[name] if one.at >= since)
