@@ -132,8 +132,9 @@ class Order:
             self.lines[keys[0]].waits.pop(one, None)
         stood = {name: set(self.lines[name].waits) for name in names}
         self.move()
-        asker = str(arguments[script is scripts.TAKE_OVER])
-        passes = script is scripts.TAKE_OVER or (script in ACQUIRES and not arguments[5])
+        takes_over = script is scripts.TAKE_OVER
+        asker = str(arguments[takes_over])
+        is_unfair = script in ACQUIRES and not arguments[5]
         words = arguments[3].split(",") * len(keys) if asks or script in ACQUIRES else []
         for nth, name in enumerate(names):
             line = self.lines[name]
@@ -143,6 +144,8 @@ class Order:
                 mine = member(locks, asks["ticket"], name)
             if words and name in keys and words[nth].partition("*")[2] not in {"", "1"}:
                 line.large.add(mine)
+            others = stood[name] - line.live(now) - before[name] - {asker}
+            passes = takes_over or (is_unfair and not self.has_large_head(line, others))
             self.judge(name, before[name], stood[name], asker, mine, passes=passes)
             for one in [one for one in line.live(now) if one[-1] != "#"]:
                 line.waits.pop(one, None)
@@ -174,7 +177,6 @@ class Order:
         new = {one for one in live - before if one[0] != "~"}
         if asker in new:
             new.discard(asker)
-            passes = passes and not self.has_large_head(line, stood - live - before - {asker})
             if not (passes or mine in before or mine in line.claimed):
                 new.add(mine)
         waiting = {
@@ -189,9 +191,9 @@ class Order:
             if passed := [other for other, came in waiting.items() if came < since]:
                 self.fail(f"{one} has passed {passed} in the line of {name}")
 
-    def has_large_head(self, line: Line, stand: set[str]) -> bool:
+    def has_large_head(self, line: Line, others: set[str]) -> bool:
         """Return whether the first of those in line, whom nobody may pass, costs more than 1."""
-        stand = stand & line.waits.keys()
+        stand = others & line.waits.keys()
         gone = {one for one in stand if line.waits[one] <= self.net.now_ms}
         if not stand or gone or stand & line.unknown:
             return False  # who is first is not known
