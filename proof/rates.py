@@ -132,12 +132,13 @@ class Rates:
         """Count what an owner says that its start has cost."""
         begun = self._begun.get((name, owner))
         rate = parse_terms(word.partition(",")[0].encode()).rate
+        if begun is None or spent > begun.said:  # of a lease from before a loss little is known
+            self._over[name] = self.net.now_ms
         if begun is None or rate is None:
             return
         if spent > begun.said:
             begun.starts.append(Start(self.net.now_ms, min(spent - begun.said, rate.most)))
             self._times[name].append(begun.starts[-1])
-            self._over[name] = self.net.now_ms
         less = begun.said - spent
         for start in reversed(begun.starts):
             if less > 0:
