@@ -5,7 +5,8 @@ The judge sees each request that reaches the lock server, with its reply, whethe
 hears it, and who has a lease then.  From these alone it knows who waits, and since when:
 
 * nobody is let in, or has a turn, while somebody waits who came before; unless the asker wants to
-  pass the line, or goes on with what was its own: a place, or a task whose process died;
+  pass the line, whose head costs no more than 1, or goes on with what was its own: a place, or a
+  task whose process died;
 * a place is kept for as long as the waiter asks again in time, and over a turn that nobody claims;
   nobody is handed a lock whose place is over;
 * the line takes in no more parked tasks than it may: it is full only if it is, and then the
@@ -60,6 +61,7 @@ class Line:
     leases: dict[str, int] = field(default_factory=dict)  # until when, in ms
     waits: dict[str, float] = field(default_factory=dict)  # until when its place is kept
     came: dict[str, int] = field(default_factory=dict)  # when; also of those that wait no more
+    large: set[str] = field(default_factory=set)  # who has asked for it at a cost of more than 1
     claimed: set[str] = field(default_factory=set)  # tasks that have begun
     unknown: set[str] = field(default_factory=set)  # of which the server may have lost something
 
@@ -130,14 +132,20 @@ class Order:
             self.lines[keys[0]].waits.pop(one, None)
         stood = {name: set(self.lines[name].waits) for name in names}
         self.move()
-        asker = str(arguments[script is scripts.TAKE_OVER])
-        passes = script is scripts.TAKE_OVER or (script in ACQUIRES and not arguments[5])
+        takes_over = script is scripts.TAKE_OVER
+        asker = str(arguments[takes_over])
+        is_unfair = script in ACQUIRES and not arguments[5]
+        words = arguments[3].split(",") * len(keys) if asks or script in ACQUIRES else []
         for nth, name in enumerate(names):
             line = self.lines[name]
             mine = asker
             if asks:
                 locks = self.tickets.get((keys[0], asks["ticket"]), keys)
                 mine = member(locks, asks["ticket"], name)
+            if words and name in keys and words[nth].partition("*")[2] not in {"", "1"}:
+                line.large.add(mine)
+            others = stood[name] - line.live(now) - before[name] - {asker}
+            passes = takes_over or (is_unfair and not self.has_large_head(line, others))
             self.judge(name, before[name], stood[name], asker, mine, passes=passes)
             for one in [one for one in line.live(now) if one[-1] != "#"]:
                 line.waits.pop(one, None)
@@ -182,6 +190,14 @@ class Order:
             since = line.came.get(one, self.requests)
             if passed := [other for other, came in waiting.items() if came < since]:
                 self.fail(f"{one} has passed {passed} in the line of {name}")
+
+    def has_large_head(self, line: Line, others: set[str]) -> bool:
+        """Return whether the first of those in line, whom nobody may pass, costs more than 1."""
+        stand = others & line.waits.keys()
+        gone = {one for one in stand if line.waits[one] <= self.net.now_ms}
+        if not stand or gone or stand & line.unknown:
+            return False  # who is first is not known
+        return min(stand, key=line.came.__getitem__) in line.large
 
     def move(self) -> None:
         """Note which tickets stand in the line of a later lock, as they keep those before it."""

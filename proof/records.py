@@ -8,8 +8,8 @@ Who knows one lock and its line judges here what no client is told:
 * a parked task is in one place: in line, has its turn, has claimed it, or makes room; what is kept
   is kept for one that is parked;
 * the bytes of all records of a line are counted right;
-* a turn lasts as long as it may, twice as long each time, and no message is out long before its
-  task may start;
+* a turn lasts as long as it may, twice as long each time, and never gets shorter; no message is out
+  long before its task may start;
 * who is refused is told of the lease that ends first;
 * whoever ends something hands on all that it can: a sweep at once after it finds nothing to do.
 """
@@ -34,7 +34,7 @@ LONGEST = 300_000  # ms that a turn lasts at most, unless leases are longer
 SOON = 15_001  # ms for which a message is out before its task may start, at most
 ENDS = ("}", ":line", ":places", ":tickets", ":handed", ":running", ":replaced", ":starts")
 HAND_ON = (*RELEASES, *LEAVES, scripts.RELEASE_DEAD, scripts.FREE, scripts.OVERRIDE)
-TWICE = (*HAND_ON, *ACQUIRES, *PARKS, scripts.RENEW, scripts.TAKE_OVER)
+TWICE = (*HAND_ON, *ACQUIRES, *PARKS, scripts.RENEW, scripts.SPENT, scripts.TAKE_OVER)
 
 
 class Records:
@@ -49,7 +49,8 @@ class Records:
     def __init__(self, net: Net, fail: Callable[[str], None]) -> None:
         self.net, self._fail = net, fail
         self._requests = count(1)
-        self._turns: dict[tuple[str, bytes], int] = {}  # how many a ticket has had, by first lock
+        # By first lock and ticket: how many it has had, and until when the last one is.
+        self._turns: dict[tuple[str, bytes], tuple[int, float]] = {}
         self._unseen = 0  # how many a ticket has had that is new; after a loss that is not known
 
     def fail(self, text: str) -> None:
@@ -117,6 +118,8 @@ class Records:
         if counted != sum(map(len, tickets.values())):
             self.fail(f"{name} has {counted} bytes of {tickets}")
         self._kept(name, tickets.keys())
+        for known in [one for one in self._turns if one[0] == name and one[1] not in tickets]:
+            del self._turns[known]
         if not tickets:
             return
         handed = self.net.send("ZRANGE", f"{name}:handed", 0, -1, "WITHSCORES")
@@ -128,11 +131,14 @@ class Records:
             self.fail(f"{twice} are in two places of {name}")
         for ticket, record in tickets.items():
             _, _, times, ttl, _ = record.split(b" ", 4)
-            before = self._turns.get((name, ticket), self._unseen)
-            self._turns[name, ticket] = int(times)
+            before, ended = self._turns.get((name, ticket), (self._unseen, 0.0))
+            ends = until.get(ticket, 0.0)
+            self._turns[name, ticket] = int(times), ends
+            if int(times) == before and 0 < ends < ended:
+                self.fail(f"turn {before} of {ticket!r} is made {ended - ends} ms shorter")
             if int(times) <= before or ticket not in until:
                 continue
-            lasts, least = until[ticket] - self.net.now_ms, int(ttl) * 2 ** (int(times) - 1)
+            lasts, least = ends - self.net.now_ms, int(ttl) * 2 ** (int(times) - 1)
             least = min(least, max(int(ttl), LONGEST))
             if not least <= lasts <= least + SOON:
                 self.fail(f"turn {int(times)} of {ticket!r} lasts {lasts} ms, and not {least}")

@@ -89,6 +89,7 @@ TWO_HOMES_MOST = 0.3  # these have two brokers, each with workers of its own
 HOMES = ("here", "there")
 SEVERAL_MOST = 0.5  # of the histories with tasks that park: these have tasks of two keys
 ONE = {"lock_limit": 1}  # which a rate alone does not have
+SPENT = (0, 0, 1, 2, 3)  # what a start with a cost has really cost
 RATES = ("3/20s", "1/8s", "2/45s")  # one or two, in some histories, of all locks
 UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
 IDLE_MOST = 900.0  # seconds in which something must have ended: no wait and no lease is as long
@@ -277,16 +278,21 @@ class History:
             options = {**ONE, **options, "lock_rate": rate, "lock_key": "<key>"}
             if "lock_mode" in options:  # shared
                 del options["lock_limit"]
-            cost = rng.choice((None, 1, 2))
-            fits = cost and cost <= min(options.get("lock_limit", cost), Rate.of(rate).most)
-            if fits and not several and options["lock_on_conflict"] != "cancel":
-                options["lock_cost"] = cost
+            cost = self.cost(rng, options, Rate.of(rate))
+            if not several and options["lock_on_conflict"] != "cancel":
+                options.update(cost)
         if several:
             options = {
                 **{name: one for name, one in options.items() if name not in OF_ONE_KEY},
                 **rng.choice(QUEUES), **self.two_keys(rng),
             }  # fmt: skip
         return named_by(options)
+
+    def cost(self, rng: random.Random, options: dict[str, Any], rate: Rate) -> dict[str, int]:
+        """Choose what a start costs, if it costs anything: no more than is admitted."""
+        cost = rng.choice((None, 1, 2))
+        fits = cost is not None and cost <= min(options.get("lock_limit", cost), rate.most)
+        return {"lock_cost": cost} if cost and fits else {}
 
     def two_keys(self, rng: random.Random) -> dict[str, Any]:
         """Choose the keys of a task that has two; a second version may take them in turn."""
@@ -614,6 +620,7 @@ class History:
         if self.rates:
             rate = Rate.of(rng.choice(self.rates))
             keys, options = keys[:1], {**ONE, **options, "lock_rate": rate}
+            options.update(self.cost(rng, options, rate))
         lock = ReentrantLock(process, keys, {**options, "fair": rng.random() < 0.9})
         waits = rng.choice((0.0, 3.0, 40.0, 300.0))
         depth = 0
@@ -622,6 +629,8 @@ class History:
                 self.locked += 1
                 return
             depth = 1
+            if "lock_cost" in options and lock.lease is not None:
+                self.spends(lock.lease, rng)
             self.work(rng)
             if rng.random() < 0.3 and lock.acquire():
                 depth = 2
@@ -661,6 +670,8 @@ class History:
         name = request.id
         self.runs(name)
         self.take_overs.begins(name, task.lease.owner)
+        if "lock_cost" in options_of(task.name):
+            self.spends(task.lease, self.chance("spent", name))
         self.work_until_told(task)
         self.ran.add(name)
         if task.lease.held:
@@ -677,6 +688,14 @@ class History:
             )
         ):
             self.fail(f"task {name} has lost its lease, and its main process lives")
+
+    def spends(self, lease: Lease, rng: random.Random) -> None:
+        """Say what a start has really cost, perhaps twice, and later something else."""
+        for spent in rng.choices(SPENT, k=rng.choice((0, 1, 2))):
+            for _ in range(rng.choice((1, 1, 2))):
+                with contextlib.suppress(StoreError):
+                    lease.spent(spent)
+            self.work(rng)
 
     def runs(self, name: str) -> None:
         """Judge that a task may run."""

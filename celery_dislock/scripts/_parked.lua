@@ -320,8 +320,10 @@ local function keep_units(lock, ticket, stations, nth, ttl_ms, has_gates, waits)
   end
 end
 
--- Let a ticket have its turn for this time from now, with a unit of each lock, as keep_units() keeps it.
+-- Let a ticket have its turn for this time from now, or for longer if it has that already, with a unit of each lock, as
+-- keep_units() keeps it.
 local function keep_turn(lock, ticket, parked, lasts, has_gates)
+  lasts = math.max(lasts, (redis.call('ZSCORE', lock.handed, ticket) or 0) - now)
   keep_units(lock, ticket, parked.stations, #parked.stations + 1, lasts, has_gates)
   redis.call('ZADD', lock.handed, now + lasts, ticket)
   keep_key(lock.handed)
@@ -337,6 +339,7 @@ local function go_on(lock, ticket, parked)
   local stations = parked.stations
   if nth then
     local at, member = station_of(lock, ticket, stations, nth)
+    redis.call('ZREM', lock.handed, ticket)  -- it claims a turn of which a lease was lost
     keep_units(lock, ticket, stations, nth, KEPT_UNIT_MS, parked.times == 0, nth > 1 and stations[nth].name)
     give_up(lock, ticket, stations, at and lease_of(at, member) and nth or nth + 1)
     local joins = at and not redis.call('ZSCORE', at.line, member)

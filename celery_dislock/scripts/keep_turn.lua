@@ -16,5 +16,5 @@ local ends = tonumber(redis.call('ZSCORE', lock.handed, ticket) or 0)
 local parked = ends > now and read_ticket(lock, ticket)
 if not (parked and has_all(lock, ticket, parked.stations)) then return 0 end
 write_first(lock.name)
-keep_turn(lock, ticket, parked, math.max(parked.ttl, ends - now))
+keep_turn(lock, ticket, parked, parked.ttl)
 return 1

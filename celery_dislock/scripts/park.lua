@@ -111,6 +111,7 @@ end
 -- Answer that the task is in line: this delivery is over.  If it could have claimed a turn, it is marked as done:
 -- a late copy of this request would claim the turn, and nobody would read the reply.
 local function in_line()
+  hand_on_all()
   if marked ~= '0' then mark_done(lock, owner) end
   local parked, its, rank = read_ticket(lock, ticket), lock, nil
   for nth = 1, parked and #parked.stations or 0 do
@@ -243,7 +244,11 @@ local function parked_before(record)
   recall_and_hand_off(lock)
   if parked and may_claim then
     parked = read_ticket(lock, ticket)
-    if not has_all(lock, ticket, parked.stations) then go_on(lock, ticket, parked) end
+    if not has_all(lock, ticket, parked.stations) then
+      go_on(lock, ticket, parked)
+      hand_on_all()
+      parked = read_ticket(lock, ticket)
+    end
   end
   local stations = parked and parked.stations or asked
   if not (may_claim and has_all(lock, ticket, stations)) then return in_line() end  -- its turn brings its message
@@ -372,6 +377,4 @@ local function answer()
   return new()
 end
 
-local reply = answer()
-hand_on_all()
-return reply
+return answer()

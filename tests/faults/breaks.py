@@ -11,6 +11,19 @@ BROKEN = {
         "log.carry + math.min(terms.cost, most)",
         "log.carry + 1",
     ),
+    "what was not spent is not taken back": (
+        "elseif most and spent < counted then",
+        "elseif false then",
+    ),
+    "what was spent beyond the cost is not counted": ("cost = spent - counted,", "cost = 0,"),
+    "what was spent counts twice": (
+        "    if spent ~= counted then",
+        "    if false then",
+    ),
+    "what was not spent is taken back twice": (
+        "math.min(counted, log.most) - math.min(spent, log.most), time",
+        "2 * (math.min(counted, log.most) - math.min(spent, log.most)), time",
+    ),
     "shared leases pass an exclusive one": ("lock.x == 0 and limit > 0", "limit > 0"),
     "tokens do not grow": ("return newest < now_us and now_as_token or", "return '7' or"),
     "a pause is not heeded": ("terms, limit_set(lock))", "terms)"),
@@ -22,6 +35,10 @@ BROKEN = {
     "a newcomer passes the line": (
         "(not line_is_there or passes_line and not is_large_first(lock)) then",
         "true then",
+    ),
+    "a large one at the head is passed": (
+        "passes_line and not is_large_first(lock)",
+        "passes_line",
     ),
     "a turn that ran out goes to the end": (
         "join(lock, member_of(ticket), parked and parked.joined or 0)",
@@ -133,6 +150,7 @@ BROKEN = {
     "no done-mark of a release": ("if settles_ms >= 0 then mark_done(lock, ticket) end", ""),
     "bytes are counted wrong": ("TOTAL, #record - before)", "TOTAL, #record)"),
     "turns do not get longer": ("parked.ttl * 2 ^ parked.times", "parked.ttl"),
+    "a turn gets shorter": ("lasts = math.max(lasts, ", "lasts = math.max(lasts, 0 * "),
     "a copy runs beside": ("local other = copy_of(lock, owner)", "local other = nil"),
     "who ran comes last": ("return put_in_line(before.joined,", "return put_in_line(now_us,"),
     "a replaced one is not told": (

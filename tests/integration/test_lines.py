@@ -122,6 +122,20 @@ class TestTurns:
         broker.run("a")
 
     @pytest.mark.usefixtures("held")
+    def test_a_turn_whose_lease_was_lost_is_in_line_alone(self, broker, server):
+        """Another has the lock when it is claimed: the task waits, and has its turn after that."""
+        broker.line_up("a")
+        server.send("DEL", LOCK)
+        assert broker.ask("b") == "granted"
+        assert broker.claim("a") == "parked"
+        records = broker.records()
+        assert (records.line, records.until) == (["a"], {})
+        broker.given()
+        broker.end("b")
+        assert broker.given() == ["a"]
+        broker.run("a", copy=3)
+
+    @pytest.mark.usefixtures("held")
     def test_only_a_turn_is_kept(self, broker, server):
         """Nothing is made for one that waits, was freed, lost its lock, runs, or is done."""
         broker.park("a")

@@ -278,6 +278,15 @@ def test_a_turn_that_a_worker_keeps_keeps_no_rate_from_others(line):
     assert line.claim("t0", **line.terms) == "granted"
 
 
+def test_a_turn_that_is_claimed_too_early_gets_no_shorter(line):
+    """Its message was slow before, and comes again through the same broker."""
+    go_on(line, 63, "t0", "t1")
+    assert line.claim("t1", **line.terms) == "granted"
+    until = line.records().until["t0"]
+    assert line.claim("t0", ttl=60, **line.terms) == "refused"
+    assert line.records().until["t0"] == until
+
+
 def test_a_hand_off_to_a_waiter_is_a_start():
     """Who waits in a slot and is handed the lock counts, as one who takes it."""
     server = LuaServer()

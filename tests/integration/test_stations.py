@@ -202,6 +202,21 @@ def test_what_comes_later_is_given_back_with_what_was_lost(fleet):
     assert fleet.run_all() == ["a1"]
 
 
+def test_a_turn_of_which_a_lock_was_lost_is_handed_on_before_it_is_answered(fleet):
+    """Its task is told for how long the one is in its way that has its turn now."""
+    give_a_turn(fleet)
+    fleet.server.send("DEL", tenant("a"))
+    assert isinstance(fleet.send("a2", of("a2")), Parked)
+    answer = fleet.claim("a1", of("a1"))
+    assert fleet.given() == ["a2"]
+    assert isinstance(answer, Parked)
+    assert answer.remaining == TTL
+    assert fleet.run_all() == []
+    assert isinstance(fleet.claim("a2"), Granted)
+    fleet.end("a2")
+    assert fleet.run_all() == ["a1"]
+
+
 def test_what_is_dropped_hands_all_on(fleet):
     """A task that is taken out of a later line gives its tenant to the next, at once."""
     fleet.send("h1", [API])
