@@ -85,7 +85,7 @@ def crashes(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation
 
 def rates(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """
-    In no window of a rate more bodies begin than it admits.
+    In no window of a rate more bodies begin than it admits, each counted by its cost.
 
     The lock server counts each start by its clock: after the body's process has asked for the lock,
     and before its body begins.  A reply may take any time in between.  So there are surely too many
@@ -100,10 +100,14 @@ def rates(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         for nth, last in enumerate(of_key):
             most, window = last.rate or (0, 0.0)
             counts["starts under a rate"] += 1
-            if nth < most:
+            first, cost = nth, last.cost
+            while cost <= most and first > 0:
+                first -= 1
+                cost += of_key[first].cost
+            if cost <= most:
                 continue
-            since = min(one.since for one in of_key[nth - most : nth + 1])
+            since = min(one.since for one in of_key[first : nth + 1])
             took = last.begin - since
             if took < window and not any(b <= last.begin and since <= e for b, e in excused):
-                text = f"{key}: {most + 1} begin within {took:.3f} s, {last} the last"
+                text = f"{key}: {cost} of {most} begin within {took:.3f} s, {last} the last"
                 yield Violation("rate", text, last.begin)

@@ -51,6 +51,7 @@ class Hold:
         at_least: Seconds for which its lock is held, however soon its body ends.
         cap: How often it is renewed; 0: without a limit.
         rate: How many begin in a window of how many seconds at most; None: any number.
+        cost: For how many it counts, of the limit and of the rate.
     """
 
     key: str
@@ -68,6 +69,7 @@ class Hold:
     at_least: float = 0.0
     cap: int = 0
     rate: tuple[int, float] | None = None
+    cost: int = 1
 
     @property
     def is_capped(self) -> bool:
@@ -79,7 +81,8 @@ class Hold:
         """Return whether the lock must not admit this hold beside those others."""
         if self.shared:
             return any(not other.shared for other in others)
-        return any(other.shared for other in others) or len(others) >= self.limit
+        taken = sum(other.cost for other in others) + min(self.cost, self.limit)
+        return any(other.shared for other in others) or taken > self.limit
 
     def was_told(self, at: float) -> bool:
         """Return whether its loss had been declared by then."""
@@ -111,6 +114,7 @@ def holds(events: Iterable[Event]) -> list[Hold]:
                 at_least=more.get("at_least", 0.0),
                 cap=more.get("cap", 0),
                 rate=more.get("rate"),
+                cost=more.get("cost", 1),
             )
             continue
         hold = found[event.about]

@@ -39,6 +39,19 @@ TAKES_OVER, STUBBORN = "takes over", "takes over the stubborn"
 DIES = "dies"  # in its body, now and then; what it holds must not stay for its timeout
 DIES_TIMEOUT = 8.0  # seconds
 
+RATE = "4/4s"
+
+
+def rate_of(number: int, how: str) -> str:  # noqa: ARG001 -- of the call
+    """Tell the rate of a call."""
+    return RATE
+
+
+def cost_of(number: int, how: str) -> int:  # noqa: ARG001 -- of the call
+    """Tell what a call costs."""
+    return 1 + len(how) % 2
+
+
 # By name, the options of each task.
 ALL_TASKS: dict[str, dict[str, Any]] = {
     "skip": {"lock_on_conflict": "skip"},
@@ -65,7 +78,12 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
         "lock_on_conflict": "queue",
         "lock_limit": 2,
     },
-    RATED: {"lock_on_conflict": "queue", "lock_rate": "3/4s", "lock_limit": 2},
+    RATED: {
+        "lock_on_conflict": "queue",
+        "lock_rate": rate_of,
+        "lock_cost": cost_of,
+        "lock_limit": 3,
+    },
     "two or skip": {**PAIR, "lock_on_conflict": "skip"},
     "two or retry": {**PAIR, "lock_on_conflict": "retry", **LATER},
     "two or wait": {**PAIR, "lock_on_conflict": "wait", "lock_wait_timeout": 600},
@@ -108,7 +126,7 @@ def history() -> History:
     return _histories[pid]
 
 
-def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the key
+def body(task: Any, number: int, how: str) -> None:
     """Hold the lock for a while."""
     mine = history()
     mine.add("task", task.request.id, "begin", since=task.lease.since)
@@ -116,7 +134,8 @@ def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the ke
     terms = {
         "limit": options.get("lock_limit", 1),
         "limits": {WIDE: WIDE_LIMIT},
-        "rate": Rate.of(rate) if (rate := options.get("lock_rate")) else None,
+        "rate": Rate.of(RATE) if task.name == RATED else None,
+        "cost": cost_of(number, how) if task.name == RATED else 1,
         "mode": options.get("lock_mode", "exclusive"),
         "timeout": options.get("lock_watchdog_timeout", site.timeout),
         "at_least": options.get("lock_at_least_for", 0.0),
