@@ -294,9 +294,9 @@ end
 -- Nothing is known of this task.  *otherwise* is called if the task does not get its locks at once.
 local function new(otherwise)
   local its
-  for _, station in ipairs(asked) do
+  for _, station in ipairs(asked) do recall_and_hand_off(open_whole(station.name)) end
+  for _, station in ipairs(asked) do  -- not before: who passes a later lock may take an earlier one
     local at = open_whole(station.name)
-    recall_and_hand_off(at)
     if not its and (not admits(at, station.terms) or line_exists(at)) then its = at end
   end
   local was_full = marked == '0' and is_done(lock, owner)  -- this delivery was refused before: the request is late

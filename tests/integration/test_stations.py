@@ -217,6 +217,18 @@ def test_a_turn_of_which_a_lock_was_lost_is_handed_on_before_it_is_answered(flee
     assert fleet.run_all() == ["a1"]
 
 
+def test_a_newcomer_is_not_let_in_beside_one_that_passes_a_later_lock_before_it(fleet):
+    """Of two orders of two locks: who waits for the second takes the first, too, and is alone."""
+    wide = Terms(limit=2)
+    for task in ("h1", "h2"):
+        assert isinstance(fleet.send(task, [API], wide), Granted)
+    assert isinstance(fleet.send("o1", [API, tenant("a")], wide, Terms()), Parked)
+    fleet.server.advance(TTL + 1)  # the holders have died, and nobody has swept yet
+    assert isinstance(fleet.send("a1", of("a1"), *TWO), Parked)
+    assert len(fleet.owners(tenant("a"))) == 1
+    assert fleet.run_all() == ["o1", "a1"]
+
+
 def test_what_is_dropped_hands_all_on(fleet):
     """A task that is taken out of a later line gives its tenant to the next, at once."""
     fleet.send("h1", [API])
