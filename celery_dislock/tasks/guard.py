@@ -279,8 +279,8 @@ class Guard:
         Return the keys of a delivery, and the terms of each key, or one for all keys.
 
         A delivery with a turn takes the lock that its task was parked for, even if the code names
-        another one by now, and without terms if the code does not tell any for it.  The lock server
-        has to know of the turn: anybody can write into a message that the task has one.
+        another one by now, and without terms if the code has some for each key.  The lock server has
+        to know of the turn: anybody can write into a message that the task has one.
         """
         turn = notes.parked
         try:
@@ -294,8 +294,8 @@ class Guard:
             keys, terms = self._keys.in_order(built, each)
             if turn is None or keys[0] == key_of(turn[0]) or not self._knows(turn, notes):
                 return keys, terms
-        terms_then = self._keys.terms_at(parked_for := key_of(turn[0]))
-        return [parked_for], () if terms_then is None else (terms_then,)
+        is_told = len(self._terms) == 1 and not self._keys.vary
+        return [key_of(turn[0])], self._terms if is_told else ()
 
     def _knows(self, turn: tuple[str, str], notes: Notes) -> bool:
         """Tell whether the lock server knows a turn; True if it does not answer, which is noted."""
