@@ -279,8 +279,8 @@ class Guard:
         Return the keys of a delivery, and the terms of each key, or one for all keys.
 
         A delivery with a turn takes the lock that its task was parked for, even if the code names
-        another one by now, and without terms if the code has some for each key.  The lock server has
-        to know of the turn: anybody can write into a message that the task has one.
+        another one by now, and without terms if the code has some for each key.  The lock server
+        has to know of the turn: anybody can write into a message that the task has one.
         """
         turn = notes.parked
         try:
