@@ -1,7 +1,5 @@
 """Bodies that are coroutines, in workers of celery-aio-pool, which awaits them."""
 
-from __future__ import annotations
-
 import pytest
 from celery import states
 from celery.exceptions import TaskRevokedError

@@ -1,7 +1,5 @@
 """Locks that the bodies of tasks take, in real workers: they are the task's."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """The newest task of a key takes over from the one that runs, in real workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """A task that kills its process each time its message comes, in real workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """What those see who watch the workers: ``celery events``, Flower, and exporters."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """What an operator does to locks of real workers: free, terminate, and drop a parked task."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

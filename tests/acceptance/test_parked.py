@@ -1,7 +1,5 @@
 """Tasks that are parked in line for their lock: in their order, in no slot, and each to its end."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

@@ -1,7 +1,5 @@
 """What holds under every pool, mostly between two workers."""
 
-from __future__ import annotations
-
 import pytest
 from billiard.exceptions import WorkerLostError
 from celery import states

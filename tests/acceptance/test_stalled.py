@@ -1,7 +1,5 @@
 """Bodies and processes that stop the watchdog keep their locks all the same, up to the cap."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import contextmanager, suppress

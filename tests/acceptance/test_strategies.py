@@ -1,7 +1,5 @@
 """What the task does that comes second, and what becomes of the same task twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

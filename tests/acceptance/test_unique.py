@@ -1,7 +1,5 @@
 """One message of a key at a time, with real workers: when is the key free for the next?"""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

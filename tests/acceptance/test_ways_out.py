@@ -7,8 +7,6 @@ The lock's expiry is longer than any wait here, so a lock that gets free was rel
 table says that it expires, the server's own times are compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -4,8 +4,6 @@ The sentences are those of tests/unit/operating/test_why.py; here is what real p
 them.  The incidents of an operator's night come last.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """The typed snippets of the guide, read by mypy as a user's program is."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

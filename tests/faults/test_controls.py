@@ -1,7 +1,5 @@
 """Each control breaks what it says: the text that it changes is there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

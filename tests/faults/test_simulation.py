@@ -1,7 +1,5 @@
 """The simulation of scripts and clients: it finds nothing, but for what is broken on purpose."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import islice

@@ -1,7 +1,5 @@
 """Locks of asyncio tasks: losses and cancellations; time is the test's."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

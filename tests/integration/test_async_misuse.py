@@ -1,7 +1,5 @@
 """Locks of asyncio tasks on a real server, also in ways that they are not made for."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

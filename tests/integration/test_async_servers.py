@@ -1,7 +1,5 @@
 """Locks of asyncio tasks on every kind of lock server, and what happens to them when one fails."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Bodies that a pool awaits, many on one event loop, with their locks on a real server."""
 
-from __future__ import annotations
-
 import asyncio
 from uuid import uuid4
 

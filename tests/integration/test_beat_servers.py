@@ -1,7 +1,5 @@
 """A beat on a lock server that refuses, moves, fails over, or has what no beat has written."""
 
-from __future__ import annotations
-
 import logging
 import re
 from types import SimpleNamespace

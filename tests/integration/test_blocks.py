@@ -1,7 +1,5 @@
 """Blocks of locks in plain Python: who has them, how they end, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 The next release writes a higher version, and fields that are not known here behind the head.
 """
 
-from __future__ import annotations
-
 import json
 import time
 

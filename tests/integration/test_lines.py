@@ -4,8 +4,6 @@ They are about those who wait in a slot beside the parked, bounds in bytes, mark
 long lines, and a cluster.  The scripts run in this process; damage of types is a real server's.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import count
 from types import SimpleNamespace

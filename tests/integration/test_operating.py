@@ -1,7 +1,5 @@
 """What people do to locks: free a lease, drop a parked task, pause a lock, change its limit."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -69,12 +67,12 @@ def message_of(task, /, **headers):
 
 
 @pytest.fixture
-def worker(server) -> Worker:
+def worker(server):
     return Worker(server)
 
 
 @pytest.fixture
-def other(server) -> Worker:
+def other(server):
     """A worker of another broker."""
     return Worker(server, home="there")
 

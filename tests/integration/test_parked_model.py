@@ -65,7 +65,7 @@ KINDS = {  # mode and limit of tasks of even and of odd numbers
     "mixed": [("shared", 1), ("exclusive", 1)],
 }
 BOUNDS = [Bounds(), Bounds(1, overflow="replace"), Bounds(2, overflow="replace"), Bounds(2)]
-NUMBERS: dict[str, int] = {}  # of tasks, whose ids are as Celery makes them, or like "t4"
+NUMBERS = {}  # of tasks, whose ids are as Celery makes them, or like "t4"
 
 
 @dataclass(order=True)

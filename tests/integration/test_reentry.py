@@ -1,7 +1,5 @@
 """Who may take a lock again: code inside the block that holds it, and nobody else in its thread."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

@@ -1,7 +1,5 @@
 """How leases end, also when the server does not answer; time is the test's."""
 
-from __future__ import annotations
-
 import pytest
 from celery import Celery
 

@@ -17,8 +17,6 @@ The scripts are the package's, see ``lua_server``; what is checked is written fr
 Each rule of the scripts is broken once, and some history shows it.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 import random

@@ -1,7 +1,5 @@
 """A test that leaves a connection to the garbage collector is named, and no other."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Uniqueness in a cluster whose slot moves: nothing is made beside what the other node has."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """What users import."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

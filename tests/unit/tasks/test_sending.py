@@ -1,7 +1,5 @@
 """Uniqueness when sending: what is published, what is reserved, and what callers get."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from datetime import datetime, timedelta, timezone
