@@ -67,16 +67,14 @@ def test_a_body_that_leaves_its_process_counts(fleet, scene):
 def test_nothing_counts_while_its_worker_shuts_down(start_fleet, scene):
     """Whoever stops a worker may kill all its processes: the task runs again in another one."""
     first = start_fleet("prefork")
-    (worker,) = first.workers
     result = scene.begin(first, scenarios.hold_or_crash_once)
-    worker.terminate()
-    worker.wait_until_it_says("Warm shutdown")
+    first.worker.terminate()
+    first.worker.wait_until_it_says("Warm shutdown")
     os.kill(scene.reported("begin")[0]["pid"], signal.SIGKILL)
-    worker.wait_until_it_ends()
+    first.worker.wait_until_it_ends()
     start_fleet("prefork", queue=first.queue)
     scene.wait_for_report("begin", times=2, id=result.id)
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(result)["held"]
 
 
 @PREFORK

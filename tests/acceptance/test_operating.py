@@ -40,8 +40,7 @@ def test_the_holder_is_terminated_and_the_next_in_line_runs(fleet, scene):
     with pytest.raises(TaskRevokedError):
         holder.get(timeout=LIMIT)
     begun(scene, parked)
-    scene.open_gate()
-    assert parked.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(parked)["held"]
     scene.assert_exclusive(dead=[dead])
 
 

@@ -76,8 +76,7 @@ def test_it_runs_without_its_lock(fleet, scene):
     holder = scene.begin(fleet, scenarios.outlive_loss)
     dislock("free", scene.key, "--yes")
     told(holder, "running without its lock", "*runs on *, and does not hold its lock *: *capped*")
-    scene.open_gate()
-    holder.get(timeout=LIMIT)
+    scene.finish(holder)
 
 
 def test_it_runs_where_locks_are_off(start_fleet, scene):
@@ -85,8 +84,7 @@ def test_it_runs_where_locks_are_off(start_fleet, scene):
     fleet = start_fleet("prefork", "--no-dislock")
     holder = scene.begin(fleet, scenarios.hold)
     told(holder, "locks off", "*runs on *, for ~ so far, without its lock: *")
-    scene.open_gate()
-    holder.get(timeout=LIMIT)
+    scene.finish(holder)
 
 
 # It waits.

@@ -50,10 +50,11 @@ class Answer(str):
         place: In line, from 1; 0: none.
         holder: Who has the lock.
         replaced: The messages of those that lost their places, by task.
+        told: Holders that were told to end.
         token: Of the lease.
     """
 
-    __slots__ = ("holder", "place", "replaced", "token")
+    __slots__ = ("holder", "place", "replaced", "token", "told")
 
     def __new__(cls, reply):
         answer = super().__new__(cls, WORDS[type(reply)])
@@ -61,6 +62,7 @@ class Answer(str):
         answer.holder = getattr(reply, "holder", {})
         replaced = getattr(reply, "replaced", {})
         answer.replaced = {short(ticket): message for ticket, message in replaced.items()}
+        answer.told = getattr(reply, "told", ())
         (answer.token,) = getattr(reply, "tokens", (0,))
         return answer
 
