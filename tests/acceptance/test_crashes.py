@@ -46,15 +46,6 @@ def test_it_runs_as_often_as_its_limit_says_and_then_fails(fleet, scene, redis_c
 
 
 @PREFORK
-@pytest.mark.parametrize(("task", "times"), [("crash", 2), ("crash_freely", 4)])
-def test_it_may_succeed_before_that(fleet, scene, task, times):
-    """Below its limit it comes back; without one it comes back for ever."""
-    result = fleet.send(getattr(scenarios, task), scene.key, times)
-    assert result.get(timeout=LIMIT)["held"] is True
-    assert len(scene.reported("begin", id=result.id)) == times + 1
-
-
-@PREFORK
 @pytest.mark.skipif(celery.VERSION < (5, 7), reason="older Celery does not give it back")
 def test_a_body_that_leaves_its_process_counts(fleet, scene):
     """It calls sys.exit(): its message comes back as if the process was killed."""
@@ -75,22 +66,6 @@ def test_nothing_counts_while_its_worker_shuts_down(start_fleet, scene):
     start_fleet("prefork", queue=first.queue)
     scene.wait_for_report("begin", times=2, id=result.id)
     assert scene.finish(result)["held"]
-
-
-@PREFORK
-def test_one_that_was_parked_leaves_its_turn(fleet, scene, redis_client):
-    """No copy of it runs any more, and those behind it do."""
-    holder = scene.hold(fleet)
-    crashing = scene.park(fleet, OFTEN, task=scenarios.crash_or_queue)
-    behind = scene.park(fleet)
-    scene.open_gates(holder)
-    with pytest.raises(TaskCrashedError):
-        crashing.get(timeout=LIMIT)
-    assert behind.get(timeout=LIMIT)["held"] is True
-    assert len(scene.reported("begin", id=crashing.id)) == 2
-    mark = f"{scene.lock}:done:{crashing.id}:0:0"  # it follows the result
-    wait_for("it has left a mark", lambda: redis_client.exists(mark))
-    assert not redis_client.exists(f"{scene.lock}:running")
 
 
 @PREFORK

@@ -11,6 +11,7 @@ import pytest
 
 from celery_dislock import AsyncLock, LockLostError, StoreError, scripts
 from tests.holding import name_of
+from tests.integration.coroutines import on_loop, some_rounds
 
 counted = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="asyncio counts cancellations since Python 3.11"
@@ -21,28 +22,6 @@ counted = pytest.mark.skipif(
 def make(driven):
     """Make a lock of the running asyncio task."""
     return driven.dislock.async_lock
-
-
-def on_loop(test):
-    """Run a coroutine as the test; at its end, nobody has asked to cancel it."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        async def main():
-            await test(*args, **kwargs)
-            if sys.version_info >= (3, 11):
-                assert asyncio.current_task().cancelling() == 0
-            await some_rounds()  # where a late cancellation is raised
-
-        asyncio.run(main())
-
-    return run
-
-
-async def some_rounds():
-    """Let the event loop go round."""
-    for _ in range(2):
-        await asyncio.sleep(0)
 
 
 async def cancelled(coroutine):

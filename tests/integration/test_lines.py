@@ -1029,13 +1029,3 @@ def test_what_meets_damage_has_changed_nothing(server, damage, call):
     with pytest.raises(LuaError):
         CALLS[call](broker)
     assert server.contents() == before
-
-
-def test_a_dead_process_leaves_the_line_at_once():
-    """Who waited in a slot of a process that died is handed nothing, and the next one is."""
-    line = Line(LuaServer())
-    assert line.wait("holder@h:1/1")
-    assert not line.wait("dead@w:1/1")
-    assert not line.wait("next@n:1/1")
-    line.clear("dead")
-    assert line.line() == ["next@n:1/1"]
