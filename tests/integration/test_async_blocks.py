@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import inspect
-import subprocess
 import sys
 from contextlib import suppress
 
@@ -12,6 +11,7 @@ import pytest
 from celery_dislock import AsyncLock, LockLostError, StoreError, scripts
 from tests.holding import name_of
 from tests.integration.coroutines import on_loop, some_rounds
+from tests.programs import run_code
 
 counted = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="asyncio counts cancellations since Python 3.11"
@@ -391,8 +391,7 @@ with driving() as driven:
 
 def test_a_lease_of_an_event_loop_that_was_closed_is_renewed_no_more():
     """Its task has not ended, and never will."""
-    command = [sys.executable, "-c", CLOSED]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    done = run_code(CLOSED)
     assert (done.stdout, done.stderr) == ("free\n", "")
 
 

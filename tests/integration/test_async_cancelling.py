@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from proof.proxy import Proxy, lose_reply, runs, swallow_reply
 from tests.holding import PATIENCE
 from tests.integration.coroutines import on_loop
 from tests.integration.servers import MASTER_NAME, Watched, several
+from tests.programs import run_code
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -493,8 +493,7 @@ def test_tasks_that_are_pending_when_the_program_ends_leave_nothing(redis_url, r
 @pytest.mark.parametrize("how", ["close_a_loop", "close_loops"])
 def test_a_loop_that_is_closed_leaves_nothing(redis_url, redis_client, how):
     """Its tasks are dropped where they wait; the next loop of their thread ends them as well."""
-    act = f"from {__name__} import {how}; {how}({redis_url!r})"
-    subprocess.run([sys.executable, "-c", act], check=True, timeout=PATIENCE)
+    run_code(f"from {__name__} import {how}; {how}({redis_url!r})")
     assert list(redis_client.scan_iter("dislock:*")) == []
 
 

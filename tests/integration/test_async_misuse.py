@@ -5,7 +5,6 @@ import contextlib
 import contextvars
 import gc
 import os
-import subprocess
 import sys
 import threading
 import traceback
@@ -30,6 +29,8 @@ from celery_dislock.exceptions import LockTermsError
 from tests.holding import wait_for
 from tests.integration.coroutines import on_loop
 from tests.pace import LEASE
+from tests.programs import run as run_program
+from tests.programs import run_code
 
 LIMIT = 30.0  # seconds
 
@@ -326,7 +327,7 @@ with Dislock.from_url({redis_url!r}) as dislock:
     else:
         raise AssertionError
 """
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+        run_code(program)
 
 
 class TestOwners:
@@ -516,14 +517,7 @@ dislock.close()
 def test_nothing_is_left_open_at_the_end_of_a_loop(redis_url, end):
     """As Python's development mode tells it, with warnings as errors."""
     program = PROGRAM.format(url=redis_url, end=end)
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_program(sys.executable, "-W", "error", "-X", "dev", "-c", program)
     assert "Warning" not in ended.stderr
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import traceback
 from pathlib import Path
@@ -60,7 +59,7 @@ from tests.integration.servers import (
 from tests.integration.test_async_servers import used
 from tests.leaks import SECRET
 from tests.pace import LEASE, REPLY
-from tests.programs import missing
+from tests.programs import missing, run
 from tests.redis_server import RedisServer, ServerFailed, free_port
 
 ASYNC_TLS = inspect.signature(redis.asyncio.SSLConnection).parameters
@@ -95,8 +94,7 @@ def certificates(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tls_server(redis_program, certificates, tmp_path_factory):
-    asked = [str(redis_program), "--tls-auth-clients", "yes", "--port", "no"]
-    said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    said = run(redis_program, "--tls-auth-clients", "yes", "--port", "no", status=None)
     if "'tls-auth-clients" in said.stdout + said.stderr:
         missing("a Redis with TLS")
     server = TlsServer(tmp_path_factory.mktemp("tls"), certificates)
