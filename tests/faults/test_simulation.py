@@ -26,7 +26,7 @@ from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, TURN, Broker
 
 HISTORIES = 60
-RARE = {  # each takes many histories to be found, or is found by a model, too
+RARE = {  # each takes many histories to be found
     "a renewal revives",
     "no done-mark of a release",
     "bytes are counted wrong",

@@ -1,4 +1,4 @@
-"""Parked tasks where test_parked_model.py does not go: examples, each of one promise.
+"""Parked tasks where a simulation seldom goes, or does not look: examples, each of one promise.
 
 They are about those who wait in a slot beside the parked, bounds in bytes, marks that end, damage,
 long lines, and a cluster.  The scripts run in this process; damage of types is a real server's.
@@ -118,6 +118,12 @@ class TestTurns:
         broker.sweep()
         assert broker.given() == ["a"]
         broker.run("a")
+
+    def test_only_the_message_of_a_turn_claims_it(self, broker, held):
+        """Another message of its id is acknowledged, and the parked task runs."""
+        broker.line_up("a")
+        assert broker.park("a", 3) == "parked"
+        assert broker.claim("a") == "granted"
 
     @pytest.mark.usefixtures("held")
     def test_only_a_turn_is_kept(self, broker, server):
