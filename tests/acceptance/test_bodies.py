@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from celery.exceptions import TaskRevokedError, WorkerLostError
+from celery.exceptions import WorkerLostError
 
 from celery_dislock.worker.bodies import FOLDER
 from tests.acceptance import scenarios
@@ -49,16 +49,6 @@ def test_who_waits_in_a_body_that_dies_leaves_the_line(fleet, scene):
     assert holder.get(timeout=LIMIT)["held"] is True
     scene.wait_until_free()
     assert fleet.send(scenarios.hold, scene.key).get(timeout=LIMIT)["held"] is True
-
-
-@PREFORK
-def test_who_comes_second_is_told_which_task_has_it(fleet, scene):
-    """Also if that has no lock_key."""
-    holder = scene.begin(fleet, scenarios.hold_inside)
-    with pytest.raises(TaskRevokedError, match=rf"hold_inside\[{holder.id}\] on .*@here"):
-        fleet.send(scenarios.step, scene.key).get(timeout=LIMIT)
-    scene.finish(holder)
-    assert scene.is_free
 
 
 def test_it_is_freed_while_its_worker_shuts_down(start_fleet, scene, tmp_path):
