@@ -664,7 +664,7 @@ class TestCluster:
         take(store, "a/1", lock=lock)
         asked = [([lock], "a/1", LONG)]
         assert store.renew(asked, within=WITHIN) == [True]
-        with cluster.moving(lock, cluster.masters[0], cluster.masters[1]):
+        with cluster.moving(lock):
             # The key has left already, but the slot is still the old node's: it says ASK.
             for _ in range(2):
                 assert store.renew(asked, within=WITHIN) == [True]
@@ -703,15 +703,14 @@ class TestCluster:
     def test_a_lock_of_a_slot_that_moves_is_refused_and_kept(self, connect, cluster):
         """Its holder goes on, and is told to others; a free one is taken when the slot is there."""
         store = connect(cluster.url)
-        source, target = cluster.masters[0], cluster.masters[1]
         lock = name_on(cluster.masters, 0, "alone")
         token = take(store, "a/1", lock=lock)
-        with cluster.moving(lock, source, target, first=[f"{lock}:of-another"]):
+        with cluster.moving(lock, first=[f"{lock}:of-another"]):
             assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"  # on the old node
             assert take(store, "a/1", lock=lock) == token
             assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
             assert [holding.owner for holding in store.holders(lock)] == ["a/1"]
-            with source.client() as client:
+            with cluster.masters[0].client() as client:
                 client.delete(lock)
             with pytest.raises(StoreError, match="its slot is being moved"):
                 store.acquire([lock], "b/1", LONG, HOLDER)
@@ -728,7 +727,7 @@ class TestCluster:
         store.override(lock, limit=0)
         store.remember(lock, "1", "what moves first", LONG)
         first = [f"{lock}:limit" if moved == "limit" else f"{lock}:mark:1"]
-        with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
+        with cluster.moving(lock, first=first):
             with contextlib.suppress(StoreError):
                 assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
             ticket = Ticket("1:0:0", marked=False)
@@ -750,7 +749,7 @@ class TestCluster:
         store.release([lock], "a/1")
         store.remember(lock, "1", "what moves first", LONG)
         first = [f"{lock}:starts" if moved == "starts" else f"{lock}:mark:1"]
-        with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
+        with cluster.moving(lock, first=first):
             with contextlib.suppress(StoreError):
                 answer = store.acquire([lock], "b/1", LONG, HOLDER, terms=terms)
                 assert isinstance(answer, Conflict)
@@ -764,7 +763,7 @@ class TestCluster:
         for task_id in ("1", "2"):
             store.remember(lock, task_id, f"done {task_id}", LONG)
         first = [f"{lock}:done:1"]
-        with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
+        with cluster.moving(lock, first=first):
             assert store.recall(lock, "1") == "done 1"
             assert store.recall(lock, "2") == "done 2"
             assert store.recall(lock, "3") is None
@@ -803,7 +802,7 @@ class TestCluster:
                 round_trip(store, name_on(cluster.masters, number, "allowed"))
             lock = name_on(cluster.masters, 0, "allowed")
             take(store, "a/1", lock=lock)
-            with cluster.moving(lock, cluster.masters[0], cluster.masters[1]):
+            with cluster.moving(lock):
                 assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"
                 assert store.wait(lock, "b/1", 0.01) is None
             assert store.release([lock], "a/1") is True
@@ -843,14 +842,14 @@ class TestParkedInAClusterThatMoves:
     ):
         """Whichever of them moves first, or last, what would need another one changes nothing."""
         monkeypatch.setattr(cluster_module, "WHOLE_LOOKS", 1)
-        source, target = cluster.masters[:2]
         name = f"halves-{which}-{first}".replace(":", "-")
         line = self.line_on(cluster, name, pause=lambda _seconds: None)
         lock, store = line.lock, line.store
+        source, target = cluster.nodes_of(lock)
         before = self.keys(lock, source)
         moved = {lock + which} if first else set(before) - {lock + which}
         assert len(before) == 7
-        with cluster.moving(lock, source, target, first=sorted(moved)):
+        with cluster.moving(lock, first=sorted(moved)):
             for ask in (
                 *(partial(line.ask, task, marked=True) for task in ("done", "runs", "turn", "a")),
                 partial(line.ask, "x", marked=True),
@@ -874,7 +873,7 @@ class TestParkedInAClusterThatMoves:
         """Who asks meanwhile is asked again, and knows nothing of it."""
         arrives = []
         line = self.line_on(cluster, "arrives", pause=lambda _seconds: arrives.pop()())
-        with cluster.moving(line.lock, *cluster.masters[:2]) as finish:
+        with cluster.moving(line.lock) as finish:
             arrives += [finish, lambda: None, lambda: None]
             assert isinstance(line.ask("turn", marked=True), Granted)
         assert arrives == []
@@ -890,8 +889,7 @@ class TestParkedInAClusterThatMoves:
 
         line = self.line_on(cluster, "ends", pause=arrive)
         assert isinstance(line.ask("turn", marked=True), Granted)
-        nodes, first = cluster.masters[:2], [f"{line.lock}:line"]
-        with cluster.moving(line.lock, *nodes, first=first) as finish:
+        with cluster.moving(line.lock, first=[f"{line.lock}:line"]) as finish:
             assert line.end("turn") is True  # it was not lost
         assert free == [True]
         assert line.given() == ["a"]
@@ -927,12 +925,10 @@ class TestParkedInAClusterThatMoves:
         try:
             line.end("first")
             send()
-            nodes, moves = cluster.masters[:2], 0
+            moves = 0
             while len(ran) < len(tasks) or moves < 4:
-                with cluster.moving(line.lock, *nodes, first=[f"{line.lock}:tickets"]):
-                    pass
-                nodes.reverse()
-                moves += 1
+                with cluster.moving(line.lock, first=[f"{line.lock}:tickets"]):
+                    moves += 1
                 with contextlib.suppress(StoreError):
                     line.lines.sweep([line.lock])
                 send()
