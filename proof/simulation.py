@@ -766,7 +766,7 @@ class History:
         options = lease.lock.options
         if options.limits_keys:
             return self.wide if name == lock_name(WIDE) else self.narrow
-        return options.lock_limit or 1
+        return options.terms[0].limit
 
     def check_paused(self) -> None:
         """Check that a lock that is paused has let nobody in."""

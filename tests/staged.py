@@ -6,6 +6,7 @@ import json
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from celery_dislock.config.terms import LIMIT_MOST
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
@@ -184,6 +185,7 @@ class Staged(LockServer):
         about["timeout"] = None if one.renewed is None else one.renewed + one.remaining
         written = json.dumps({field: value for field, value in about.items() if value is not None})
         ends, mode = self._since(-one.remaining), one.mode[0].replace("e", "x")
+        mode += f"{one.cost}" * (one.cost > 1) + ("" if one.spent is None else f":{one.spent}")
         record = f"1 {ends} {one.token} {self._since(one.held)} {mode} {written}"
         super().send("HSET", name, f"{'~' * one.expiring}{one.owner}", record)
 
@@ -258,7 +260,8 @@ def _terms(state: LockState, one: Waiter) -> str:
     """Write the terms of a place; the rate is the code's, or seems to be."""
     rate = state.rate and state.rate.rate
     word = f":{rate.word}" if rate else ""
-    return f"{one.mode[0].replace('e', 'x')}:1{word}"
+    cost = f"*{one.cost}" if one.cost > 1 else ""
+    return f"{one.mode[0].replace('e', 'x')}:{one.limit or LIMIT_MOST}{word}{cost}"
 
 
 def reach(patch: pytest.MonkeyPatch, server: Staged) -> None:

@@ -27,6 +27,9 @@ RENEWALS_PER_TIMEOUT = 3  # of a lease; two may fail in a row before it is lost
 RENEWALS_MISSED = 2  # renewals missed in a row after which a lease counts as overdue
 
 
+# Each may be a callable that takes the task's arguments; `TaskKeys` calls it.
+Limit = int | Callable[..., int] | None
+RateOf = Rate | str | int | Callable[..., str | int | None] | None
 Cost = int | str | Callable[..., int] | None  # of a start
 
 
@@ -43,23 +46,41 @@ class Key:
     Attributes:
         key: A template, or a callable that takes the task's arguments; of several keys that it
             returns, each has these terms.
-        limit: Maximum number of exclusive leases of this key at a time, > 0; in place of the task's
-            ``lock_limit``.  A key with a rate and without a limit has none.
-        rate: How often this key is taken at most, as ``"100/m"``; in place of the task's
-            ``lock_rate``.
+        limit: Maximum number of exclusive leases of this key at a time, > 0, or a callable; in
+            place of the task's ``lock_limit``.  A key with a rate and without a limit has none.
+        rate: How often this key is taken at most, as ``"100/m"``, or a callable; in place of the
+            task's ``lock_rate``.
         cost: Units of the limit that a lease takes, and starts of the rate that it counts for; in
             place of the task's ``lock_cost``.
     """
 
     key: str | Callable[..., str | Sequence[str]]
-    limit: int | None = None
-    rate: str | int | None = None
+    limit: int | Callable[..., int] | None = None
+    rate: str | int | Callable[..., str | int | None] | None = None
     cost: int | str | Callable[..., int] | None = None
 
-    def terms(self, mode: str, limit: int, rate: Rate | None) -> Terms:
-        """Return the terms of the key, beside what the task's options say."""
-        own = None if self.rate is None else Rate.of(self.rate)
-        return Terms(mode, self.limit or (LIMIT_MOST if own else limit), own or rate)
+    def terms(self, mode: str) -> Terms:
+        """
+        Return the terms of a key that leaves nothing out, as far as no call tells them.
+
+        A limit that calls tell counts as none until then.
+        """
+        return Terms(
+            mode,
+            self.limit if isinstance(self.limit, int) else LIMIT_MOST,
+            None if self.rate is None or callable(self.rate) else Rate.of(self.rate),
+            self.cost if isinstance(self.cost, int) else None,
+        )
+
+    @property
+    def told(self) -> dict[str, str | Callable[..., object]]:
+        """What only the arguments of a call tell: "limit", "rate" or "cost" -> how they do."""
+        how = {"limit": self.limit, "rate": self.rate, "cost": self.cost}
+        return {
+            name: value
+            for name, value in how.items()
+            if callable(value) or (name == "cost" and isinstance(value, str))
+        }
 
 
 def lock_key(value: object) -> object:
@@ -81,13 +102,30 @@ def lock_key(value: object) -> object:
 
 
 def lock_cost(value: object) -> object:
-    """Check the cost of a start: a number, the argument that has it, or a callable."""
-    _refuse_coroutine(value)
-    if callable(value) or (isinstance(value, str) and COST_OF.fullmatch(value)):
-        return value
-    if isinstance(value, str):
+    """Check the cost of a start, if it is no callable: a number, or the argument that has it."""
+    if not isinstance(value, str):
+        return number_from(1, LIMIT_MOST)(value)
+    if not COST_OF.fullmatch(value):
         raise ValueError("give a whole number, '<name>' of an argument that has it, or a callable")
-    return number_from(1, LIMIT_MOST)(value)
+    return value
+
+
+def told_or(check: Check) -> Check:
+    """Make a check that accepts a callable, and passes any other value to *check*."""
+
+    def check_told(value: object) -> object:
+        _refuse_coroutine(value)
+        return value if callable(value) else check(value)
+
+    return check_told
+
+
+# Of None, too: a check of what a callable returns is one of these.
+TERMS: dict[str, Check] = {
+    "limit": number_from(1, LIMIT_MOST),
+    "rate": optional(Rate.of),
+    "cost": number_from(1, LIMIT_MOST),
+}
 
 
 def lock_on_conflict(value: object) -> object:
@@ -115,12 +153,11 @@ def _is_key(value: object) -> bool:
 def _check_terms(key: Key) -> None:
     if key.limit is None and key.rate is None and key.cost is None:
         raise ValueError(f"give {key!r} a limit, a rate or a cost, or the template alone")
-    checks = {"limit": number_from(1, LIMIT_MOST), "rate": Rate.of, "cost": lock_cost}
-    for name, check in checks.items():
+    for name, check in {**TERMS, "cost": lock_cost}.items():
         given = getattr(key, name)
         try:
             if given is not None:
-                check(given)
+                told_or(check)(given)
         except ValueError as exc:
             raise ValueError(f"the {name} of {key!r}: {exc}") from exc
 
@@ -222,15 +259,16 @@ class TaskOptions:
     #: Side of a read-write lock. `exclusive`: one lease at a time, or `lock_limit` of them.
     #: `shared`: any number, but none beside an exclusive one.
     lock_mode: str = declare("exclusive", one_of("exclusive", "shared"))
-    #: Maximum number of exclusive leases at a time: a counting semaphore. None: the task takes no
-    #: lock, and is only unique when it is sent (`lock_unique_until`).
-    lock_limit: int | None = declare(1, optional(number_from(1, LIMIT_MOST)))
+    #: Maximum number of exclusive leases at a time: a counting semaphore; or a callable with the
+    #: task's arguments. None: the task takes no lock, and is only unique when it is sent
+    #: (`lock_unique_until`).
+    lock_limit: Limit = declare(1, optional(told_or(TERMS["limit"])))
     #: Maximum number of starts in any window, in the whole fleet: `'100/m'`, `'5/10s'`; of s, m, h
-    #: and d. Too early is a conflict. Without a `lock_limit`, any number may run.
-    lock_rate: Rate | None = declare(None, optional(Rate.of))
+    #: and d; or a callable. Too early is a conflict. Without a `lock_limit`, any number may run.
+    lock_rate: RateOf = declare(None, told_or(TERMS["rate"]))
     #: Units of the limit that a lease takes, and starts of the rate that it counts for: a number,
     #: `'<tokens>'` of an int argument, or a callable with the task's arguments. None: 1.
-    lock_cost: Cost = declare(None, optional(lock_cost))
+    lock_cost: Cost = declare(None, optional(told_or(lock_cost)))
     #: No second message of the key is sent. `start`: while one waits. `end`: while one waits or
     #: runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. None: all are sent.
     lock_unique_until: str | None = declare(None, optional(one_of(*UNIQUE_UNTIL)))
@@ -254,22 +292,27 @@ class TaskOptions:
         return tuple(key.key if isinstance(key, Key) else key for key in several)
 
     @cached_property
-    def terms(self) -> tuple[Terms, ...]:
-        """The terms of each key, in the order of ``lock_key``; one if all have the same."""
-        common = self.lock_mode, self.lock_limit or 1, self.lock_rate
-        costs = [cost if isinstance(cost, int) else None for cost in self.costs]
+    def declared(self) -> tuple[Key, ...]:
+        """What is declared for each key, in the order of ``lock_key``; one if all have the same."""
+        common = Key("", self.lock_limit or 1, self.lock_rate, self.lock_cost)  # type: ignore[arg-type]
         keys = self.lock_key if isinstance(self.lock_key, tuple) else ()
         if not any(isinstance(key, Key) for key in keys):
-            return (Terms(*common, *costs[:1]),)
-        terms = [key.terms(*common) if isinstance(key, Key) else Terms(*common) for key in keys]
-        return tuple(one._replace(cost=cost) for one, cost in zip(terms, costs, strict=True))
+            return (common,)
+        own = (key if isinstance(key, Key) else Key("") for key in keys)
+        return tuple(
+            Key(
+                "",
+                key.limit or (LIMIT_MOST if key.rate else common.limit),
+                common.rate if key.rate is None else key.rate,
+                common.cost if key.cost is None else key.cost,
+            )
+            for key in own
+        )
 
     @cached_property
-    def costs(self) -> tuple[Cost, ...]:
-        """The cost of a start at each key, in the order of ``lock_key``, as it is declared."""
-        keys = self.lock_key if isinstance(self.lock_key, tuple) else (self.lock_key,)
-        own = [key.cost if isinstance(key, Key) else None for key in keys]
-        return tuple(self.lock_cost if cost is None else cost for cost in own)
+    def terms(self) -> tuple[Terms, ...]:
+        """The terms of each key, as :attr:`declared`, as far as no call tells them."""
+        return tuple(key.terms(self.lock_mode) for key in self.declared)
 
     @cached_property
     def limits_keys(self) -> bool:
@@ -297,7 +340,7 @@ class TaskOptions:
     @cached_property
     def has_rate(self) -> bool:
         """Whether a key of the task has a rate."""
-        return any(terms.rate is not None for terms in self.terms)
+        return any(key.rate is not None for key in self.declared)
 
     @cached_property
     def newest_counts(self) -> bool:

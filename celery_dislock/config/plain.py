@@ -108,6 +108,10 @@ def plain_options(
     except SettingsError as exc:
         option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")
         raise SettingsError(exc.owner, option, exc.value, exc.remedy) from exc
+    for name in ("limit", "rate"):
+        if callable(value := getattr(options, of_task(name))):
+            remedy = f"only a task has arguments for a callable: give a {name}"
+            raise SettingsError(owner, name, value, remedy)
     stops = {"on_lost": stated.get("on_lost", on_lost), "on_cancel": stated.get("on_cancel")}
     for name, value in stops.items():
         if value == "terminate":

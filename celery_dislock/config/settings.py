@@ -227,20 +227,21 @@ def _check_rate(owner: str, options: TaskOptions) -> None:
 
 
 def _check_costs(owner: str, options: TaskOptions) -> None:
-    each = options.terms if len(options.terms) > 1 else options.terms * len(options.costs)
     name = "lock_key" if options.lock_cost is None else "lock_cost"
     given = options.lock_cost or options.lock_key
-    for cost, terms in zip(options.costs, each, strict=True):
-        if cost is None:
+    for key, terms in zip(options.declared, options.terms, strict=True):
+        if key.cost is None:
             continue
         if options.cancels:
             remedy = "with lock_on_conflict='cancel' all tasks cost 1: leave the cost out"
-        elif options.lock_limit is None or (options.lock_mode == "shared" and not terms.rate):
-            remedy = "nothing counts the cost: give lock_rate, or leave it out"
-        elif terms.limit == 1 and not terms.rate:
-            remedy = "a cost needs a limit or a rate: give lock_limit or lock_rate, or leave it out"
+        elif options.lock_limit is None:
+            remedy = "a cost has no effect with lock_limit=None: leave one of the two out"
+        elif options.lock_mode == "shared" and not key.rate:
+            remedy = "nothing counts the cost: give a rate, or leave it out"
+        elif terms.limit == 1 and not key.rate:
+            remedy = "a cost needs a limit or a rate: give one, or leave the cost out"
         elif terms.too_much:
-            remedy = f"a cost of {cost} is more than {terms.too_much}: it could never start"
+            remedy = f"a cost of {key.cost} is more than {terms.too_much}: it could never start"
         else:
             continue
         raise refused(owner, name, given, remedy)

@@ -19,12 +19,12 @@ STARTS_MOST = 10**9  # in a window; as LIMIT_MOST
 WINDOW_MOST = 30 * 86400  # seconds
 RATE_WANTED = "give a rate as '100/m' or '5/10s': starts in a window, of s, m, h or d"
 NAMES = {letter: mode for mode, letter in MODES.items()}
-COST = "0123456789:"  # what may stand behind the letter of a lease's mode; see `_record.lua`
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
 _IN_WORDS = {1: "a second", 60: "a minute", 3600: "an hour", 86400: "a day"}
 _RATE = re.compile(r"(\d{1,10})/(\d{0,7})([smhd])")
 _PARTS = re.compile(r"(\d{1,7}\.\d{1,7})(?:/(\d{0,7})([smhd]))?")  # of a rate with a fraction
 _BETWEEN = re.compile(r"[,;&+|]")  # several rates
+_MODE = re.compile(rb"([a-zA-Z]+)(\d{0,15})(?::(\d{1,15}))?")  # of a lease; see `_record.lua`
 _WORD = re.compile(rb"([xs]):(\d{1,15})(?::(\d{1,15})/(\d{1,15}))?(?:\*(\d{1,15}))?")
 
 
@@ -158,3 +158,18 @@ def parse_terms(word: bytes) -> Terms:
     rate = Rate(int(found[3]), int(found[4]) / 1000) if found[3] else None
     cost = int(found[5]) if found[5] else None
     return Terms(NAMES[found[1].decode()], int(found[2]), rate, cost)
+
+
+def parse_mode(word: bytes) -> tuple[str, int, int | None]:
+    """
+    Parse the mode in the record of a lease.
+
+    Returns:
+        The mode, the strictest if only a later release knows it; the cost; and what the holder has
+        said that it has spent, None if it has not said that.
+    """
+    found = _MODE.fullmatch(word)
+    if not found:
+        return ALONE.mode, 1, None
+    letter, cost, spent = found.groups()
+    return NAMES.get(letter.decode(), ALONE.mode), int(cost or 1), int(spent) if spent else None

@@ -77,8 +77,41 @@ def _decorated(bind: Bind, template: str | None, of_call: Bind) -> Bind:
     return bound
 
 
+class ArgumentsCall:
+    """
+    Calls a user's callable with the arguments of a task; its exceptions are passed on unchanged.
+
+    Args:
+        function: The callable.
+        signature: Signature of the task's function, without ``self``.
+        task_name: Name of the task.
+
+    Raises:
+        InvalidTemplate: The callable does not take these arguments.
+
+    Attributes:
+        name: The callable's name, for messages.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], signature: inspect.Signature, task_name: str
+    ) -> None:
+        self._function = function
+        self.name = getattr(function, "__qualname__", None) or repr(function)
+        try:
+            self._passed = passing(function, signature, task_name)
+        except ValueError as exc:
+            raise InvalidTemplate(str(exc)) from exc
+
+    def __call__(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        """Return what the callable returns for a call of the task."""
+        if self._passed is not None:
+            args, kwargs = self._passed(*args, **kwargs)
+        return self._function(*args, **kwargs)
+
+
 class CallableKey(KeyBuilder):
-    """The keys that a user's callable returns; its exceptions are passed on unchanged."""
+    """The keys that a user's callable returns."""
 
     def __init__(
         self,
@@ -87,26 +120,20 @@ class CallableKey(KeyBuilder):
         task_name: str,
         why_one: Callable[[], str] = str,
     ) -> None:
-        self._function, self._task, self._why_one = function, task_name, why_one
-        self._name = getattr(function, "__qualname__", None) or repr(function)
-        try:
-            self._passed = passing(function, signature, task_name)
-        except ValueError as exc:
-            raise InvalidTemplate(str(exc)) from exc
+        self._made, self._task = ArgumentsCall(function, signature, task_name), task_name
+        self._why_one = why_one
 
     def keys(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Sequence[str]:
         """Return the keys of a call; see `KeyBuilder.keys`."""
-        if self._passed is not None:
-            args, kwargs = self._passed(*args, **kwargs)
-        made = self._function(*args, **kwargs)
+        made, name = self._made(args, kwargs), self._made.name
         keys = made if isinstance(made, (list, tuple)) else (made,)
         wrong = next((key for key in keys if not isinstance(key, str)), None)
         if not keys or wrong is not None or None in keys:
             what = f"a key is a str, not {kind_of(wrong)}" if keys else "a task has one at least"
             reason = f"it returned {reprlib.repr(made)} for task {self._task}; {what}"
-            raise LockKeyError(self._name, None, reason)
-        checked = [check_key(key, declared=self._name) for key in keys]
+            raise LockKeyError(name, None, reason)
+        checked = [check_key(key, declared=name) for key in keys]
         if len(set(checked)) > 1 and (why := self._why_one()):
             reason = f"it returned {len(keys)} keys for task {self._task}; {why}"
-            raise LockKeyError(self._name, None, reason)
+            raise LockKeyError(name, None, reason)
         return checked

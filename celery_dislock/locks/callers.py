@@ -399,7 +399,8 @@ def check_terms(
     Check that the caller can take a lock again that it already holds.
 
     A task's lease lasts as long as its body.  Options about the lease's duration are therefore
-    compared with a task's lease only if they are *stated*.
+    compared with a task's lease only if they are *stated*.  So is what the task's arguments may
+    have told: the cost, and a limit or a rate from a callable.
 
     Args:
         held: The lease that the caller has.
@@ -413,7 +414,11 @@ def check_terms(
     lease, has = held.lease, held.lock.options
     names = ["lock_mode", "lock_expire"]
     if has.lock_mode == asked.lock_mode:
-        names[1:1] = ["lock_limit", "lock_rate", "lock_cost"]
+        names[1:1] = [
+            name
+            for name in ("lock_limit", "lock_rate", "lock_cost")
+            if name in stated or not (name == "lock_cost" or callable(getattr(has, name)))
+        ]
     if has.lock_expire is None and asked.lock_expire is None:
         names += ["lock_watchdog_timeout", "max_renew_times"]
     if asked.lock_on_lost != "warn":

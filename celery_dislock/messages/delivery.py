@@ -105,6 +105,8 @@ class Delivery:
         sent_to: The task's name in its message; an app may know a task by two names.
         is_eager: Whether the task runs eagerly: in the calling process, without a message.
         options: The task's options that apply to this delivery.
+        heeded: Whether the code tells the lock's terms, so that others in line follow them; False:
+            it names other keys by now.
         reservation: The reservation in the message's header, with its phase; None: it has none.
         began: Whether the body was entered.
         runs: Whether the body runs now.
@@ -130,6 +132,7 @@ class Delivery:
         self.attempt = attempt
         self.notes = notes
         self.options: TaskOptions = lock.options
+        self.heeded = True
         self.reservation: OwnReservation | None = None
         self.began = self.runs = False
         self.held_back: Outbox | None = None

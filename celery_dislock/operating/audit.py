@@ -47,11 +47,11 @@ def log_limit(name: str, limit: int | None, note: str, seconds: float | None = N
         #: WARNING `Command: … on … took back the limit of lock ….`: The limit of the code holds
         #: again.
         return f"took back the limit of lock {key}"
-    #: WARNING `Command: … on … limited lock … to … leases, with the note ….`: Another limit than
-    #: the code's holds. -> `celery dislock resume KEY` takes it back.
+    #: WARNING `Command: … on … limited lock … to … at a time, with the note ….`: Another limit
+    #: than the code's holds. -> `celery dislock resume KEY` takes it back.
     #: WARNING `Command: … on … paused lock …, with the note ….`: Nobody takes this lock. -> `celery
     #: dislock resume KEY` takes it back.
-    does = f"limited lock {key} to {limit} leases" if limit else f"paused lock {key}"
+    does = f"limited lock {key} to {limit} at a time" if limit else f"paused lock {key}"
     return f"{does}{_noted(seconds, note)}"
 
 

@@ -161,6 +161,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Key):
         rate = None if value.rate is None else str(Rate.of(value.rate))
         known = {"key": _plain(value.key), "limit": value.limit, "rate": rate}
+        known["cost"] = _plain(value.cost)
         return {name: given for name, given in known.items() if given is not None}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
@@ -228,6 +229,7 @@ def _lease(request: Request, name: str, lock: LockState | None) -> dict[str, Any
                 "pid": held.pid,  # greenlets and threads have numbers of their own in a request
                 "held": True,
                 "token": held.token,
+                "cost": held.cost,
                 "held_for": held.held,
                 "remaining": held.remaining,
                 "renewed": held.renewed,

@@ -72,8 +72,7 @@ class Parking:
             message=message,
             task=delivery.sent_to,
             terms=lock.terms,
-            # A turn may be for a lock that the code does not name any more.
-            heeded=len(lock.names) > 1 or len(lock.options.terms) == 1,
+            heeded=delivery.heeded,
             bounds=bounds,
             reservation=None if attempt.reservation is None else attempt.reservation.live,
             sent=delivery.notes.sent,

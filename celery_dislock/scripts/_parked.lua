@@ -215,7 +215,8 @@ local function is_claimer(lock, ticket) return claimer and claimer.lock == lock 
 
 -- The newest word.  The first ticket in a line goes by the terms for that lock with which a task of its name has asked
 -- last: the code may have changed since the ticket was parked.  It has them in its record, and those behind it are
--- given them when they are first, so all in line follow.  A ticket that has passed the lock is judged by what it has.
+-- given them when they are first, so all in line follow.  A ticket that has passed the lock is judged by what it has; or
+-- by the word of its claim, if it starts sooner by that: else all behind it would start before it by a faster one.
 --   lock.words   name of a task -> terms: of who asks in this script, or else of the ticket that is or was first
 local function say(lock, task, terms)
   if task == '' then return end
@@ -230,25 +231,31 @@ local function task_of(parked)
   return from and string.sub(head, from, to) or ''
 end
 
+-- The terms of this word for a task, which keeps its own cost.
+local function by_word(word, own)
+  local terms = parse_terms(write_rule(word))
+  terms.cost, terms.has_cost = own.cost, own.has_cost
+  return terms
+end
+
 local function follow(lock, station, parked)
-  local task, cost, has_cost = task_of(parked), station.terms.cost, station.terms.has_cost
+  local task = task_of(parked)
   local word = lock.words and lock.words[task]
   if not word then
     if parked.times == 0 then say(lock, task, station.terms) end  -- after a turn it may have older terms than the next
-  elseif write_rule(word) ~= write_rule(station.terms) then  -- each keeps its own cost
-    station.terms, parked.has_changed = parse_terms(write_rule(word)), true
-    station.terms.cost, station.terms.has_cost = cost, has_cost
+  elseif write_rule(word) ~= write_rule(station.terms) then
+    station.terms, parked.has_changed = by_word(word, station.terms), true
   end
-end
-
-local function is_in_front(lock, member, arrived)
-  local head, since = unpack(redis.call('ZRANGE', lock.line, 0, 0, 'WITHSCORES'))
-  return not head or head == member or arrived > 0 and tonumber(since) > arrived
 end
 
 -- Number of the first station that a ticket cannot pass yet.  If it can pass all: nil, and the microseconds until it
 -- may start.
 local function next_station(lock, ticket, parked)
+  local function is_in_front(at, member, arrived)
+    local head, since = unpack(redis.call('ZRANGE', at.line, 0, 0, 'WITHSCORES'))
+    return not head or head == member or arrived > 0 and tonumber(since) > arrived
+  end
+
   local early = 0
   for nth, station in ipairs(parked.stations) do
     local at, member = station_of(lock, ticket, parked.stations, nth)

@@ -87,8 +87,8 @@ do
       record = record .. string.format(' %d %s %d %s', log.credit, as_text(log.since), log.over, as_text(log.over_us))
     end
     if record == log.record and not is_long then return end
-    if log.record or is_long then redis.call('LTRIM', starts, 0, is_long and kept - 1 or -2) end  -- without the old record
-    redis.call('RPUSH', starts, record)
+    if is_long then redis.call('LTRIM', starts, 0, kept - 1) end  -- without the old record
+    if is_long or not log.record then redis.call('RPUSH', starts, record) else redis.call('LSET', starts, -1, record) end
     log.record = record
   end
 

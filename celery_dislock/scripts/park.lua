@@ -92,6 +92,12 @@ local function starts_when(stations)
   for nth, station in ipairs(stations) do
     local at = station_of(lock, ticket, stations, nth)
     local wait = at and starts_in(at, station.terms, 0) or 0
+    local word = wait > 0 and heeded == '1' and asked[nth]
+    if word and word.name == at.name then
+      local terms = by_word(word.terms, station.terms)
+      local sooner = starts_in(at, terms, 0)
+      if sooner < wait then station.terms, wait = terms, sooner end
+    end
     if wait > early then early, its = wait, {lock = at, terms = station.terms} end
   end
   return early, its

@@ -240,9 +240,11 @@ def sleep(seconds: float) -> None:
         wait_for(asyncio.sleep(seconds))
 
 
-def in_thread(function: Callable[..., None], *args: Any) -> None:
-    """Call a function that blocks in a thread, while the event loop goes on."""
-    wait_for(asyncio.to_thread(function, *args))
+def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that may block; on an event loop, in a thread, while others run."""
+    if current_call() is None:
+        return function(*args)
+    return wait_for(asyncio.to_thread(function, *args))
 
 
 def require_greenlet() -> None:

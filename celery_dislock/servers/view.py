@@ -13,7 +13,7 @@ import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.options import RENEWALS_MISSED, RENEWALS_PER_TIMEOUT
-from celery_dislock.config.terms import ALONE, COST, NAMES
+from celery_dislock.config.terms import parse_mode
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.keys.templates import key_of
@@ -65,6 +65,8 @@ class Holder(NamedTuple):
             waits for another lock.
         waits: Key of the lock that the parked task waits for meanwhile; None: for none.
         superseded: Id of the newest task of the key, if it waits for this lease to end; else None.
+        cost: Units of the limit that the lease takes, and starts of the rate that it counted for.
+        spent: What the holder has said that it has spent; None: it has not said that.
         who: The holder in words.
         task, id, worker, pid, host, thread: The holder; None where it has none.
     """
@@ -87,6 +89,8 @@ class Holder(NamedTuple):
     thread: str | None
     waits: str | None = None
     superseded: str | None = None
+    cost: int = 1
+    spent: int | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -156,8 +160,8 @@ class LockState(NamedTuple):
         aside: How many parked tasks were set aside because nobody could read or run them.
         reservation: The reservation of the key; None if there is none.
         ticked: Seconds since a beat that leads has claimed or noted a tick; None: no beat has.
-        limit: How many leases an operator admits, in place of the code's limit; 0: the lock is
-            paused.  None: the code's limit holds.
+        limit: Units that an operator admits at a time, in place of the code's limit, one for each
+            lease that has no cost; 0: the lock is paused.  None: the code's limit holds.
         limit_remaining: Seconds until the operator's limit ends; None: it lasts until it is taken
             back.
         limit_since: UNIX time at which it was set; None: no limit is set.
@@ -198,6 +202,42 @@ class LockState(NamedTuple):
     def beyond(self, kept: Holder) -> str:
         """Return the name of the lock that a task waits for, while it keeps a unit of this one."""
         return f"{self.name.partition('{')[0]}{{{kept.waits}}}"
+
+    @property
+    def units(self) -> int:
+        """Units of the limit that the leases take: the sum of their costs."""
+        return sum(holder.cost for holder in self.holders)
+
+    @property
+    def words(self) -> str:
+        """
+        The terms by which the first in line goes, and whose word they are.
+
+        Empty: none waits, or one at a time, as by default, or an operator has set others.
+        """
+        first, terms = self.line[0] if self.line else None, []
+        if first is None or first.place != 1:
+            return ""
+        if self.limit is None and first.mode == "exclusive" and first.limit != 1:
+            terms.append(f"{first.limit:,} at a time" if first.limit else "any number at a time")
+        if self.rate is not None and self.rate.rate is not None and not self.rate.is_set:
+            terms.append(str(self.rate.rate))
+        whose = "its ticket" if first.parked else "its code"
+        return f"the first in line goes by {' and '.join(terms)}, as {whose} says" if terms else ""
+
+    @property
+    def lack(self) -> str:
+        """What the first in line lacks, in words; empty: nothing, or it costs 1, or is unknown."""
+        first = self.line[0] if self.line else None
+        if first is None or first.place != 1 or first.cost == 1:
+            return ""
+        limit = first.limit if self.limit is None else self.limit
+        is_shared = "shared" in {first.mode, *(holder.mode for holder in self.holders)}
+        if is_shared or not limit or self.units + min(first.cost, limit) <= limit:
+            return ""
+        free = max(0, limit - self.units)
+        needs = f"the first in line needs {min(first.cost, limit):,} of {limit:,} units"
+        return f"{needs}, and {free:,} {'is' if free == 1 else 'are'} free: nobody passes it"
 
     @property
     def is_paused(self) -> bool:
@@ -325,10 +365,11 @@ def _holder(
     about = holder_of(holder)
     waits, by = (bounded_text(about.get(name)) for name in ("waits", "superseded"))
     remaining, held = (expires - now_ms) / 1000, (now_ms - acquired) / 1000
+    side, cost, spent = parse_mode(mode)
     return Holder(
         owner=decode(owner).removeprefix("~"),
         token=int(token),
-        mode=NAMES.get(mode.decode().rstrip(COST), ALONE.mode),  # an unknown one: the strictest
+        mode=side,
         held=held,
         acquired_at=acquired / 1000,
         remaining=remaining,
@@ -337,6 +378,8 @@ def _holder(
         turn="parked" in about,
         waits=key_of(waits) if waits else None,
         superseded=task_id_of_reserved(by) if by else None,
+        cost=cost,
+        spent=spent,
         who=in_words(about),
         pid=pid if type(pid := about.get("pid")) is int else None,
         **{name: bounded_text(about.get(name)) for name in _TEXTS},

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.config.terms import ALONE, parse_terms
+from celery_dislock.config.terms import LIMIT_MOST, parse_terms
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
 from celery_dislock.servers.records import bounded_text, decode, holder_of, in_words, parse_object
@@ -59,6 +59,8 @@ class Waiter(NamedTuple):
         parked_for: Seconds since the task was parked; None: it is not parked.
         beside: Name in Redis of the lock that has the record of the parked task; empty: it is the
             lock that was looked at.
+        cost: Units of the limit that it needs, and starts of the rate that it counts for.
+        limit: Units that its code admits at a time; None: any number.
     """
 
     place: int
@@ -79,6 +81,8 @@ class Waiter(NamedTuple):
     keeps: Sequence[str] = ()
     parked_for: float | None = None
     beside: str = ""
+    cost: int = 1
+    limit: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,9 @@ class Place:
         is_estimate: False: *starts_in* is a time at which a rate, or a hold-back, lets the task
             start.  It holds to the millisecond if all in line have the same rate, each of them
             starts when it may, and nobody passes the line.  True: it was reckoned from how long the
-            last bodies took, or the task starts as soon as a worker takes its message: show it as a
-            rough time, and conclude nothing from it.
+            last bodies took, or those before it were taken to cost as much as it does, or the task
+            starts as soon as a worker takes its message: show it as a rough time, and conclude
+            nothing from it.
     """
 
     key: str
@@ -166,7 +171,7 @@ def parse_place(
     return Waiter(
         place=nth,
         waiting=_since(now_ms, joined),
-        mode=parse_terms(waits[3]).mode if waits else ALONE.mode,
+        **_of_terms(waits[3] if waits else b""),
         who=in_words(about),
         task=bounded_text(about.get("task")),
         id=bounded_text(about.get("id")),
@@ -192,7 +197,7 @@ def parked_place(name: str, now_ms: int, nth: int, member: bytes, record: bytes)
     return Waiter(
         place=nth,
         waiting=parked_for,
-        mode=parse_terms(words[here]).mode,
+        **_of_terms(words[here]),
         parked=True,
         ticket=ticket,
         turns=int(parked[2]) if parked else 0,
@@ -208,6 +213,13 @@ def parked_place(name: str, now_ms: int, nth: int, member: bytes, record: bytes)
         parked_for=parked_for,
         beside=beside,
     )
+
+
+def _of_terms(word: bytes) -> dict[str, Any]:
+    """Return what the terms in a record say of a waiter."""
+    terms = parse_terms(word)
+    limit = None if terms.limit == LIMIT_MOST else terms.limit
+    return {"mode": terms.mode, "cost": terms.cost or 1, "limit": limit}
 
 
 def _stations(written: bytes) -> tuple[list[str], list[bytes]]:

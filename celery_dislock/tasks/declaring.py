@@ -54,8 +54,8 @@ class LockOptions(TypedDict, total=False):
     lock_on_lost: Literal["warn", "raise", "terminate"]
     lock_on_cap: Literal["expire", "raise", "terminate"]
     lock_mode: Literal["exclusive", "shared"]
-    lock_limit: int | None
-    lock_rate: str | int | None
+    lock_limit: int | Callable[..., int] | None
+    lock_rate: str | int | Callable[..., str | int | None] | None
     lock_cost: int | str | Callable[..., int] | None
     lock_unique_until: Literal["start", "end", "expiry"] | None
     lock_unique_for: float | timedelta

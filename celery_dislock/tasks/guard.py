@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from celery.app.task import Context
 from celery.exceptions import Retry
 
+from celery_dislock.config.terms import ALONE
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, reserved_name, shown_id
 from celery_dislock.keys.templates import in_order, key_of
@@ -34,7 +35,7 @@ from celery_dislock.messages.headers import (
     sent_of,
 )
 from celery_dislock.messages.message import BY_GUARD, TaskParked, store_started
-from celery_dislock.servers.bridge import wait_for
+from celery_dislock.servers.bridge import in_thread, wait_for
 from celery_dislock.servers.records import Conflict, describe
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
@@ -118,7 +119,7 @@ class Guard:
         self._only_key = self._keys.only
         self._locks, self._terms = options.lock_limit is not None, options.terms
         if options.lock_on_conflict in WAITING:
-            warn_of_orders(name, self._keys.declared_order(self._terms), runtime.orders)
+            warn_of_orders(name, self._keys.declared_order(), runtime.orders)
         # With one lock, the watchdog renews the reservation with the lease.  Otherwise only the
         # worker's main process renews it.
         by_watchdog = self.interval is not None and len(options.keys) == 1
@@ -278,21 +279,23 @@ class Guard:
         Return the keys of a delivery, and the terms of each key, or one for all keys.
 
         A delivery with a turn takes the lock that its task was parked for, even if the code names
-        another one by now.  The lock server has to know of the turn: anybody can write into a
-        message that the task has one.
+        another one by now, and without terms if the code does not tell any for it.  The lock server
+        has to know of the turn: anybody can write into a message that the task has one.
         """
         turn = notes.parked
         try:
-            built = self._keys.of(args, kwargs, serializer)
-            each = self._keys.terms_of(args, kwargs) if self._keys.vary else self._terms
+            built, each = self._keys.of(args, kwargs, serializer), self._terms
+            if self._keys.vary:  # a user's function may ask a database
+                each = in_thread(self._keys.terms_of, args, kwargs)
         except Exception as exc:
             if turn is None or isinstance(exc, THROWN) or not self._knows(turn, notes):
                 raise
-            return [key_of(turn[0])], self._terms[:1]
-        keys, terms = self._keys.in_order(built, each)
-        if turn is not None and keys[0] != key_of(turn[0]) and self._knows(turn, notes):
-            return [key_of(turn[0])], self._terms[:1]
-        return keys, terms
+        else:
+            keys, terms = self._keys.in_order(built, each)
+            if turn is None or keys[0] == key_of(turn[0]) or not self._knows(turn, notes):
+                return keys, terms
+        terms_then = self._keys.terms_at(parked_for := key_of(turn[0]))
+        return [parked_for], () if terms_then is None else (terms_then,)
 
     def _knows(self, turn: tuple[str, str], notes: Notes) -> bool:
         """Tell whether the lock server knows a turn; True if it does not answer, which is noted."""
@@ -310,9 +313,8 @@ class Guard:
         ):
             notes.parked = None
         keys: Sequence[str]
-        terms: tuple[Terms, ...] | None
         if self._only_key is not None and notes.parked is None and not request.is_eager:
-            keys, terms = [self._only_key(args, kwargs)], None
+            keys, terms = [self._only_key(args, kwargs)], self._terms
         else:  # an eager task's arguments have taken no way through a serializer
             serializer = task.serializer if request.is_eager else ""
             keys, terms = self._keys_and_terms(notes, args, kwargs, serializer)
@@ -333,11 +335,11 @@ class Guard:
         store = process.store_here if self.is_async else process.store
         names = self.runtime.lock_names(keys)
         lock = Lock(keys, names, self.options, store, watchdog=process.watchdog)
-        if terms is not None:
-            lock.terms = terms
+        lock.terms = terms or (ALONE,)
         if TRACING in sys.modules:
             lock.channel.begins(attempt)
         delivery = Delivery(task, request, lock, attempt, notes)
+        delivery.heeded = bool(terms)
         if notes.unique is not None:
             stated = self.reservation_of(request)
             delivery.reservation = OwnReservation(stated, delivery.tell)

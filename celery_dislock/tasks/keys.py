@@ -18,8 +18,8 @@ from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.keys.builders import CallableKey, key_builder
 from celery_dislock.keys.signatures import AS_TEXT, VARIADIC
 from celery_dislock.keys.templates import InvalidTemplate, in_order
-from celery_dislock.tasks.costs import CallCost
 from celery_dislock.tasks.received import Received
+from celery_dislock.tasks.terms import CallTerms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -49,7 +49,7 @@ class TaskKeys:
         SettingsError: ``lock_key`` cannot be used.
 
     Attributes:
-        vary: Whether the arguments of a call tell what it costs.
+        vary: Whether the arguments of a call tell terms of its keys.
         only: Returns the only key for the arguments as a message has them; None: there may be
             several keys, or the body gets other arguments.
     """
@@ -76,22 +76,27 @@ class TaskKeys:
             for refused in refused_defaults(declared, builder.paths, signature):
                 _warn_of_default(name, str(refused))
         self._terms = options.terms
-        self._costs: dict[int, CallCost] = {}  # by place in `lock_key`, of those that calls tell
-        try:
-            for nth, cost in enumerate(options.costs):
-                if cost is not None and not isinstance(cost, int):
-                    self._costs[nth] = CallCost(cost, signature, name)
-        except InvalidTemplate as exc:
-            raise SettingsError(name, "lock_cost", cost, str(exc)) from exc
+        self._calls: dict[int, CallTerms] = {}  # by place in `terms`, of those that calls tell
+        for nth, key in enumerate(options.declared):
+            try:
+                if key.told:
+                    self._calls[nth] = CallTerms(key.told, signature, name)
+            except InvalidTemplate as exc:
+                option = next(iter(key.told))
+                raise SettingsError(name, f"lock_{option}", key.told[option], str(exc)) from exc
         self._declared = [declared for declared in options.keys if isinstance(declared, str)]
-        self._is_narrow = [builder.reads != frozenset() for builder in self._builders]
-        self._received = Received([*self._builders, *self._costs.values()], signature)
+        each = self._terms * (len(self._builders) // len(self._terms))
+        self._ranks = [
+            (builder.reads == frozenset(), terms.breadth)
+            for builder, terms in zip(self._builders, each, strict=True)
+        ]
+        self._received = Received([*self._builders, *self._calls.values()], signature)
         self._is_digest = options.keys == (None,)
         self._validate = getattr(task.run, "dislock_validate", None)
         self._before = () if _is_static(task) else (None,)  # for `self`
         first, *more = self._builders
-        self.vary = bool(self._costs)
-        is_plain = not (more or isinstance(first, CallableKey) or self._validate or self._costs)
+        self.vary = bool(self._calls)
+        is_plain = not (more or isinstance(first, CallableKey) or self._validate or self._calls)
         self.only = first.key if is_plain else None
 
     def of(
@@ -127,23 +132,19 @@ class TaskKeys:
 
     def terms_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Terms, ...]:
         """
-        Return the terms of each key for these arguments, with the costs; or one for all.
+        Return the terms of each key for these arguments, or one for all.
 
-        Only called if the costs :attr:`vary`.
+        Only called if they :attr:`vary`.  May block in a user's callable.
 
         Raises:
-            Exception: LockKeyError: no cost, or more than the limit or the rate; or what a user's
-                callable or the validation raises.
+            Exception: See :meth:`CallTerms.of`; or what the validation raises.
         """
         if self._validate is not None:
             args, kwargs = self._validate(*self._before, *args, **kwargs)
             args = args[len(self._before) :]
         terms = list(self._terms)
-        for nth, cost in list(self._costs.items())[: len(terms)]:
-            terms[nth] = terms[nth]._replace(cost=cost.of(args, kwargs))
-            if terms[nth].too_much:
-                reason = f"a cost of {terms[nth].cost} is more than {terms[nth].too_much}"
-                raise cost.refused(f"{reason}: it could never start")
+        for nth, call in self._calls.items():
+            terms[nth] = call.of(terms[nth], args, kwargs)
         return tuple(terms)
 
     def all_of(
@@ -152,33 +153,32 @@ class TaskKeys:
         """Return all keys, in the order of their locks' names; see :meth:`of`."""
         return in_order([*chain(*self.of(args, kwargs, serializer))])
 
-    def declared_order(self, terms: Sequence[Terms]) -> Sequence[str]:
+    def declared_order(self) -> Sequence[str]:
         """
         Return the templates of several keys in the order in which their locks are taken.
 
         Empty if there is one key, or if a callable makes one of them: its keys are not known yet.
         """
         is_known = len(self._declared) == len(self._builders) > 1
-        return (
-            self.in_order([[declared] for declared in self._declared], terms)[0] if is_known else ()
-        )
+        declared = [[declared] for declared in self._declared]
+        return self.in_order(declared, self._terms)[0] if is_known else ()
 
     def terms_at(self, key: str) -> Terms | None:
         """
         Return the terms on which calls of the task take the lock of this key.
 
-        None if only the arguments of a call tell that, or if no call has this key.  Without a cost,
-        which each task in line has for itself.
+        None if only the arguments of a call tell that, or if no call has this key.  Without a cost
+        that only they tell.
         """
-        if len(self._terms) == 1:
-            return self._terms[0]._replace(cost=None)
-        patterns = [builder.pattern for builder in self._builders]
-        each = zip(patterns, self._terms, strict=True)
-        found = {
-            key_terms._replace(cost=None)
-            for pattern, key_terms in each
-            if pattern is None or pattern.fullmatch(key)
-        }
+        several = len(self._terms) > 1
+        places = [
+            nth
+            for nth, builder in enumerate(self._builders[: len(self._terms)])
+            if not (several and builder.pattern) or builder.pattern.fullmatch(key)
+        ]
+        if any(self._calls[nth].tell_rule for nth in places if nth in self._calls):
+            return None
+        found = {self._terms[nth] for nth in places}
         return found.pop() if len(found) == 1 else None
 
     def in_order(
@@ -188,8 +188,9 @@ class TaskKeys:
         Return the keys of a call in the order in which its locks are taken, and their terms.
 
         Narrow ones come before wide ones: keys made from arguments, then fixed keys; of each kind,
-        first those whose terms let few tasks pass.  So the tasks of a busy tenant wait in its own
-        line.  Of two terms that a task declares for the same key, the stricter ones count.
+        first those whose terms let few tasks pass, as declared.  So the tasks of a busy tenant wait
+        in its own line.  What a call tells does not count there: with a number that changes, two
+        calls could wait for each other.  Of two terms of a task for one key, the stricter count.
 
         Args:
             built: The keys of each template or callable, in the order of ``lock_key``.
@@ -198,13 +199,13 @@ class TaskKeys:
         if len(built) == len(built[0]) == 1:
             return built[0], (*terms,)
         strictest: dict[str, Terms] = {}
-        narrow: dict[str, bool] = {}
+        ranks: dict[str, tuple[Any, ...]] = {}
         each = terms if len(terms) == len(built) else [*terms] * len(built)
-        for keys, key_terms, is_narrow in zip(built, each, self._is_narrow, strict=True):
+        for keys, key_terms, rank in zip(built, each, self._ranks, strict=True):
             for key in keys:
                 strictest[key] = key_terms.stricter(strictest.get(key, key_terms))
-                narrow[key] = narrow.get(key, False) or is_narrow
-        ordered = sorted(strictest, key=lambda key: (not narrow[key], strictest[key].breadth, key))
+                ranks[key] = tuple(map(min, rank, ranks.get(key, rank)))
+        ordered = sorted(strictest, key=lambda key: (ranks[key], key))
         theirs = tuple(strictest[key] for key in ordered)
         return ordered, theirs[:1] if len(set(theirs)) == 1 else theirs
 

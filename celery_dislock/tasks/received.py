@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from celery_dislock.keys.templates import KeyBuilder
-    from celery_dislock.tasks.costs import CallCost
+    from celery_dislock.tasks.terms import CallTerms
 
 # Types that no serializer changes.  Subclasses of them may be changed.
 UNCHANGED: set[type] = {str, int, float, bool, type(None)}
@@ -32,12 +32,12 @@ class Received:
     Converts the arguments that a task's keys are built from to what a worker gets.
 
     Args:
-        builders: Build the keys, and tell the costs.
+        builders: Build the keys, and tell their terms.
         signature: Signature of the task's function, without ``self``.
     """
 
     def __init__(
-        self, builders: Iterable[KeyBuilder | CallCost], signature: inspect.Signature
+        self, builders: Iterable[KeyBuilder | CallTerms], signature: inspect.Signature
     ) -> None:
         given = signature.parameters.values()
         by_name = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}

@@ -109,14 +109,19 @@ def report_release(lease: Lease, **_: Any) -> None:
 
 @contextmanager
 def reported(key: str, **more: Any) -> Iterator[None]:
-    """Report the begin and the end of a body, and what ended it."""
-    report(key, "begin", **more)
+    """Report the begin and the end of a body, and what ended it, wherever that interrupts it."""
     try:
+        report(key, "begin", **more)
         yield
     except BaseException as exc:
         report(key, "end", error=type(exc).__name__, **more)
         raise
     report(key, "end", error=None, **more)
+
+
+def rate_of_plan(key: str) -> str:
+    """Tell the rate that a test has written for the key."""
+    return str(reports.get(f"plan:{key}").decode())
 
 
 def be_brief(key: str) -> None:
@@ -499,6 +504,7 @@ rated_slowly_or_retry = locked(
     "rated_slowly_or_retry", be_brief, lock_rate="1/8s", lock_on_conflict="retry"
 )
 quickened = locked("quickened", be_brief, lock_rate="1/h" if IS_OLD else "10/s", **QUEUE)
+planned = locked("planned", be_brief, lock_rate=rate_of_plan, **QUEUE)
 rated_or_wait = locked("rated_or_wait", be_brief, lock_rate="10/s", **WAITING)
 
 # The second of a key is not sent.

@@ -214,6 +214,15 @@ function commands.LINDEX(name, nth)
   return list[nth < 0 and #list + nth + 1 or nth + 1] or false
 end
 
+function commands.LSET(name, nth, value)
+  local list = value_of(name, 'list')
+  nth = integer(nth)
+  nth = nth < 0 and #list + nth + 1 or nth + 1
+  if not list[nth] then wrong('ERR index out of range') end
+  list[nth] = value
+  return {ok = 'OK'}
+end
+
 function commands.LTRIM(name, first, last)
   local list = value_of(name, 'list')
   last = integer(last) < 0 and #list + last or integer(last)

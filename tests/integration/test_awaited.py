@@ -1,6 +1,7 @@
 """Bodies that a pool awaits, many on one event loop, with their locks on a real server."""
 
 import asyncio
+import threading
 from uuid import uuid4
 
 import pytest
@@ -144,3 +145,25 @@ def test_a_task_that_is_cancelled_while_it_waits_leaves_the_line(app):
         assert started == [gate, gate]
 
     asyncio.run(closing(app, main))
+
+
+def test_a_limit_is_told_beside_the_event_loop(app):
+    """A user's function may ask a database: others run meanwhile."""
+    asked = []
+
+    def limit_of(key):
+        asked.append((key, threading.current_thread()))
+        return 2
+
+    async def body(self, key):
+        return self.lease is not None, key
+
+    task = declare(app, body, bind=True, lock_key="k:<key>", lock_limit=limit_of)
+
+    async def main():
+        assert await trace(task, "a") == (True, "a")
+
+    asyncio.run(closing(app, main))
+    [(key, thread)] = asked
+    assert key == "a"
+    assert thread is not threading.current_thread()

@@ -223,6 +223,41 @@ class TestRun:
         _, _, mode, about = script.lease
         assert (mode, about["timeout"]) == ("s", 120.0)
 
+    def test_a_cost(self, dislock, script):
+        """It takes as many units; more than there can be is refused, and nothing is started."""
+        dislock("run", "k", "--limit", "5", "--cost", "3", "--", *script.started("k"))
+        assert script.lease[2] == "x3"
+
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            (["--limit", "5", "--cost", "6"], "a cost of 6 is more than the limit, 5"),
+            (["--rate", "5/m", "--cost", "6"], "a cost of 6 is more than the rate, 5 a minute"),
+            (["--cost", "2"], "a cost needs a limit or a rate: give one, or leave the cost out"),
+            (["--limit", "5", "--cost", "0"], "0 is not in the range x>=1"),
+        ],
+    )
+    def test_a_cost_that_cannot_be(self, dislock, options, told):
+        """It is told as the other options are."""
+        answer = dislock("run", "k", *options, "--", "true")
+        assert answer.exit_code == USAGE
+        assert told in " ".join(answer.stderr.split())
+
+    def test_a_cost_that_arguments_tell_has_to_be_given(self, dislock, script):
+        """--args chooses the lock; without --cost the command is refused, and not counted as 1."""
+
+        @dislock.app.task(
+            base=SingletonTask, name="t", shared=False, lock_key="k", lock_limit=5, lock_cost="<n>"
+        )
+        def task(n): ...
+
+        words = ["run", "--task", "t", "--args", "[3]"]
+        answer = dislock(*words, "--", "true")
+        assert answer.exit_code == USAGE
+        assert "cost='<n>': give a whole number from 1 on" in answer.stderr
+        dislock(*words, "--cost", "3", "--", *script.started("k"))
+        assert script.lease[2] == "x3"
+
     def test_the_options_of_a_task_hold_unless_others_are_given(self, dislock, script, held):
         """The lock of a task has the task's terms."""
         terms = {"lock_key": ["b", "a"], "lock_limit": 2, "lock_watchdog_timeout": 60}
@@ -248,6 +283,8 @@ class TestRun:
             ({"lock_mode": "shared"}, ["--limit", "2"], "x", 30.0),
             ({"lock_limit": 2}, ["--mode", "shared"], "s", 30.0),
             ({"lock_rate": "100/m"}, [], "x", 30.0),
+            ({"lock_limit": 5, "lock_cost": 3}, [], "x3", 30.0),
+            ({"lock_limit": 5, "lock_cost": 3}, ["--cost", "2"], "x2", 30.0),
         ],
         ids=str,
     )

@@ -21,9 +21,9 @@ def shop():
         yield shop
 
 
-def ask(shop, owner, cost=None, limit=5, rate=None, **how):
+def ask(shop, owner, cost=None, limit=5, rate=None, mode="exclusive", **how):
     """Ask the lock server as somebody else; return whether the lock was granted."""
-    terms = (Terms("exclusive", limit, Rate.of(rate) if rate else None, cost),)
+    terms = (Terms(mode, limit, Rate.of(rate) if rate else None, cost),)
     store = shop.dislock.runtime.process.store
     return isinstance(store.acquire([NAME], owner, 3600.0, "{}", terms=terms, **how), Granted)
 
@@ -126,6 +126,98 @@ def test_each_strategy_has_costs(shop, strategy):
     assert ask(shop, "all", 5)  # its units came back
 
 
+REPLACED = {"lock_unique_until": "start", "lock_on_duplicate": "replace"}
+TWICE = {
+    "returned": ({**REPLACED, "lock_on_duplicate": "return"}, [("first", 2)]),
+    "replaced": (REPLACED, [("second", 4)]),
+    "no sooner": ({**REPLACED, "lock_on_duplicate": "sooner"}, [("first", 2)]),
+    "replaced in line": (
+        {"lock_queue_limit": 1, "lock_queue_overflow": "replace"},
+        [("second", 4)],
+    ),
+    "done before": ({"lock_dedupe_redelivered": True}, [("first", 2), ("second", 4)]),
+    "kept for a time": ({"lock_at_least_for": 5}, [("first", 2), ("second", 4)]),
+}
+
+
+@pytest.mark.parametrize("how", TWICE)
+def test_whichever_of_two_runs_takes_its_own_cost(shop, how):
+    """A duplicate, one that is replaced, and one that comes later, each with its own arguments."""
+    options, expected = TWICE[how]
+    ran = []
+
+    @shop.app.task(
+        base=SingletonTask,
+        bind=True,
+        lock_key=KEY,
+        lock_limit=5,
+        lock_cost="<n>",
+        lock_on_conflict="queue",
+        **options,
+    )
+    def call(self, n):
+        holders = shop.dislock.lock_of(KEY).holders()
+        ran.append((self.request.id, sum(lease.cost for lease in holders if not lease.expiring)))
+
+    shop.app.finalize()
+    assert ask(shop, "a", 5)
+    for name, n in (("first", 2), ("second", 4)):
+        shop.run(call, name, n)
+    end(shop, "a")
+    for _ in range(3):
+        shop.work(later=6)
+        shop.sweep()
+    assert ran == expected
+
+
+def test_a_shared_lock_with_a_rate_counts_costs(shop):
+    """Any number read at a time, as often as the rate says, each by its cost."""
+    lock = {"mode": "shared", "rate": "100/m", "cost": 60}
+    with shop.dislock.lock(KEY, **lock):
+        (holder,) = shop.dislock.lock_of(KEY).holders()
+        assert (holder.mode, holder.cost) == ("shared", 60)
+        assert not ask(shop, "writes")
+        assert not ask(shop, "reads", 41, rate="100/m", mode="shared")
+        assert ask(shop, "reads", 40, rate="100/m", mode="shared")
+
+
+@pytest.mark.parametrize(("options", "is_same"), [({}, True), ({"cost": 2}, False)])
+def test_a_lock_is_taken_again_without_its_cost(shop, options, is_same):
+    """An argument told it, which the body's own block cannot repeat; another cost is refused."""
+
+    @shop.app.task(base=SingletonTask, lock_key=KEY, lock_limit=5, lock_cost="<n>")
+    def call(n):
+        with shop.dislock.lock(KEY, limit=5, **options):
+            (holder,) = shop.dislock.lock_of(KEY).holders()
+        return holder.cost
+
+    shop.app.finalize()
+    result = shop.run(call, "1", 3)
+    if is_same:
+        assert result.get() == 3
+    else:
+        assert "cannot be taken with cost=2" in str(result.result)
+
+
+def test_a_lease_and_a_place_say_what_they_cost(shop):
+    """In line, with a turn, and running; in plain Python, too."""
+    handle = shop.dislock.lock_of(KEY)
+    costs = []
+    shop.declare(
+        lambda *_: costs.extend(lease.cost for lease in handle.holders()), lock_limit=5, lock_cost=3
+    )
+    assert ask(shop, "a", 3)
+    shop.run(shop.app.tasks["shop.export"], "first")
+    assert not ask(shop, "waits", 2, place=90.0)
+    assert [(place.cost, place.limit) for place in handle.line()] == [(3, 5), (2, 5)]
+    assert handle.state()[0].lack.startswith("the first in line needs 3 of 5 units, and 2 are free")
+    end(shop, "a")
+    (turn,) = [lease for lease in handle.holders() if lease.turn]
+    assert turn.cost == 3
+    shop.work()
+    assert sorted(costs) == [2, 3]
+
+
 def test_several_keys_have_costs_of_their_own(shop):
     """A task in line keeps its units of the first key, and takes those of the second."""
     keys = [Key("narrow", limit=2, cost=2), Key(KEY, limit=5)]
@@ -182,7 +274,11 @@ REFUSED = {
     "above the rate": ({"lock_rate": "5/m", "lock_cost": 6}, "more than the rate, 5 a minute"),
     "of a key": ({"lock_key": [Key("k", limit=2, cost=3)]}, "more than the limit, 2"),
     "nothing counts it": ({"lock_cost": 3}, "needs a limit or a rate"),
-    "shared": ({"lock_cost": 3, "lock_mode": "shared"}, "nothing counts the cost"),
+    "shared": ({"lock_cost": 3, "lock_mode": "shared"}, "nothing counts the cost: give a rate"),
+    "no lock": (
+        {"lock_cost": 3, "lock_limit": None, "lock_unique_until": "end"},
+        "no effect with lock_limit=None: leave one of the two out",
+    ),
     "cancel": ({**LARGE, "lock_on_conflict": "cancel"}, "leave the cost out"),
     "no argument": ({"lock_cost": "<n>", "lock_limit": 5}, "no argument of the task"),
     "zero": ({"lock_cost": 0, "lock_limit": 5}, "give 1 or more"),

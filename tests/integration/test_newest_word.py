@@ -106,6 +106,18 @@ def test_a_claim_brings_the_newest_word(shop):
     assert starts.word == "1 an hour"
 
 
+def test_a_turn_by_a_slower_word_is_not_passed_by_all_others(shop):
+    """Its claim starts by the faster word of the code, as those behind it do."""
+    starts = Deploys(shop, lock_rate="1/5s")
+    starts.send(100)
+    starts.run(1)  # the next turn is out, for a start in four seconds
+    starts.deploy(lock_rate="5/s")
+    shop.sweep()
+    starts.run(6)
+    assert "t1" in shop.ran
+    assert most_in_a_window(starts.times, 1.0) == 5
+
+
 @pytest.mark.parametrize(
     ("was", "becomes", "begin"),
     [

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
+from threading import Event, Thread
 
 import pytest
 from celery import states
@@ -13,6 +17,7 @@ from freezegun import freeze_time
 from greenlet import greenlet
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis import Redis
 
 from celery_dislock import Dislock, Key
 from celery_dislock.config.terms import Rate, Terms
@@ -21,9 +26,11 @@ from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from celery_dislock.tasks.actions import Actions
 from tests.driven import KEY, LockServer, Shop, new_app
+from tests.forked import ROOT
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, Line
+from tests.integration.starters import costs_of
 
 NAME = f"dislock:{{{KEY}}}"
 STEP = 0.05  # seconds between two looks at the messages
@@ -560,3 +567,55 @@ def test_a_parked_task_is_told_when_its_turn_comes(shop, caplog):
     lock = f"lock {KEY!r}"
     assert f"parked: its turn for {lock} comes in 2.0 s, too early: 1 in 2 s" in second
     assert f"parked: place 1 in line for {lock}, too early: 1 in 2 s" in third
+
+
+PROCESSES, EACH = 20, 5  # how many ask, and how often each starts
+
+
+@contextmanager
+def monitored(url, key):
+    """Keep when each lease of a lock was granted while a block runs, and its cost, by its token."""
+    lease = re.compile(rf"HSET {re.escape(name_of(key))} \S+ 1 \d+ (\d+) \d+ x(\d*)[ :]")
+    granted, begun = {}, Event()
+
+    def listen():
+        with client.monitor() as monitor:  # says nothing for as long as the processes take to begin
+            begun.set()
+            for told in monitor.listen():
+                if told["command"] == "ECHO over":
+                    break
+                if found := lease.match(told["command"]):
+                    granted[int(found[1])] = int(found[2] or 1)
+
+    with Redis.from_url(url, decode_responses=True, socket_timeout=None) as client:
+        listens = Thread(target=listen)
+        listens.start()
+        begun.wait()
+        try:
+            yield granted
+        finally:
+            client.echo("over")
+            listens.join()
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("rate", "cost", "least"),
+    [("40/2s", 0, 40), ("600/2s", 30, 571), ("12000/2s", 600, 11_300)],
+    ids=["without costs", "costs", "costs in quanta"],
+)
+def test_many_processes_at_the_edge_of_a_window(redis_url, rate, cost, least):
+    """By the server's log, no window has more than the rate; those that ask fill it."""
+    most, window = Rate.of(rate)
+    command = [sys.executable, "-m", "tests.integration.starters", redis_url, "api", rate]
+    with monitored(redis_url, "api") as granted:
+        subprocess.run(
+            [*command, str(cost), str(PROCESSES), str(EACH)], check=True, cwd=ROOT, timeout=60
+        )
+    costs = [costs_of(nth, cost, EACH) for nth in range(PROCESSES)]
+    assert sorted(granted.values()) == sorted(start or 1 for start in chain(*costs))
+    windows = [
+        sum(start for at, start in granted.items() if end - 1_000_000 * window < at <= end)
+        for end in granted
+    ]
+    assert least <= max(windows) <= most

@@ -164,7 +164,7 @@ BROKEN = {
     "an older log is read": ("then rebase(starts, log, quantum)", "then log.quantum = quantum"),
     "it is written with the newer times": ("sum >= quantum", "sum > 0"),
     "it is kept for the larger rate": ("math.max(most, log.most)", "most"),
-    "it is no longer than it must be": ("is_long and kept - 1", "is_long and -2"),
+    "it is no longer than it must be": ("starts, 0, kept - 1)", "starts, 0, -2)"),
 }
 
 

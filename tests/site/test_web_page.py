@@ -288,7 +288,7 @@ def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
     tab.get_by_label("Leases at a time").fill("3")
     tab.get_by_role("button", name="Limit", exact=True).click()
     tab.get_by_role("button", name="Limit it").click()
-    expect(tab.get_by_role("status")).to_contain_text("Limited lock 'account:1' to 3 leases")
+    expect(tab.get_by_role("status")).to_contain_text("Limited lock 'account:1' to 3 at a time")
     assert page.state().limit == 3
     page.locks.put(account._replace(limit=0))
     page.pass_by()
@@ -324,6 +324,26 @@ def test_a_holder_is_told_for_whose_end_a_newer_task_waits(opened):
     page.show("deploy")
     holds = page.tab.get_by_role("listitem").filter(has_text="shop.export[id-1]")
     expect(holds).to_contain_text("token 1, newer task id-2 waits for this one to end")
+    assert page.faults == []
+
+
+def test_costs_are_told(opened):
+    """Of the lock in the list, of each holder and of those in line, and what the first lacks."""
+    holders = [holder(1, cost=1200, spent=900), holder(2, cost=2)]
+    line = [place(1, cost=3, limit=1203), place(2)]
+    page = opened(
+        lock("api", holders=holders, waiting=2, line=line), lock("plain", holders=[holder(3)])
+    )
+    expect(page.tab.get_by_role("row", name="api")).to_contain_text("cost 1,202")
+    expect(page.tab.get_by_role("row", name="plain")).not_to_contain_text("cost")
+    page.show("api")
+    needs = "The first in line needs 3 of 1,203 units, and 1 is free: nobody passes it."
+    expect(page.tab.locator("#lock-text")).to_contain_text(needs)
+    told = {"id-1": "cost 1,200, spent 900, host", "id-2": "cost 2, host", "parked-1": "cost 3"}
+    for who, cost in told.items():
+        expect(page.tab.get_by_role("listitem").filter(has_text=who)).to_contain_text(cost)
+    small = page.tab.get_by_role("listitem").filter(has_text="parked-2")
+    expect(small).not_to_contain_text("cost")
     assert page.faults == []
 
 

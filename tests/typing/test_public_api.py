@@ -110,6 +110,21 @@ def typed_with_base(self: Invoice, corp_id: int) -> None:
     assert_type(self.lease, Lease)
 
 
+def plan_of(tenant: str) -> int:
+    """A callable that tells a limit."""
+    return len(tenant)
+
+
+@dislock.task(
+    lock_key=["a", Key("t:<tenant>", limit=plan_of, rate=lambda tenant: tenant or None)],
+    lock_limit=plan_of,
+    lock_rate=plan_of,
+    lock_cost=plan_of,
+)
+def typed_with_a_plan(tenant: str) -> None:
+    """Its terms are told by calls."""
+
+
 def unless_it_is_being_done(task: SingletonTask, conflict: Conflict) -> str | None:
     """A callable that chooses a strategy; None is "skip"."""
     return None if conflict.holder.get("task") == task.name else "wait"
@@ -162,6 +177,7 @@ dislock.task(lock_kee="export")  # type: ignore[call-overload]
 dislock.task(key="export")  # type: ignore[call-overload]
 dislock.task(lock_on_conflict="skipp")  # type: ignore[call-overload]
 dislock.task(lock_on_lost="expire")  # type: ignore[call-overload]
+dislock.task(lock_limit="5")  # type: ignore[call-overload]
 dislock.task(lock_watchdog_timeout="60")  # type: ignore[call-overload]
 dislock.task(max_retry=5)  # type: ignore[call-overload]
 dislock.task(base=int)  # type: ignore[arg-type]

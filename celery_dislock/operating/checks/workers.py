@@ -20,7 +20,7 @@ OF_SERVER = "The lock server "  # how a worker's warnings about its server begin
 
 # Options of which a difference is serious, and what two tasks may do because of it.
 DECIDE = dict.fromkeys(("lock_key", "lock_mode", "lock_limit"), "run twice at a time")
-DECIDE["lock_rate"] = "start more often than one of them allows"
+DECIDE |= dict.fromkeys(("lock_rate", "lock_cost"), "start more often than one of them allows")
 
 # Checks of each worker that answers.
 ROWS = (

@@ -76,7 +76,7 @@ def limit(context: click.Context, /, key: str, number: int | None, **given: Any)
     """Admit NUMBER leases of KEY at a time, or another rate of starts.
 
     Give NUMBER, --rate, or both: they hold whatever the code says, until `resume`. 0 is the same as
-    `pause`. Shared leases count for a rate, and not for NUMBER.
+    `pause`. Leases count by their cost. Shared leases count for a rate, and not for NUMBER.
     """
     if number is None and given["rate"] is None:
         raise click.UsageError("Give NUMBER, or --rate, or both.")

@@ -42,7 +42,9 @@ def _held_by(row: ListedLock) -> str | None:
     if row.problem:
         return f"cannot be read: {row.problem.reason}"
     if row.holders:
-        several = f"{len(row.holders)} leases: " if len(row.holders) > 1 else ""
+        many, units = len(row.holders), row.state.units if row.state else 0
+        counted = [f"{many} leases"] * (many > 1) + [f"cost {units:,}"] * (units > many)
+        several = f"{', '.join(counted)}: " if counted else ""
         longest = max(row.holders, key=lambda holder: holder.held)
         kept = f"kept, waits for {longest.waits!r}: {longest.id}"
         return several + (kept if longest.is_kept else longest.who)
@@ -86,6 +88,7 @@ LINE_COLUMNS: Mapping[str, Callable[[Waiter], object]] = {
     "TURNS": lambda waiter: str(waiter.turns) if waiter.parked else None,
     "TICKET": lambda waiter: waiter.ticket,
     "WHO": lambda waiter: waiter.who,
+    "COST": lambda waiter: f"{waiter.cost:,}",
     "QUEUE": lambda waiter: waiter.routing_key,
     "ARGUMENTS": lambda waiter: (waiter.args or "")[:ARGUMENTS_MOST],
 }
@@ -248,6 +251,7 @@ def holder_lines(holder: Holder) -> Iterator[str]:
         "process": f"{holder.pid} on {host or '?'}" if holder.pid else None,
         f"{'leads' if leads else how} for": f"{for_people(holder.held)}, since {since}",
         "mode": holder.mode if holder.mode != "exclusive" else None,
+        "cost": _cost_in_words(holder),
         "lease": _lease_in_words(holder),
         "newer": holder.superseded and f"task {holder.superseded}, which waits for this one to end",
         "token": holder.token,
@@ -255,6 +259,12 @@ def holder_lines(holder: Holder) -> Iterator[str]:
     }
     yield f"  {how} {'for' if holder.is_kept else 'by'} {holder.who}"
     yield from (f"    {name:<9} {value}" for name, value in known.items() if value is not None)
+
+
+def _cost_in_words(holder: Holder) -> str | None:
+    if holder.spent is not None:
+        return f"{holder.cost:,}, spent {holder.spent:,}"
+    return f"{holder.cost:,}" if holder.cost > 1 else None
 
 
 def _lease_in_words(holder: Holder) -> str:
@@ -328,11 +338,14 @@ def _line_lines(lock: LockState) -> Iterator[str]:
         told = f"turn {place.turns}, its message is on its way{keeps}"
         yield f"  has its turn: {place.who} ({told})"
     if lock.waiting:
-        yield f"  {lock.waiting} in line"
+        if lock.words:
+            yield f"  {lock.words}"
+        yield f"  {lock.waiting} in line{lock.lack and f'; {lock.lack}'}"
     for place in lock.line:
         parked = f", parked as {place.ticket}" if place.parked else ""
         waits = " stands by" if is_beat(place) else f", for {for_people(place.waiting)}"
-        yield f"    {place.place}. {place.who}{waits}{parked}"
+        cost = f", cost {place.cost:,}" if place.cost > 1 else ""
+        yield f"    {place.place}. {place.who}{waits}{cost}{parked}"
         if station := _station(place, " of "):
             yield f"       waits for lock {station}"
     if lock.waiting > len(lock.line):
@@ -363,9 +376,14 @@ def _write_line(lock: LockState, *, several: bool) -> None:
         return
     places = (*lock.turns, *lock.line)
     passes_several = any(place.stations for place in places)
-    write_table(STATION_COLUMNS if passes_several else LINE_COLUMNS, places)
+    columns = dict(STATION_COLUMNS if passes_several else LINE_COLUMNS)
+    if all(place.cost == 1 for place in places):
+        del columns["COST"]
+    write_table(columns, places)
     for told in [] if lock.rate is None else _rate_lines(lock.rate):
         write_remark(told.strip())
+    for told in filter(None, (lock.words, lock.lack)):
+        write_remark(told)
     last = lock.line[-1].place if lock.line else 0
     if last < lock.waiting:
         write_remark(f"{lock.waiting} in line; go on with --first {last + 1}")

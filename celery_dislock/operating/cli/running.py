@@ -60,6 +60,9 @@ def _or_zero(text: str) -> float:
 @click.option("--limit", type=click.IntRange(min=1), help="Maximum number of leases at a time.")
 @click.option("--rate", metavar="RATE", help="How often it is taken at most: 100/m, 5/10s.")
 @click.option(
+    "--cost", type=click.IntRange(min=1), help="What it counts for of the limit and the rate."
+)
+@click.option(
     "--watchdog-timeout",
     type=duration,
     metavar="TIME",

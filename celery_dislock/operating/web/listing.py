@@ -119,7 +119,7 @@ def as_json(
     """
     oldest = sorted(state.holders, key=lambda holder: -holder.held)[:most]
     data: dict[str, Any] = as_data(state._replace(holders=oldest))
-    data.update(exists=state.exists, held_by=len(state.holders))
+    data.update(exists=state.exists, held_by=len(state.holders), units=state.units)
     if state.rate is not None and state.rate.rate is not None:
         data["rate"]["words"] = str(state.rate.rate)
     for holder, known in zip(oldest, data["holders"], strict=True):

@@ -280,7 +280,8 @@ class Page:
             for trouble in troubles_of(state, site)
             if trouble.name not in {"paused", "limited"}
         )
-        return state, [trouble.told(state) for trouble in found]
+        told = [f"{one[:1].upper()}{one[1:]}." for one in (state.lack, state.words) if one]
+        return state, told + list(filter(None, (trouble.told(state) for trouble in found)))
 
     def _why(self, request: Request, visitor: Visitor) -> Response:
         task_id = request.args.get("id", "")

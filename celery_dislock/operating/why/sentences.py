@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from celery_dislock.operating.why.case import Case
     from celery_dislock.servers.find import TaskRecord
     from celery_dislock.servers.view import Holder, LockState
-    from celery_dislock.servers.waiters import Place, Standing
+    from celery_dislock.servers.waiters import Place, Standing, Waiter
     from celery_dislock.tasks.answer import Answer
 
 FOLLOWED = 10  # locks that are looked at, from one that is kept to the next
@@ -93,6 +93,7 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
     place = f"{holder.worker or holder.host or '?'} (pid {holder.pid or '?'})"
     facts = [
         f"lock server: its lease ends in {for_people(holder.remaining)} unless renewed",
+        f"lock server: its lease costs {holder.cost:,}" if holder.cost > 1 else "",
         f"lock server: {lock.waiting} wait for the lock" if lock.waiting else "",
     ]
     about = {
@@ -100,6 +101,7 @@ def running(case: Case, lock: LockState, holder: Holder) -> Answer:
         "pid": holder.pid,
         "held_for": holder.held,
         "renewed": holder.renewed,
+        "cost": holder.cost,
         "waiting": lock.waiting,
     }
     more: dict[str, Any] = {"task": holder.task, "key": lock.key, "about": about}
@@ -173,9 +175,10 @@ def sentence_in_line(case: Case, found: Standing, slot: str = "") -> Answer:
         f"{of_several if several else ''}, {way}{keeps}."
     )
     first = lock.line[0] if lock.line and place.nth > 1 else None
-    facts = [f"lock server: it waits for {for_people(waiter.waiting)}", _starts(place)]
+    facts = [f"lock server: it waits for {for_people(waiter.waiting)}", _starts(waiter, place)]
     if first is not None:
         facts.append(f"lock server: {first.who} is the first, for {for_people(first.waiting)}")
+    facts += [f"lock server: {told}" for told in (lock.words, lock.lack) if told]
     at_fault = {
         trouble: where
         for where in (cause, lock)
@@ -200,6 +203,7 @@ def sentence_in_line(case: Case, found: Standing, slot: str = "") -> Answer:
         "starts_in": place.starts_in,
         "is_estimate": place.is_estimate,
         "waits_for": waiter.waiting,
+        "cost": waiter.cost,
         "stations": list(several),
         "keeps": list(waiter.keeps),
         "queue": waiter.routing_key,
@@ -209,13 +213,16 @@ def sentence_in_line(case: Case, found: Standing, slot: str = "") -> Answer:
     return case.answer(state, sentence, facts, remedy, task=waiter.task, key=lock.key, about=about)
 
 
-def _starts(place: Place) -> str:
+def _starts(waiter: Waiter, place: Place) -> str:
     """Say when a parked task starts; empty: it is not known, or at any moment."""
     if not place.starts_in:
         return ""
     when = for_people(place.starts_in)
-    about = f"about {when}, by how long the last bodies took" if place.is_estimate else when
-    return f"lock server: it may start in {about}"
+    if place.is_estimate:
+        by_cost = waiter.cost > 1  # of a limit with costs nothing is known
+        by = "if those before it cost as much" if by_cost else "by how long the last bodies took"
+        when = f"about {when}, {by}"
+    return f"lock server: it may start in {when}"
 
 
 def in_the_way(case: Case, lock: LockState) -> tuple[str, str, LockState]:

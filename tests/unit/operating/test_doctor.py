@@ -18,6 +18,7 @@ from tests.unit.operating.examining import EXPORT
 TIMEOUT = {**EXPORT, "lock_watchdog_timeout": 60.0}
 LIMITED = {**EXPORT, "lock_limit": 3}
 RATED = {**EXPORT, "lock_rate": "9 a minute"}
+CHEAP = {**EXPORT, "lock_cost": "<n>"}
 NOWHERE = {"no_server": "no such URL", "server": None, "prefix": None}
 OTHER = {"server": "redis://other/0"}
 
@@ -39,6 +40,11 @@ OTHER = {"server": "redis://other/0"}
             {"tasks": {"export": RATED}},
             *("options", "serious"),
             "lock_rate of export differs, so it may start more often than one of them allows: 9",
+        ),
+        (
+            {"tasks": {"export": CHEAP}},
+            *("options", "serious"),
+            "lock_cost of export differs, so it may start more often than one of them allows: <n>",
         ),
         ({"tasks": {"export": TIMEOUT}}, "options", "warning", "lock_watchdog_timeout of export"),
         ({"warnings": ["It does X: a.b. Raise it."]}, "tasks", "warning", "w2 started: It does X"),

@@ -172,7 +172,7 @@ def test_terms_of_keys_and_rates_are_told(worker):
 
     def key(): ...
 
-    keys = [Key("a", rate="100/m"), Key(key, limit=2, rate="6/60s"), "c"]
+    keys = [Key("a", rate="100/m"), Key(key, limit=2, rate="6/60s", cost=2), "c"]
 
     @worker.app.task(base=SingletonTask, name="api", shared=False, lock_key=keys, lock_rate=9)
     def api(): ...
@@ -181,6 +181,6 @@ def test_terms_of_keys_and_rates_are_told(worker):
     assert told["lock_rate"] == "9 a second"
     assert told["lock_key"] == [
         {"key": "a", "rate": "100 a minute"},
-        {"key": f"{__name__}.{key.__qualname__}", "limit": 2, "rate": "6 a minute"},
+        {"key": f"{__name__}.{key.__qualname__}", "limit": 2, "rate": "6 a minute", "cost": 2},
         "c",
     ]

@@ -62,7 +62,7 @@ def test_of_a_beat_it_is_told_that_a_pause_stops_it(dislock, server, known):
             ["limit", "k", "3"],
             [3, "20 a minute", None, "by me", "by ana"],
             f"Lock k admits 3 at a time, {UNTIL} It admitted 5.",
-            ["limited lock 'k' to 3 leases, with the note 'by me'"],
+            ["limited lock 'k' to 3 at a time, with the note 'by me'"],
         ),
         (
             ["limit", "k", "--rate", "5/10s", "--note", "slow"],
@@ -76,7 +76,7 @@ def test_of_a_beat_it_is_told_that_a_pause_stops_it(dislock, server, known):
             f"Lock k admits 3 at a time and 1,000 an hour, for 2 h 00 min. {BEFORE}",
             [
                 "limited lock 'k' to 1,000 an hour for 2 h 00 min, with the note 'by me'",
-                "limited lock 'k' to 3 leases for 2 h 00 min, with the note 'by me'",
+                "limited lock 'k' to 3 at a time for 2 h 00 min, with the note 'by me'",
             ],
         ),
         (

@@ -90,6 +90,86 @@ def test_a_holder_is_told_for_whose_end_a_newer_task_waits(dislock, server):
     assert [one["superseded"] for one in holders] == ["id-2", None]
 
 
+LARGE = place(1, cost=3, limit=5)
+ROOM = "the first in line needs 3 of 5 units, and 2 are free: nobody passes it"
+
+
+BY_TICKET = "the first in line goes by {}, as its ticket says"
+
+
+def test_costs_are_told(dislock, server):
+    """Of those who hold and of those who wait, and what the first in line lacks."""
+    small = place(2, limit=5)
+    spent = [holder(1, cost=2, spent=9), holder(2)]
+    server.put(lock("k", holders=spent, waiting=2, line=[LARGE, small]))
+    told = " ".join(dislock("show", "k").stdout.split())
+    assert told.count(" cost 2, spent 9 ") == told.count(" cost ") - 1 == 1
+    words = BY_TICKET.format("5 at a time")
+    assert f" {words} 2 in line; {ROOM} 1. shop.pay[parked-1], for 5.0 s, cost 3, parked" in told
+    answer = dislock("line", "k", env={"COLUMNS": "200"})
+    assert [re.split("  +", row)[5] for row in answer.stdout.splitlines()] == ["COST", "3", "1"]
+    assert answer.stderr == f"{words}\n{ROOM}\n"
+    assert "  2 leases, cost 3: shop.export" in dislock("ls", env={"COLUMNS": "200"}).stdout
+    known = dislock.json("show", "k")
+    assert {(lease["cost"], lease["spent"]) for lease in known["holders"]} == {(1, None), (2, 9)}
+    assert [(waiter["cost"], waiter["limit"]) for waiter in known["line"]] == [(3, 5), (1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, ROOM),
+        ({"line": [LARGE._replace(cost=2, place=1)]}, ""),
+        ({"line": [LARGE._replace(cost=1)], "holders": [holder(1, cost=5)]}, ""),
+        ({"limit": 6}, ""),
+        ({"limit": 2}, ROOM.replace("3 of 5", "2 of 2").replace("2 are", "0 are")),
+        ({"limit": 0}, ""),
+        ({"line": [LARGE._replace(limit=None)]}, ""),
+        ({"holders": [holder(1, cost=4)]}, ROOM.replace("2 are", "1 is")),
+        ({"holders": [holder(n, mode="shared") for n in (1, 2, 3)]}, ""),
+        ({"line": [LARGE._replace(mode="shared")]}, ""),
+    ],
+    ids=str,
+)
+def test_what_the_first_in_line_lacks_is_units(server, more, told):
+    """The leases count by their costs, of the code's limit or an operator's in its place."""
+    about = {"holders": [holder(1, cost=2), holder(2)], "line": [LARGE], **more}
+    server.put(lock("k", waiting=2, **about))
+    assert server.overview.lock("dislock:{k}").lack == told
+    assert server.overview.lock("dislock:{k}", 1).lack == ""
+
+
+MINUTE = Rate(100, 60.0)
+OF_CODE = RateState(MINUTE, 0.0)
+PARKED = place(parked=True, limit=3)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, BY_TICKET.format("3 at a time")),
+        ({"rate": OF_CODE}, BY_TICKET.format("3 at a time and 100 a minute")),
+        ({"rate": OF_CODE, "limit": 2}, BY_TICKET.format("100 a minute")),
+        ({"rate": OF_CODE._replace(is_set=True)}, BY_TICKET.format("3 at a time")),
+        ({"line": [PARKED._replace(limit=None)]}, BY_TICKET.format("any number at a time")),
+        (
+            {"line": [PARKED._replace(parked=False)]},
+            "the first in line goes by 3 at a time, as its code says",
+        ),
+        ({"limit": 2}, ""),
+        ({"line": [PARKED._replace(limit=1)]}, ""),
+        ({"line": [PARKED._replace(mode="shared")]}, ""),
+        ({"line": []}, ""),
+    ],
+    ids=str,
+)
+def test_whose_word_the_terms_are_is_told(server, more, told):
+    """Of what holds for the first in line and is not as by default; an operator's stands alone."""
+    server.put(lock("k", waiting=1, **{"line": [PARKED], **more}))
+    assert server.overview.lock("dislock:{k}").words == told
+    assert server.overview.lock("dislock:{k}", 1).words == ""
+
+
 def test_what_nobody_leads_or_holds_is_told(dislock, all_of_it):
     """A beat's lock as such; a key that nobody knows is a finding, also if it is misspelt."""
     assert "  led by nobody\n  last tick 90 s ago\n" in dislock("show", "led by nobody").stdout
@@ -173,8 +253,6 @@ def test_a_line_is_read_in_pages(dislock, server):
     assert dislock.json("line", "other") == nobody
 
 
-MINUTE = Rate(100, 60.0)
-OF_CODE = RateState(MINUTE, 0.0)
 EARLY = RateState(MINUTE, 12.0)
 BY_ANA = {"note": "by ana: 429", "age": 7200.0}
 AGO = "since 2023-11-14 20:13:20+00:00"
@@ -225,7 +303,8 @@ def test_how_often_a_lock_is_taken_is_told(dislock, server, given, shown, limits
     server.put(lock(**given, waiting=1, line=[place(parked=False, ticket="", waiting=3.0)]))
     lines = dislock("show", "k").stdout.replace("\n      ", " ").splitlines()
     assert [one.strip() for one in lines if one.startswith(("  rate", "  held back"))] == shown
-    assert dislock("line", "k").stderr.splitlines() == shown
+    remarks = dislock("line", "k").stderr.splitlines()
+    assert [one for one in remarks if not one.startswith("the first in line goes by")] == shown
     row = dislock("ls", env={"COLUMNS": "200"}).stdout.splitlines()[1]
     _, trouble, *_, limits_, holder_ = re.split("  +", row)
     assert (limits_, holder_) == (limits, holder)

@@ -211,6 +211,34 @@ def test_when_it_starts(why, server, lasted, limit, starts, told):
     assert answer["about"]["is_estimate"] == bool(told)
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+def test_what_those_before_it_cost(why, server, nth):
+    """Units are free, and the first in line needs more: it waits for them, and nobody passes it."""
+    line = [place(1, cost=3, limit=5), place(2, limit=5)]
+    server.put(lock("k", holders=[holder(cost=3)], waiting=2, line=line))
+    answer = why(f"parked-{nth}")
+    told = "lock server: the first in line needs 3 of 5 units, and 2 are free: nobody passes it"
+    assert told in answer["rests_on"]
+    assert answer["about"]["cost"] == line[nth - 1].cost
+    running = why("id-1")
+    assert "lock server: its lease costs 3" in running["rests_on"]
+    assert running["about"]["cost"] == 3
+
+
+def test_when_it_starts_by_a_rate_with_costs(why, server):
+    """Those before it are taken to cost as much; of the first the time is known."""
+    line = [place(nth, cost=3, limit=None) for nth in (1, 2)]
+    server.put(lock("k", waiting=2, line=line, rate=RateState(Rate(5, 60.0), 30.0)))
+    told = [
+        next(fact for fact in why(f"parked-{nth}")["rests_on"] if "may start" in fact)
+        for nth in (1, 2)
+    ]
+    assert told == [
+        "lock server: it may start in 30 s",
+        "lock server: it may start in about 90 s, if those before it cost as much",
+    ]
+
+
 def test_what_keeps_its_lock_is_followed_to_its_cause(why, server):
     """An operator's pause two locks on, with its note and what takes it back."""
     paused = {"limit": 0, "limit_age": 7200.0, "limit_note": "by ann: deploy"}

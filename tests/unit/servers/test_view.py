@@ -156,6 +156,24 @@ def test_a_line_is_stuck_that_nobody_is_before(about, stuck):
     assert not state_of(SERVER, NAME, reply(**about)).is_stuck
 
 
+@pytest.mark.parametrize(
+    ("written", "mode", "cost", "spent"),
+    [
+        (b"x", "exclusive", 1, None),
+        (b"x3", "exclusive", 3, None),
+        (b"x90000:12", "exclusive", 90_000, 12),
+        (b"s:0", "shared", 1, 0),
+        (b"z3", "exclusive", 3, None),
+        (b"?", "exclusive", 1, None),
+    ],
+)
+def test_a_mode_says_what_a_lease_costs(written, mode, cost, spent):
+    """And what was spent; a mode that only a later release knows is the strictest."""
+    leases = [b"me", NOW + 9000, b"5", written, b"{}", NOW]
+    (found,) = state_of(SERVER, NAME, reply(leases=leases)).holders
+    assert (found.mode, found.cost, found.spent) == (mode, cost, spent)
+
+
 @pytest.mark.parametrize("remaining", [1, 299_000])
 def test_what_is_kept_for_a_task_is_no_holders_fault(remaining):
     """The sweep renews it: nobody is overdue or runs a body, and those behind it are not stuck."""

@@ -280,6 +280,7 @@ function fillRow(row, lock) {
   badges(state, [
     ...Object.entries(lock.troubles).filter(([one]) => one !== "limited").map(([one, since]) => [{ paused: `paused${ago(since)}`, "set aside": `${lock.aside} set aside` }[one] || one, true]),
     ...(lock.limit ? [[`limit ${lock.limit}`, true]] : []),
+    ...(lock.units > lock.held_by ? [[`cost ${lock.units.toLocaleString()}`, false]] : []),
     ...(lock.rate ? rateBadges(lock.rate) : []),
     ...(first && first.expiring ? [["left to expire", false]] : []),
     ...(first && first.mode === "shared" ? [["shared", false]] : []),
@@ -318,7 +319,7 @@ function showLock(lock) {
   if (lock.limit !== null) {
     const until = lasting(lock.limit_remaining);
     const why = inBrackets(lock.limit_note);
-    told.push(lock.limit === 0 ? `It is paused, ${until}${why}: nobody gets it.` : `It admits ${countOf(lock.limit, "lease", "leases")} at a time, ${until}${why}.`);
+    told.push(lock.limit === 0 ? `It is paused, ${until}${why}: nobody gets it.` : `It admits ${lock.limit.toLocaleString()} at a time, ${until}${why}.`);
   }
   if (lock.rate) told.push(...rateTold(lock.rate));
   told.push(...lock.told.map(plain));
@@ -390,7 +391,9 @@ function fillHolder(item, holder) {
   time(left, holder.remaining, -1, "", holder.expiring || holder.renewed === null ? " left, " : " left unless renewed again, ");
   const place = [holder.host ? `host ${plain(holder.host)}` : "", holder.pid ? `pid ${holder.pid}` : ""].filter(Boolean).join(", ");
   const newer = holder.superseded ? `newer task ${plain(holder.superseded)} waits for this one to end` : "";
-  setText(more, [`${holder.mode}${holder.expiring ? ", left to expire" : ""}`, place, `token ${holder.token}`, newer].filter(Boolean).join(", "));
+  const spent = holder.spent === null ? "" : `, spent ${holder.spent.toLocaleString()}`;
+  const cost = spent || holder.cost > 1 ? `cost ${holder.cost.toLocaleString()}${spent}` : "";
+  setText(more, [`${holder.mode}${holder.expiring ? ", left to expire" : ""}`, cost, place, `token ${holder.token}`, newer].filter(Boolean).join(", "));
   const [end, button] = item.querySelectorAll("button");
   button.hidden = !lastLock.may_act;
   button.setAttribute("aria-label", `Free the lock of ${plain(holder.who)}`);
@@ -416,6 +419,7 @@ function fillPlace(item, place) {
     "",
     place.parked ? "parked" : "in its slot",
     place.mode === "shared" ? "shared" : "",
+    place.cost > 1 ? `cost ${place.cost.toLocaleString()}` : "",
     place.stations.length && place.place ? `lock ${place.keeps.length + 1} of ${place.stations.length}` : "",
     place.keeps.length ? `keeps ${plain(place.keeps.join(", "))}` : "",
     place.turns ? countOf(place.turns, "turn", "turns") : "",
