@@ -4,8 +4,6 @@
 ``add_or_...`` are locked by the key they are given, and each has another strategy.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from functools import partial

@@ -131,6 +131,12 @@ class Fleet:
         self.workers = workers
         self.broker_url = broker_url
 
+    @property
+    def worker(self) -> Worker:
+        """The only worker."""
+        (worker,) = self.workers
+        return worker
+
     def send(self, task: Task, *args: Any, **options: Any) -> AsyncResult:
         with self.connection() as connection:
             return task.apply_async(args, queue=self.queue, connection=connection, **options)
@@ -234,6 +240,11 @@ class Scene:
     def hold(self, fleet: Fleet) -> AsyncResult:
         """Let a task hold the lock until a gate is open that is its own."""
         return self.begin(fleet, scenarios.hold_by_itself)
+
+    def finish(self, result: AsyncResult) -> Any:
+        """Open the gate of the key; return what the task returns."""
+        self.open_gate()
+        return result.get(timeout=LIMIT)
 
     def park(
         self, fleet: Fleet, *args: Any, task: Task = scenarios.hold_or_queue, **options: Any

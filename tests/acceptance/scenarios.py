@@ -428,7 +428,6 @@ CRASHES_MOST = 3
 crash = locked("crash", kill_process, lock_crash_limit=CRASHES_MOST, **SURVIVING)
 hold_or_crash_once = locked("hold_or_crash_once", lock_crash_limit=1, **SURVIVING)
 leave_each_time = locked("leave_each_time", leave_process, lock_crash_limit=2, **SURVIVING)
-crash_freely = locked("crash_freely", kill_process, **SURVIVING)
 
 # The lease ends before the body does.
 stop_at_cap = locked("stop_at_cap", lock_on_cap="raise", **CAPPED)
@@ -453,7 +452,6 @@ limited_or_queue = locked(  # a turn is over before there is another token
     "limited_or_queue", rate_limit="8/m", lock_watchdog_timeout=5.0, **QUEUE
 )
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
-crash_or_queue = locked("crash_or_queue", kill_process, lock_crash_limit=2, **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
 

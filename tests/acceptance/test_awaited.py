@@ -1,7 +1,5 @@
 """Bodies that are coroutines, in workers of celery-aio-pool, which awaits them."""
 
-from __future__ import annotations
-
 import pytest
 from celery import states
 from celery.exceptions import TaskRevokedError
@@ -29,8 +27,7 @@ def test_one_at_a_time_runs_until_it_has_ended(pair, scene, task):
     for each in (tasks.hold, tasks.hold_plain):
         with pytest.raises(TaskRevokedError, match=holder.id):
             pair.send(each, scene.key).get(timeout=LIMIT)
-    scene.open_gate()
-    assert holder.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(holder)["held"]
     assert len(scene.begun) == 1
     assert scene.is_free
 
@@ -78,13 +75,12 @@ def test_however_a_coroutine_ends_its_lock_is_free(pair, scene, how):
 def test_a_warm_shutdown_waits_for_the_coroutine(start_fleet, scene):
     """Its lease is renewed until it has ended."""
     fleet = start_fleet("aio", app=APP, queue=scene.key)
-    (worker,) = fleet.workers
     result = scene.begin(fleet, tasks.hold_renewed)
-    worker.terminate()
-    worker.wait_until_it_says("Warm shutdown")
+    fleet.worker.terminate()
+    fleet.worker.wait_until_it_says("Warm shutdown")
     wait_for("it has outlived two timeouts", lambda: scene.lease.extended_by > 3 * BRIEF)
     scene.open_gate()
-    assert worker.wait_until_it_ends() == 0
+    assert fleet.worker.wait_until_it_ends() == 0
     assert result.get(timeout=LIMIT)["held"] is True
     assert scene.is_free
 

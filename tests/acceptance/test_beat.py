@@ -1,12 +1,9 @@
 """Several ``celery beat --dislock`` of which one sends, as processes that are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,9 +11,6 @@ from tests.acceptance.fleet import ROOT, wait_for
 from tests.forked import start_celery
 from tests.groups import kill_group
 from tests.redis_server import RedisServer
-
-if TYPE_CHECKING:
-    import redis
 
 QUEUE = "ticks"  # that nobody reads
 TIMEOUT = 2  # seconds; dislock_beat_timeout
@@ -57,9 +51,9 @@ class Beats:
 
     def __init__(self, folder, broker, locks):
         self.folder, self.locks, self.broker = folder, locks, broker
-        self.client: redis.Redis = broker.client(decode_responses=True)
-        self.started: list[Beat] = []
-        self.conf: dict[str, Any] = {
+        self.client = broker.client(decode_responses=True)
+        self.started = []
+        self.conf = {
             "broker_url": broker.url,
             "dislock_url": locks.url,
             "dislock_beat_timeout": TIMEOUT,

@@ -1,12 +1,10 @@
 """Locks that the bodies of tasks take, in real workers: they are the task's."""
 
-from __future__ import annotations
-
 import os
 import signal
 
 import pytest
-from celery.exceptions import TaskRevokedError, WorkerLostError
+from celery.exceptions import WorkerLostError
 
 from celery_dislock.worker.bodies import FOLDER
 from tests.acceptance import scenarios
@@ -53,32 +51,20 @@ def test_who_waits_in_a_body_that_dies_leaves_the_line(fleet, scene):
     assert fleet.send(scenarios.hold, scene.key).get(timeout=LIMIT)["held"] is True
 
 
-@PREFORK
-def test_who_comes_second_is_told_which_task_has_it(fleet, scene):
-    """Also if that has no lock_key."""
-    holder = scene.begin(fleet, scenarios.hold_inside)
-    with pytest.raises(TaskRevokedError, match=rf"hold_inside\[{holder.id}\] on .*@here"):
-        fleet.send(scenarios.step, scene.key).get(timeout=LIMIT)
-    scene.open_gate()
-    holder.get(timeout=LIMIT)
-    assert scene.is_free
-
-
 def test_it_is_freed_while_its_worker_shuts_down(start_fleet, scene, tmp_path):
     """A worker looks after its processes until the last body has ended, and leaves no notes."""
     fleet = start_fleet("prefork", env={"TMPDIR": str(tmp_path)})
-    (worker,) = fleet.workers
     beside = fleet.send(scenarios.hold_inside, scene.key, "one", "another gate")
     pid = scene.wait_for_report("begin")["pid"]
     assert [pid] == [int(one.name) for one in tmp_path.glob("dislock-*/*")]
     waiting = fleet.send(scenarios.hold_both, scene.key)
     scene.wait_for_line(1)
-    worker.terminate()
-    worker.wait_until_it_says("Warm shutdown")
+    fleet.worker.terminate()
+    fleet.worker.wait_until_it_says("Warm shutdown")
     os.kill(pid, signal.SIGKILL)
     scene.wait_for_report("begin", id=waiting.id)
     scene.open_gate()
-    assert worker.wait_until_it_ends() == 0
+    assert fleet.worker.wait_until_it_ends() == 0
     assert beside.id != waiting.id
     assert not list(tmp_path.glob("dislock-*"))
 

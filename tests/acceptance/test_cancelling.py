@@ -1,7 +1,5 @@
 """The newest task of a key takes over from the one that runs, in real workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -41,6 +39,15 @@ def finish(scene, result):
     return result.get(timeout=LIMIT)
 
 
+def take_over(fleet, scene, old, new=build):
+    """Let a newer task come while an older one runs; check the end of both."""
+    old = scene.begin(fleet, old)
+    new = scene.begin(fleet, new)
+    assert_superseded(old, new)
+    assert finish(scene, new)["held"]
+    assert [*dict.fromkeys(scene.begun)] == [old.id, new.id]
+
+
 def kill_one(scene, ids):
     """Kill the process of one of these tasks, as soon as one runs; return which process."""
     (runs,) = wait_for("one of them runs", lambda: [x for x in scene.inside if x["id"] in ids])
@@ -51,10 +58,7 @@ def kill_one(scene, ids):
 @fleets("prefork", "threads", "gevent", "eventlet", "rabbitmq")
 def test_the_newest_takes_over(fleet, scene):
     """The one that runs is stopped at once, and the newest starts then; never two at a time."""
-    old = scene.begin(fleet, build)
-    new = scene.begin(fleet, build)
-    assert_superseded(old, new)
-    assert finish(scene, new)["held"]
+    take_over(fleet, scene, build)
     assert [event["error"] for event in scene.reported("end")] == ["SupersededError", None]
     scene.assert_exclusive()
 
@@ -62,10 +66,7 @@ def test_the_newest_takes_over(fleet, scene):
 @fleets("solo")
 def test_a_renewal_tells_where_no_command_is_heard(fleet, scene):
     """A solo worker hears no remote control while it runs a task."""
-    old = scene.begin(fleet, build_renewed)
-    new = scene.begin(fleet, build_renewed)
-    assert_superseded(old, new)
-    assert finish(scene, new)["held"]
+    take_over(fleet, scene, build_renewed, build_renewed)
     scene.assert_exclusive()
 
 
@@ -85,9 +86,7 @@ def test_of_a_burst_the_newest_runs_last(fleet, scene):
 @PREFORK
 def test_the_oldest_of_several_goes(fleet, scene):
     """With a limit of two, the newest takes the place of the one that has run longest."""
-    first = scene.begin(fleet, build_two)
-    second = scene.begin(fleet, build_two)
-    third = scene.begin(fleet, build_two)
+    first, second, third = (scene.begin(fleet, build_two) for _ in range(3))
     assert_superseded(first, third)
     assert finish(scene, second)["held"]
     assert finish(scene, third)["held"]
@@ -96,11 +95,7 @@ def test_the_oldest_of_several_goes(fleet, scene):
 @fleets("prefork", "threads")
 def test_a_body_that_does_not_listen(fleet, scene):
     """It is stopped with what `except Exception` does not catch, after lock_cancel_after."""
-    old = scene.begin(fleet, build_stubbornly)
-    new = scene.begin(fleet, build_stubbornly)
-    assert_superseded(old, new)
-    scene.open_gate()
-    assert new.get(timeout=LIMIT)["held"]
+    take_over(fleet, scene, build_stubbornly)
     errors = [event["error"] for event in scene.history if event["what"] in {"resisted", "end"}]
     assert errors == ["SupersededError", "SupersededError", "StopTask", None]
 
@@ -109,11 +104,7 @@ def test_a_body_that_does_not_listen(fleet, scene):
 @pytest.mark.parametrize("task", [build_for_ever, build_for_ever_late], ids=["early", "late"])
 def test_a_body_that_nothing_ends_but_the_end_of_its_process(fleet, scene, task):
     """Its process is killed; it ends as REVOKED all the same, and does not come back."""
-    old = scene.begin(fleet, task)
-    new = scene.begin(fleet, build_and_survive)
-    assert_superseded(old, new)
-    assert finish(scene, new)["held"]
-    assert scene.begun == [old.id, new.id]
+    take_over(fleet, scene, task, build_and_survive)
 
 
 @PREFORK

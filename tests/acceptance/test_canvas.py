@@ -1,7 +1,5 @@
 """Celery's canvas in an app whose base class is SingletonTask, with and without keys."""
 
-from __future__ import annotations
-
 import gc
 
 import celery

@@ -1,7 +1,5 @@
 """The command line of the worker: what must not lock.  What locks is told in test_first_contact."""
 
-from __future__ import annotations
-
 import socket
 
 from tests.acceptance import scenarios

@@ -1,7 +1,5 @@
 """A task that kills its process each time its message comes, in real workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -48,15 +46,6 @@ def test_it_runs_as_often_as_its_limit_says_and_then_fails(fleet, scene, redis_c
 
 
 @PREFORK
-@pytest.mark.parametrize(("task", "times"), [("crash", 2), ("crash_freely", 4)])
-def test_it_may_succeed_before_that(fleet, scene, task, times):
-    """Below its limit it comes back; without one it comes back for ever."""
-    result = fleet.send(getattr(scenarios, task), scene.key, times)
-    assert result.get(timeout=LIMIT)["held"] is True
-    assert len(scene.reported("begin", id=result.id)) == times + 1
-
-
-@PREFORK
 @pytest.mark.skipif(celery.VERSION < (5, 7), reason="older Celery does not give it back")
 def test_a_body_that_leaves_its_process_counts(fleet, scene):
     """It calls sys.exit(): its message comes back as if the process was killed."""
@@ -69,32 +58,14 @@ def test_a_body_that_leaves_its_process_counts(fleet, scene):
 def test_nothing_counts_while_its_worker_shuts_down(start_fleet, scene):
     """Whoever stops a worker may kill all its processes: the task runs again in another one."""
     first = start_fleet("prefork")
-    (worker,) = first.workers
     result = scene.begin(first, scenarios.hold_or_crash_once)
-    worker.terminate()
-    worker.wait_until_it_says("Warm shutdown")
+    first.worker.terminate()
+    first.worker.wait_until_it_says("Warm shutdown")
     os.kill(scene.reported("begin")[0]["pid"], signal.SIGKILL)
-    worker.wait_until_it_ends()
+    first.worker.wait_until_it_ends()
     start_fleet("prefork", queue=first.queue)
     scene.wait_for_report("begin", times=2, id=result.id)
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
-
-
-@PREFORK
-def test_one_that_was_parked_leaves_its_turn(fleet, scene, redis_client):
-    """No copy of it runs any more, and those behind it do."""
-    holder = scene.hold(fleet)
-    crashing = scene.park(fleet, OFTEN, task=scenarios.crash_or_queue)
-    behind = scene.park(fleet)
-    scene.open_gates(holder)
-    with pytest.raises(TaskCrashedError):
-        crashing.get(timeout=LIMIT)
-    assert behind.get(timeout=LIMIT)["held"] is True
-    assert len(scene.reported("begin", id=crashing.id)) == 2
-    mark = f"{scene.lock}:done:{crashing.id}:0:0"  # it follows the result
-    wait_for("it has left a mark", lambda: redis_client.exists(mark))
-    assert not redis_client.exists(f"{scene.lock}:running")
+    assert scene.finish(result)["held"]
 
 
 @PREFORK

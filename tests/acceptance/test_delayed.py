@@ -1,7 +1,5 @@
 """What is sent again comes again, whatever delays it: RabbitMQ's quorum queues, or a worker."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 

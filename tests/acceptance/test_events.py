@@ -1,7 +1,5 @@
 """What those see who watch the workers: ``celery events``, Flower, and exporters."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -9,7 +7,7 @@ from celery import states
 from celery.events.state import State
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, wait_for
+from tests.acceptance.fleet import wait_for
 
 POOLS = ["prefork", "threads", "gevent"]  # solo cannot hold and be refused
 
@@ -102,5 +100,4 @@ def test_events_go_over_rabbitmq(start_fleet, scene, rabbitmq):
         watcher.wait_for(skipped, "task-revoked")
         scene.lose_the_lock()
         watcher.wait_for(running, "task-lock-lost")
-        scene.open_gate()
-        running.get(timeout=LIMIT)
+        scene.finish(running)

@@ -1,7 +1,5 @@
 """What a worker says to those who have just installed the package, or made a mistake."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages of somebody who can publish, and writes into their headers whatever they like."""
 
-from __future__ import annotations
-
 import pytest
 from celery.exceptions import TaskRevokedError
 

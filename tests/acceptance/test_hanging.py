@@ -1,7 +1,5 @@
 """A server that stops answering: a worker does all that does not need that server."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The lock server goes away under workers whose broker stays: tasks are put off, none is lost."""
 
-from __future__ import annotations
-
 import contextlib
 from uuid import uuid4
 

@@ -1,11 +1,8 @@
 """What workers have counted, as Prometheus is told, while processes come and go."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections import Counter
-from typing import Any
 
 import pytest
 from celery import Celery
@@ -30,11 +27,11 @@ class Site:
         self.redis = client
         self._folder = folder
         self._all = workers
-        self.started: list[Worker] = []
+        self.started = []
         self.app = Celery("watching", set_as_current=False, broker=server.url, backend=server.url)
         self.app.conf.update(dislock_prefix=self.prefix, task_default_queue=self.prefix)
         self._page = make_wsgi_app(self.app)
-        self._seen: dict[Any, float] = {}
+        self._seen = {}
 
     def start(self, *options, pool="prefork", many=1):
         env = {"METRICS_APP_URL": self.url, "METRICS_APP_PREFIX": self.prefix}

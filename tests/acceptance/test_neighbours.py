@@ -1,7 +1,5 @@
 """Beside libraries that add headers to messages, what waits for its lock still runs."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from types import SimpleNamespace

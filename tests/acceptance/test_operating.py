@@ -1,7 +1,5 @@
 """What an operator does to locks of real workers: free, terminate, and drop a parked task."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -42,8 +40,7 @@ def test_the_holder_is_terminated_and_the_next_in_line_runs(fleet, scene):
     with pytest.raises(TaskRevokedError):
         holder.get(timeout=LIMIT)
     begun(scene, parked)
-    scene.open_gate()
-    assert parked.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(parked)["held"]
     scene.assert_exclusive(dead=[dead])
 
 

@@ -1,7 +1,5 @@
 """Tasks that are parked in line for their lock: in their order, in no slot, and each to its end."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time
@@ -198,8 +196,7 @@ def test_a_parked_task_survives_a_cold_shutdown(fleet, start_fleet, scene):
     first.workers[0].process.send_signal(signal.SIGQUIT)
     first.workers[0].wait_until_it_ends()
     start_fleet("prefork", broker_url=fleet.broker_url, queue=first.queue)
-    scene.open_gate()
-    assert parked.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(parked)["held"]
     assert following.get(timeout=LIMIT)["held"] is True
     assert scene.begun.count(parked.id) == 2
     scene.assert_exclusive([pid])

@@ -1,7 +1,5 @@
 """A parked task's message comes again as it came, byte for byte."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import uuid

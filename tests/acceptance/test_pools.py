@@ -1,7 +1,5 @@
 """What holds under every pool, mostly between two workers."""
 
-from __future__ import annotations
-
 import pytest
 from billiard.exceptions import WorkerLostError
 from celery import states
@@ -124,17 +122,16 @@ def test_however_a_body_ends_its_lock_is_free(fleet, scene):
 def test_a_warm_shutdown_lets_the_body_end_under_its_lock(pool, start_fleet, scene):
     """A worker that is told to stop renews the lease until its last body has ended."""
     fleet = start_fleet(pool)
-    (worker,) = fleet.workers
     result = scene.begin(fleet, scenarios.hold_renewed)
-    worker.terminate()
-    worker.wait_until_it_says("Warm shutdown")
+    fleet.worker.terminate()
+    fleet.worker.wait_until_it_says("Warm shutdown")
     at_shutdown = scene.lease.extended_by
     wait_for(
         "the lease is renewed for two timeouts more",
         lambda: scene.lease.extended_by > at_shutdown + 2 * BRIEF,
     )
-    assert worker.running
+    assert fleet.worker.running
     scene.open_gate()
-    assert worker.wait_until_it_ends() == 0
+    assert fleet.worker.wait_until_it_ends() == 0
     assert result.get(timeout=LIMIT)["held"] is True
     assert scene.is_free

@@ -1,7 +1,5 @@
 """Tasks with a rate in real workers: by the lock server's clock, and beside others."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.acceptance import scenarios

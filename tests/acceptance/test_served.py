@@ -1,7 +1,5 @@
 """``python -m celery_dislock.testing``: other processes use it as a Redis."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

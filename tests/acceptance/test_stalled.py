@@ -1,7 +1,5 @@
 """Bodies and processes that stop the watchdog keep their locks all the same, up to the cap."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import contextmanager, suppress
@@ -77,13 +75,12 @@ def test_a_stopped_process_that_is_killed_releases(fleet, scene):
 def test_a_worker_that_is_stopped_loses_its_locks(start_fleet, scene):
     """All its processes are stopped, so nobody renews; the child is told when it goes on."""
     fleet = start_fleet("prefork", "--dislock")
-    (worker,) = fleet.workers
     first = scene.begin(fleet, scenarios.hold_renewed)
-    os.killpg(worker.process.pid, signal.SIGSTOP)
+    os.killpg(fleet.worker.process.pid, signal.SIGSTOP)
     try:
         scene.wait_until_free()
     finally:
-        os.killpg(worker.process.pid, signal.SIGCONT)
+        os.killpg(fleet.worker.process.pid, signal.SIGCONT)
     wait_for("the child is told", lambda: fleet.says("is lost", scene.key, first.id))
     scene.open_gate()
     assert first.get(timeout=LIMIT)["held"] is False
@@ -92,14 +89,13 @@ def test_a_worker_that_is_stopped_loses_its_locks(start_fleet, scene):
 def test_a_warm_shutdown_goes_on_renewing(start_fleet, scene):
     """The worker waits for a stopped process, and keeps its lock meanwhile."""
     fleet = start_fleet("prefork", "--dislock")
-    (worker,) = fleet.workers
     result = fleet.send(scenarios.hold_renewed, scene.key)
     with stopped(scene):
-        worker.terminate()
-        worker.wait_until_it_says("Warm shutdown")
+        fleet.worker.terminate()
+        fleet.worker.wait_until_it_says("Warm shutdown")
         wait_until_outlived(scene)
     scene.open_gate()
-    worker.wait_until_it_ends()
+    fleet.worker.wait_until_it_ends()
     assert result.get(timeout=LIMIT)["held"] is True
     assert not fleet.says("is lost", scene.key)
 
@@ -123,17 +119,16 @@ def test_a_body_that_is_terminated_keeps_its_lock_while_it_holds_the_gil(fleet, 
 def test_a_worker_that_ends_its_tasks_goes_on_renewing(start_fleet, scene, redis_client, soft):
     """It keeps the locks of bodies that hold the GIL or stand still, until those have ended."""
     fleet = start_fleet("prefork", "--dislock", conf={"worker_soft_shutdown_timeout": soft})
-    (worker,) = fleet.workers
     beside = Scene(f"{scene.key}-beside", redis_client)
     fleet.send(scenarios.hold_renewed, scene.key)
     with stopped(scene) as stopped_pid:
         fleet.send(scenarios.hold_the_gil, beside.key, 4 * BRIEF)
         busy_pid = beside.wait_for_report("begin")["pid"]
-        worker.process.send_signal(signal.SIGQUIT)
-        worker.wait_until_it_says("Soft Shutdown" if soft else "Hitting Ctrl+C again")
+        fleet.worker.process.send_signal(signal.SIGQUIT)
+        fleet.worker.wait_until_it_says("Soft Shutdown" if soft else "Hitting Ctrl+C again")
         for one in (beside, scene):
             wait_until_outlived(one)
-    worker.wait_until_it_ends()
+    fleet.worker.wait_until_it_ends()
     for one, pid in ((scene, stopped_pid), (beside, busy_pid)):
         assert not fleet.says("is lost", one.key)
         one.wait_until_free()

@@ -3,8 +3,6 @@
 Each task calls an API for a tenant, until the tenant's gate is open.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What the task does that comes second, and what becomes of the same task twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -81,8 +79,7 @@ def test_a_waiter_that_is_stopped_leaves_no_ghost(fleet, scene, how):
         assert isinstance(second.result, SoftTimeLimitExceeded)
     third = fleet.send(scenarios.hold_or_wait, scene.key)
     scene.wait_for_line(1)
-    scene.open_gate()
-    assert holder.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(holder)["held"]
     assert third.get(timeout=LIMIT)["held"] is True
     assert not scene.reported("begin", id=second.id)
     assert scene.is_free
@@ -92,14 +89,13 @@ def test_a_waiter_that_is_stopped_leaves_no_ghost(fleet, scene, how):
 def test_a_warm_shutdown_lets_a_waiter_get_its_turn(fleet, start_fleet, scene):
     """A worker that is told to stop ends when those that wait in it have had the lock."""
     waiting = start_fleet("prefork", broker_url=fleet.broker_url)
-    (worker,) = waiting.workers
     scene.begin(fleet)
     second = waiting.send(scenarios.hold_or_wait, scene.key)
     scene.wait_for_line(1)
-    worker.terminate()
-    worker.wait_until_it_says("Warm shutdown")
+    waiting.worker.terminate()
+    waiting.worker.wait_until_it_says("Warm shutdown")
     scene.open_gate()
-    assert worker.wait_until_it_ends() == 0
+    assert waiting.worker.wait_until_it_ends() == 0
     assert second.get(timeout=LIMIT)["held"] is True
 
 

@@ -1,7 +1,5 @@
 """One message of a key at a time, with real workers: when is the key free for the next?"""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -47,8 +45,7 @@ class TestRevoked:
         with pytest.raises(TaskRevokedError):
             first.get(timeout=LIMIT)
         assert fleet.send(scenarios.unique_to_the_end, scene.key).id == second.id
-        scene.open_gate()
-        assert second.get(timeout=LIMIT)["held"] is True
+        assert scene.finish(second)["held"]
         scene.wait_until_unreserved()
         assert not scene.reported("begin", id=first.id)
 
@@ -89,16 +86,15 @@ class TestRevoked:
 def test_what_runs_in_a_worker_that_shuts_down_keeps_its_key(start_fleet, scene, how):
     """Its timer has ended, or stands still; nobody else renews what has no lease to renew."""
     fleet = start_fleet("prefork", conf={"worker_soft_shutdown_timeout": 6 * BRIEF})
-    (worker,) = fleet.workers
     result = scene.begin(fleet, scenarios.unique_to_a_fixed_end)
-    worker.process.send_signal(how)
-    worker.wait_until_it_says("Warm" if how == signal.SIGTERM else "Initiating Soft")
+    fleet.worker.process.send_signal(how)
+    fleet.worker.wait_until_it_says("Warm" if how == signal.SIGTERM else "Initiating Soft")
     since = time.monotonic()
     wait_for("it outlives its time", lambda: time.monotonic() > since + 3 * BRIEF)
     its = Scene(f"fixed:{scene.key}", scene.redis)
     assert its.reserved_for == result.id
     scene.open_gate()
-    worker.wait_until_it_ends()
+    fleet.worker.wait_until_it_ends()
     its.wait_until_unreserved()
     assert result.get(timeout=LIMIT)["held"] is True
 

@@ -7,8 +7,6 @@ The lock's expiry is longer than any wait here, so a lock that gets free was rel
 table says that it expires, the server's own times are compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
@@ -328,8 +326,7 @@ def test_death_of_the_child_and_redelivery(fleet, scene):
     assert again["pid"] != first["pid"]
     assert_it_holds(scene, result)
     assert fleet.times_it_says(RELEASED, result.id) == 1
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(result)["held"]
     wait_for("one release", lambda: [r["token"] for r in scene.releases] == [again["token"]])
     assert_released(EITHER, fleet, scene, result.id, dead=[first["pid"]])
 
@@ -353,8 +350,7 @@ def test_a_lock_that_was_lost_is_not_released(fleet, scene, how):
         wait_for("the process is gone", lambda: is_gone(pid))
     scene.assert_others_stay_out(fleet, second)
     assert scene.lease == lease
-    scene.open_gate()
-    assert second.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(second)["held"]
 
 
 # Its worker ends.
@@ -366,16 +362,15 @@ def test_warm_shutdown(start_worker, fleet, scene):
     A new worker of the same name starts meanwhile, as in a deploy, and takes no lock from it.
     """
     own = start_worker()
-    (worker,) = own.workers
     result = scene.begin(own)
-    worker.terminate()
-    worker.wait_until_it_says("Warm shutdown")
+    own.worker.terminate()
+    own.worker.wait_until_it_says("Warm shutdown")
     lease = scene.lease
     start_worker("--dislock", "-n", lease.holder["worker"])
     scene.assert_others_stay_out(fleet, result)
     assert scene.lease.token == lease.token
     scene.open_gate()
-    assert worker.wait_until_it_ends() == 0
+    assert own.worker.wait_until_it_ends() == 0
     assert result.get(timeout=LIMIT)["held"] is True
     assert scene.is_free
     assert_released(ITSELF, own, scene, result.id, then=fleet)
@@ -384,17 +379,16 @@ def test_warm_shutdown(start_worker, fleet, scene):
 def test_soft_shutdown(start_worker, fleet, scene, redis_client):
     """A body that ends in the time of a soft shutdown keeps its lock; others are stopped then."""
     own = start_worker(conf={"worker_soft_shutdown_timeout": SOFT})
-    (worker,) = own.workers
     slow = Scene(f"{scene.key}-slow", redis_client)
     results = [own.send(scenarios.hold, each.key) for each in (scene, slow)]
     dead = [each.wait_for_report("begin")["pid"] for each in (scene, slow)]
-    worker.process.send_signal(signal.SIGQUIT)
-    worker.wait_until_it_says("Initiating Soft Shutdown")
+    own.worker.process.send_signal(signal.SIGQUIT)
+    own.worker.wait_until_it_says("Initiating Soft Shutdown")
     for each, result in zip((scene, slow), results, strict=True):
         assert_it_holds(each, result)
     scene.open_gate()
     assert results[0].get(timeout=LIMIT)["held"] is True
-    worker.wait_until_it_ends()
+    own.worker.wait_until_it_ends()
     assert_released(ITSELF, own, scene, results[0].id, then=fleet)
     assert not slow.reported("end", error=None)
     assert_released(EITHER, own, slow, results[1].id, dead=dead[1:], then=fleet)
@@ -404,14 +398,13 @@ def test_soft_shutdown(start_worker, fleet, scene, redis_client):
 def test_cold_shutdown(start_worker, fleet, scene, times):
     """A worker that is told to stop at once leaves no lock behind."""
     own = start_worker()
-    (worker,) = own.workers
     result = own.send(scenarios.hold, scene.key)
     pid = scene.wait_for_report("begin")["pid"]
-    worker.process.send_signal(signal.SIGQUIT)
-    worker.wait_until_it_says("Cold shutdown")
+    own.worker.process.send_signal(signal.SIGQUIT)
+    own.worker.wait_until_it_says("Cold shutdown")
     if times > 1:
-        worker.process.send_signal(signal.SIGQUIT)
-    worker.wait_until_it_ends()
+        own.worker.process.send_signal(signal.SIGQUIT)
+    own.worker.wait_until_it_ends()
     assert not scene.reported("end", error=None)
     assert_released(EITHER, own, scene, result.id, dead=[pid], then=fleet)
 
@@ -420,15 +413,13 @@ def test_cold_shutdown(start_worker, fleet, scene, times):
 def test_cold_shutdown_and_redelivery(start_worker, scene):
     """With acks_late, a task that is stopped so runs again in another worker, at once."""
     first = start_worker()
-    (worker,) = first.workers
     result = first.send(scenarios.hold_and_survive, scene.key)
     pid = scene.wait_for_report("begin")["pid"]
-    worker.process.send_signal(signal.SIGQUIT)
-    worker.wait_until_it_ends()
+    first.worker.process.send_signal(signal.SIGQUIT)
+    first.worker.wait_until_it_ends()
     second = start_worker(queue=first.queue)
     assert scene.wait_for_report("begin", times=2)["id"] == result.id
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(result)["held"]
     assert_released(EITHER, second, scene, result.id, dead=[pid])
 
 
@@ -479,15 +470,13 @@ def test_lost_connection(start_worker, own_broker, fleet, scene):
     """A task that was acknowledged early runs on under its lock, and only once."""
     url, drop_connections = own_broker
     own = start_worker(broker_url=url)
-    (worker,) = own.workers
     result = scene.begin(own)
     lease = scene.lease
     drop_connections()
-    worker.wait_until_it_says("Connection to broker lost")
+    own.worker.wait_until_it_says("Connection to broker lost")
     scene.assert_others_stay_out(fleet, result)
     assert scene.lease == lease
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(result)["held"]
     assert_released(ITSELF, own, scene, result.id)
     assert len(scene.reported("begin", id=result.id)) == 1
 
@@ -496,11 +485,10 @@ def test_lost_connection_and_a_process_that_stands_still(start_worker, own_broke
     """The main process renews for a stopped process after it has connected again, too."""
     url, drop_connections = own_broker
     own = start_worker("--dislock", broker_url=url)
-    (worker,) = own.workers
     result = own.send(scenarios.hold_renewed, scene.key)
     pid = scene.wait_for_report("begin")["pid"]
     drop_connections()
-    wait_for("it has connected again", lambda: worker.log.count("Connected to") > 1)
+    wait_for("it has connected again", lambda: own.worker.log.count("Connected to") > 1)
     os.kill(pid, signal.SIGSTOP)
     try:
         wait_for(
@@ -509,19 +497,17 @@ def test_lost_connection_and_a_process_that_stands_still(start_worker, own_broke
         )
     finally:
         os.kill(pid, signal.SIGCONT)
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(result)["held"]
 
 
 def test_lost_connection_and_a_process_that_is_killed(start_worker, own_broker, scene):
     """Celery before 5.6.3 forgets what its pool runs; the key of the task is free all the same."""
     url, drop_connections = own_broker
     own = start_worker(broker_url=url)
-    (worker,) = own.workers
     own.send(scenarios.unique_to_the_end, scene.key)
     pid = scene.wait_for_report("begin")["pid"]
     drop_connections()
-    wait_for("it has connected again", lambda: worker.log.count("Connected to") > 1)
+    wait_for("it has connected again", lambda: own.worker.log.count("Connected to") > 1)
     os.kill(pid, signal.SIGKILL)
     scene.wait_until_free()
     scene.wait_until_unreserved()
@@ -531,13 +517,11 @@ def test_lost_connection_and_what_the_worker_tells(start_worker, own_broker, sce
     """A task that Celery before 5.6.3 has forgotten has its lock, and then is not told of."""
     url, drop_connections = own_broker
     own = start_worker(broker_url=url)
-    (worker,) = own.workers
     result = scene.begin(own)
     drop_connections()
-    wait_for("it has connected again", lambda: worker.log.count("Connected to") > 1)
+    wait_for("it has connected again", lambda: own.worker.log.count("Connected to") > 1)
     wait_for("it says so", lambda: [lease["held"] for lease in own.leases()] == [True])
-    scene.open_gate()
-    result.get(timeout=LIMIT)
+    scene.finish(result)
     wait_for("nothing runs", lambda: own.leases() == [])
 
 
@@ -551,23 +535,21 @@ def test_a_broker_that_is_away_and_a_process_that_stands_still(start_fleet, scen
 
     with RedisServer(tmp_path / "broker") as server:
         own = start_fleet("prefork", "--dislock", broker_url=server.url)
-        (worker,) = own.workers
         result = own.send(scenarios.hold_renewed, scene.key)
         pid = scene.wait_for_report("begin")["pid"]
         server.stop()
-        worker.wait_until_it_says("Connection to broker lost")
+        own.worker.wait_until_it_says("Connection to broker lost")
         os.kill(pid, signal.SIGSTOP)
         try:
             before = outlives(4 * BRIEF)
             server.start()
-            wait_for("it has connected again", lambda: worker.log.count("Connected to") > 1)
+            wait_for("it has connected again", lambda: own.worker.log.count("Connected to") > 1)
             outlives(before + 4 * BRIEF)
         finally:
             os.kill(pid, signal.SIGCONT)
-        scene.open_gate()
-        assert result.get(timeout=LIMIT)["held"] is True
-        worker.terminate()
-        worker.wait_until_it_ends()
+        assert scene.finish(result)["held"]
+        own.worker.terminate()
+        own.worker.wait_until_it_ends()
     assert not own.says("is lost", scene.key)
 
 
@@ -576,16 +558,14 @@ def test_lost_connection_and_redelivery(start_worker, own_broker, scene):
     """With acks_late the message comes back while its task runs, and is put off until it ended."""
     url, drop_connections = own_broker
     fleet = start_worker(broker_url=url)
-    (worker,) = fleet.workers
     result = scene.begin(fleet, scenarios.hold_and_survive)
     drop_connections()
-    worker.wait_until_it_says("Connection to broker lost")
+    fleet.worker.wait_until_it_says("Connection to broker lost")
     wait_for("it comes again", lambda: fleet.times_it_says(result.id, "received") > 1)
     if celery.VERSION >= (5, 7):  # older ones start nothing then before a body has ended
         wait_for("the redelivery is put off", lambda: fleet.says("put off", result.id))
     assert len(scene.reported("begin")) == 1
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(result)["held"]
     scene.wait_for_report("end", times=2, id=result.id)
     assert_released(ITSELF, fleet, scene, result.id)
 
@@ -602,6 +582,5 @@ def test_lost_connection_and_cancellation(start_worker, own_broker, scene):
     again = scene.wait_for_report("begin", times=2)
     assert again["id"] == result.id
     assert_it_holds(scene, result)
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
+    assert scene.finish(result)["held"]
     assert_released(EITHER, fleet, scene, result.id, dead=[pid])

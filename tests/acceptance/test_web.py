@@ -1,7 +1,5 @@
 """``celery dislock web`` as an operator starts it, and as somebody hostile talks to it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -51,7 +49,7 @@ OPENER = urllib.request.build_opener(NoRedirect)
 class Server:
     """The command, in a process of its own."""
 
-    def __init__(self, folder, url: str, *args: str) -> None:
+    def __init__(self, folder, url, *args):
         (folder / "shop.py").write_text(APP, "utf-8")
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, "-A", "shop", "dislock", "web", "--port", "0", *args],
@@ -73,7 +71,7 @@ class Server:
         self.address = f"http://127.0.0.1:{self.port}{found[2]}"
         self.token = found[3]  # as a query string
 
-    def ask(self, path: str, form: dict[str, str] | None = None, **headers: str):
+    def ask(self, path, form=None, **headers):
         """Return status, JSON and headers of an answer; follows no redirect."""
         data = None if form is None else urllib.parse.urlencode(form).encode()
         request = urllib.request.Request(self.address + path, data, headers)  # noqa: S310 -- ours
@@ -85,13 +83,13 @@ class Server:
                 is_json = answer.headers["Content-Type"] == "application/json"
                 return answer.code, json.loads(answer.read()) if is_json else None, answer.headers
 
-    def cookie(self, **headers: str) -> dict[str, str]:
+    def cookie(self, **headers):
         """Open the address that was printed; return the header with the cookie that it gives."""
         status, _, answer = self.ask(f"/{self.token}", **headers)
         assert status == 302
         return {"Cookie": answer["Set-Cookie"].partition(";")[0]}
 
-    def stop(self, how: int = signal.SIGTERM) -> tuple[int, str]:
+    def stop(self, how=signal.SIGTERM):
         """End it; return its exit code and what it has printed."""
         if self.process.poll() is None:
             self.process.send_signal(how)

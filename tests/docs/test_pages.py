@@ -1,7 +1,5 @@
 """The documentation is true: links lead somewhere, tables and diagrams hold, words are plain."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
@@ -27,7 +25,7 @@ INSIDE = sorted((DOCS / "inside").glob("*.md"))
 WITH_SEQUENCES = [page for page in INSIDE if "sequenceDiagram" in page.read_text("utf-8")]
 
 
-def anchors_of(page: Path) -> set[str]:
+def anchors_of(page):
     """Return the anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
     words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
@@ -36,7 +34,7 @@ def anchors_of(page: Path) -> set[str]:
     return set(anchors)
 
 
-def dead_links_of(page: Path) -> list[str]:
+def dead_links_of(page):
     """Return the relative links of a page that lead to no file, or to no heading of it."""
     dead = []
     for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", without_code(page)):
@@ -49,7 +47,7 @@ def dead_links_of(page: Path) -> list[str]:
     return dead
 
 
-def layers() -> list[list[str]]:
+def layers():
     """Return the floors of the packages, top floor first, as the build checks them."""
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     (listed,) = re.findall(
@@ -58,7 +56,7 @@ def layers() -> list[list[str]]:
     return [floor.split(" | ") for floor in re.findall(r'"(.*?)"', listed)]
 
 
-def runs_of_words(text: str) -> set[str]:
+def runs_of_words(text):
     """Return all runs of three words between the places of a text that are filled in."""
     runs = set()
     for part in re.split(r"…|%\S*[sdrf]|\d+(?:\.\d+)?", text):
@@ -67,7 +65,7 @@ def runs_of_words(text: str) -> set[str]:
     return runs
 
 
-def runs_of_the_package() -> set[str]:
+def runs_of_the_package():
     """Return the runs of three words in all texts of the package's code."""
     runs = set()
     for file in (ROOT / "celery_dislock").rglob("*.py"):
@@ -80,7 +78,7 @@ def runs_of_the_package() -> set[str]:
     return runs
 
 
-def logged(node: ast.expr) -> str:
+def logged(node):
     """Return the first words of what a call logs that operators see; "": it logs nothing."""
     is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
     if not is_call or ast.unparse(node.func) not in LOGS:

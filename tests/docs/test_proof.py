@@ -1,7 +1,5 @@
 """The page of the proof says what the results say."""
 
-from __future__ import annotations
-
 import pytest
 
 from proof.controls import CONTROLS

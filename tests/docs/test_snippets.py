@@ -1,7 +1,5 @@
 """Every snippet of the documentation is run, and prints what the page shows."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -14,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.docs.page import DIRECTIVES, DOCS, PAGES, ROOT, RUN, SHOWN, Block, blocks_of
+from tests.docs.page import DIRECTIVES, DOCS, PAGES, ROOT, RUN, SHOWN, blocks_of
 from tests.docs.terminal import LIMIT, POLL, Prompt, Terminal, pattern_of
 from tests.programs import find_redis_cli
 from tests.redis_server import RedisServer
@@ -26,21 +24,21 @@ PORTS = ("6379", "6380", "6381")  # of the Redis that a page uses, and of others
 RUNNABLE = [page for page in PAGES if any(block.language in RUN for block in blocks_of(page))]
 
 
-def names_of(page: Path) -> str:
+def names_of(page):
     return str(page.relative_to(ROOT))
 
 
 class Reader:
     """Does what a page says, in a folder of its own, with a Redis of its own."""
 
-    def __init__(self, folder: Path, ports: dict[str, int], environment: dict[str, str]) -> None:
+    def __init__(self, folder, ports, environment):
         self.folder = folder
         self._ports = ports  # of the servers here, by the ports that the pages name
         self._environment = environment
-        self._terminals: dict[str, Terminal] = {}
-        self._prompt: Prompt | None = None
+        self._terminals = {}
+        self._prompt = None
 
-    def follow(self, page: Path) -> None:
+    def follow(self, page):
         """Do it all, from top to bottom."""
         for block in blocks_of(page):
             if block.word == "before":
@@ -60,12 +58,12 @@ class Reader:
         if self._prompt is not None:
             self._python("python", "app.finalize()", block.line, page)
 
-    def _here(self, code: str) -> str:
+    def _here(self, code):
         for named, port in self._ports.items():
             code = re.sub(rf"\b{named}\b", str(port), code)
         return code
 
-    def _python(self, language: str, code: str, line: int, page: Path) -> None:
+    def _python(self, language, code, line, page):
         if self._prompt is None:
             made = self.folder / ".venv" / "bin" / "python"
             python = made if made.exists() else Path(sys.executable)
@@ -74,7 +72,7 @@ class Reader:
         wrong = self._prompt.run(language, code, line, page)
         assert not wrong, wrong
 
-    def _console(self, block: Block, code: str, page: Path) -> None:
+    def _console(self, block, code, page):
         name = block.said if block.word == "terminal" else ""
         if block.word == "printed in":
             self._wait_for(block.said.split(" or "), code.splitlines())
@@ -95,7 +93,7 @@ class Reader:
                 else:
                     assert status == 0, where
 
-    def _wait_for(self, names: list[str], shown: list[str]) -> None:
+    def _wait_for(self, names, shown):
         """Wait until one of these terminals has printed this."""
         terminals = [self._terminals[name] for name in names]
         give_up = time.monotonic() + LIMIT
@@ -103,7 +101,7 @@ class Reader:
             assert time.monotonic() < give_up, "".join(terminal.printed for terminal in terminals)
             time.sleep(POLL)
 
-    def close(self) -> None:
+    def close(self):
         """End everything that the page has started."""
         if self._prompt is not None:
             self._prompt.close()
@@ -111,9 +109,9 @@ class Reader:
             terminal.close()
 
 
-def commands_of(code: str) -> list[tuple[str, list[str]]]:
+def commands_of(code):
     """Return the commands of a console block, each with what it is shown to print."""
-    commands: list[tuple[str, list[str]]] = []
+    commands = []
     more = False
     for line in code.splitlines():
         if more:

@@ -1,13 +1,11 @@
 """The typed snippets of the guide, read by mypy as a user's program is."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
 
 import pytest
 
 from tests.docs.page import DOCS, ROOT, blocks_of
+from tests.programs import run
 
 PREAMBLE = """
 from collections.abc import Iterable
@@ -40,12 +38,6 @@ def test_the_typed_snippets_of_the_guide_pass_a_strict_check(tmp_path):
     program = tmp_path / "shop.py"
     program.write_text("\n".join([head, PREAMBLE, *typed]), "utf-8")
     (tmp_path / "mypy.ini").write_text(INI, "utf-8")
-    told = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", program.name],
-        cwd=tmp_path,
-        env={"MYPYPATH": str(ROOT), "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache" / "pages")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert told.returncode == 0, told.stdout + told.stderr
+    env = {"MYPYPATH": str(ROOT), "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache" / "pages")}
+    mypy = (sys.executable, "-m", "mypy", "--config-file", "mypy.ini", program.name)
+    run(*mypy, cwd=tmp_path, env=env)

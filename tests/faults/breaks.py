@@ -77,6 +77,20 @@ BROKEN = {
         "local opens = back and (back.until_ms - now) * 1000 or 0",
         "local opens = 0",
     ),
+    "circles stay closed": ("local circle = circle_of(lock, ticket)", "local circle = nil"),
+    "who stands nowhere is not looked for": ("count_tickets(lock) > known and", "false and"),
+    "a claim may come early": (
+        "local early, its = starts_when(stations)",
+        "local early, its = 0, nil",
+    ),
+    "what is dropped keeps its units": (
+        "give_up(lock, ticket, (parked or claim or {}).stations or {{}}, 1)",
+        "if claim then give_up(lock, ticket, (parked or claim).stations, 1) end",
+    ),
+    "only the first lock is granted": (
+        "at.name, grant(at, owner, ttl, station.terms, holder)",
+        "at.name, nth == 1 and grant(at, owner, ttl, station.terms, holder) or '1'",
+    ),
     "what is kept is not counted": (
         "if not unit then grant(",
         "if not unit and nth == 0 then grant(",

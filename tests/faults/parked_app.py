@@ -9,8 +9,6 @@ PARKED_LOCKS is the lock server, which has the results, too, and PARKED_BROKER t
 PARKED_TIMEOUT is that of the leases.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The checker finds what was planted, and nothing in a history that is sound."""
 
-from __future__ import annotations
-
 import pytest
 
 from proof.checker import MARKED, SLACK, UNACKNOWLEDGED, check

@@ -1,9 +1,6 @@
 """Each control breaks what it says: the text that it changes is there."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
+from tests.programs import run_code
 
 # In a process for all, as what a control breaks stays broken; each in a fork of it.
 BREAK_EACH = """
@@ -27,7 +24,4 @@ sys.exit(f"these break nothing any more: {stale}" if stale else 0)
 
 def test_each_control_finds_what_it_breaks():
     """A control whose text was changed since would stop a run of the proof before it begins."""
-    done = subprocess.run(
-        [sys.executable, "-c", BREAK_EACH], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert not done.returncode, done.stderr
+    run_code(BREAK_EACH)

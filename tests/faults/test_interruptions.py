@@ -1,7 +1,5 @@
 """An exception from a signal handler, at ten thousand random instants, leaves no lock behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What goes wrong in the proof goes wrong as it says."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Workers of this release beside those of a made-up next one, forwards and back, with a line."""
 
-from __future__ import annotations
-
 import uuid
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """The lock server, or the way to it, is away for a while: kept where it can be, told where not."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Other libraries are used as their documentation says, and their histories are counted rightly."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """The simulation of scripts and clients: it finds nothing, but for what is broken on purpose."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import islice
@@ -28,7 +26,7 @@ from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, TURN, Broker
 
 HISTORIES = 60
-RARE = {  # each takes many histories to be found, or is found by a model, too
+RARE = {  # each takes many histories to be found
     "a renewal revives",
     "no done-mark of a release",
     "bytes are counted wrong",

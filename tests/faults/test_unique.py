@@ -1,7 +1,5 @@
 """Workers of unique tasks die, and the lock server is away: no message is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -4,8 +4,6 @@ UNIQUE_LOCKS is the lock server, UNIQUE_BROKER the broker.  What runs is pushed 
 UNIQUE_NOTES, or on the lock server, and waits there until there is a key "gate".
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -50,10 +50,11 @@ class Answer(str):
         place: In line, from 1; 0: none.
         holder: Who has the lock.
         replaced: The messages of those that lost their places, by task.
+        told: Holders that were told to end.
         token: Of the lease.
     """
 
-    __slots__ = ("holder", "place", "replaced", "token")
+    __slots__ = ("holder", "place", "replaced", "token", "told")
 
     def __new__(cls, reply):
         answer = super().__new__(cls, WORDS[type(reply)])
@@ -61,23 +62,25 @@ class Answer(str):
         answer.holder = getattr(reply, "holder", {})
         replaced = getattr(reply, "replaced", {})
         answer.replaced = {short(ticket): message for ticket, message in replaced.items()}
+        answer.told = getattr(reply, "told", ())
         (answer.token,) = getattr(reply, "tokens", (0,))
         return answer
 
 
 class Broker:
-    """All that a worker has, and what it was given to publish; of a LuaServer or of its like."""
+    """What a worker has at one lock, and what it was given to publish; of a LuaServer, say."""
 
-    def __init__(self, server, home="here"):
-        self.published = []
+    def __init__(self, server, home="here", lock=LOCK):
+        self.published, self.lock = [], lock
         self.store = server.store(home=home, hand_over=self.published.extend)
         self.lines = Lines(self.store.lock_server, "dislock", home, self.published.extend)
 
-    def ask(self, task, /, copy=1, *, message=b"", marked=False, ttl=LONG, lock=LOCK, **how):
+    def ask(self, task, /, copy=1, *, message=b"", marked=False, ttl=LONG, lock=None, **how):
         """Take the lock for this copy of the task's message, or claim its turn."""
         terms = Terms(**{name: how.pop(name) for name in Terms._fields if name in how})
         shown = Ticket(f"{task}:0:0", marked, message, terms=(terms,), **how)
-        return self.lines.park([lock], owner_of(task, copy), ttl, json.dumps({"id": task}), shown)
+        holder = json.dumps({"id": task})
+        return self.lines.park([lock or self.lock], owner_of(task, copy), ttl, holder, shown)
 
     def park(self, task, /, copy=1, *, message=None, ttl=TURN, **terms):
         """As ask(), but it is put in line where it cannot have the lock."""
@@ -93,7 +96,7 @@ class Broker:
     def end(self, task, copy=1, **how):
         """End the lease of this copy, and the work of the task."""
         ending = self.ending(**{"ticket": f"{task}:0:0", **how})
-        return self.store.release([LOCK], owner_of(task, copy), ending)
+        return self.store.release([self.lock], owner_of(task, copy), ending)
 
     def ending(self, ticket, **how):
         return Ending(ticket=ticket, **how)
@@ -107,7 +110,7 @@ class Broker:
         return kept
 
     def leave(self, task, how=OVER, name=""):
-        return self.lines.leave(LOCK, f"{task}:0:0", how, name) == HAS_LEFT
+        return self.lines.leave(self.lock, f"{task}:0:0", how, name) == HAS_LEFT
 
     def given(self):
         """Tell, once, which tasks were given to be published."""

@@ -309,23 +309,39 @@ class RedisCluster:
     def _port(self, server: RedisServer) -> int:
         return server.tls_port if isinstance(server, TlsServer) else server.port or 0
 
+    def nodes_of(self, key: str) -> tuple[RedisServer, RedisServer]:
+        """Return the master that has the key's slot, and one that has not."""
+        slot, ports = key_slot(key.encode()), {}
+        with self.masters[0].client() as client:
+            for start, end, (_, port, *_), *_ in client.execute_command("CLUSTER", "SLOTS"):
+                ports |= dict.fromkeys(range(start, end + 1), port)
+        source, target = sorted(self.masters, key=lambda one: one.port != ports[slot])[:2]
+        return source, target
+
     @contextlib.contextmanager
     def moving(
-        self, key: str, source: RedisServer, target: RedisServer, *, first: Sequence[str] = ()
+        self,
+        key: str,
+        source: RedisServer | None = None,
+        target: RedisServer | None = None,
+        *,
+        first: Sequence[str] = (),
     ) -> Iterator[Callable[[], None]]:
         """
         Move the key's slot to another master, as ``redis-cli --cluster reshard`` does.
 
         Args:
             key: One in the slot.
-            source: Who has it.
-            target: Who is to have it.
+            source: Who has it; None: found out.
+            target: Who is to have it; None: another master.
             first: The keys that have moved already inside, while the slot has not; none: *key*.
 
         Yields:
             What moves the rest, ten keys at a time; the end does it, too.
         """
         slot = key_slot(key.encode())
+        if source is None or target is None:
+            source, target = self.nodes_of(key)
         with source.client() as old, target.client() as new:
             old_id, new_id = (_node_id(client) for client in (old, new))
             new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id)

@@ -1,7 +1,5 @@
 """A lock server whose user may do what the documentation says, and nothing more."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

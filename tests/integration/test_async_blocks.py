@@ -1,11 +1,8 @@
 """Locks of asyncio tasks: losses and cancellations; time is the test's."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect
-import subprocess
 import sys
 from contextlib import suppress
 
@@ -13,6 +10,8 @@ import pytest
 
 from celery_dislock import AsyncLock, LockLostError, StoreError, scripts
 from tests.holding import name_of
+from tests.integration.coroutines import on_loop, some_rounds
+from tests.programs import run_code
 
 counted = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="asyncio counts cancellations since Python 3.11"
@@ -25,26 +24,9 @@ def make(driven):
     return driven.dislock.async_lock
 
 
-def on_loop(test):
-    """Run a coroutine as the test; at its end, nobody has asked to cancel it."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        async def main():
-            await test(*args, **kwargs)
-            if sys.version_info >= (3, 11):
-                assert asyncio.current_task().cancelling() == 0
-            await asyncio.sleep(0)  # where a late cancellation is raised
-            await asyncio.sleep(0)
-
-        asyncio.run(main())
-
-    return run
-
-
 async def cancelled(coroutine):
-    """Run a coroutine as a task, which must end as cancelled."""
-    task = asyncio.create_task(coroutine)
+    """Run a coroutine, or a task that does: it must end as cancelled."""
+    task = asyncio.ensure_future(coroutine)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert task.cancelled()
@@ -85,25 +67,21 @@ async def test_a_body_that_outlives_the_cap_is_not_cancelled(make, driven):
             assert lease.capped
             assert lease.held
             driven.advance(10)
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await some_rounds()
             assert not lease.held
 
 
+@pytest.mark.parametrize(
+    ("is_told", "words"), [(True, "no longer has it"), (False, "gone when it was released")]
+)
 @on_loop
-async def test_a_lock_that_is_lost_as_its_body_ends_says_so_and_cancels_nothing(make, driven):
-    """The event loop does not go round between the loss and the end."""
-    with pytest.raises(LockLostError):
+async def test_a_lock_that_is_lost_as_its_body_ends_says_so_and_cancels_nothing(
+    make, driven, is_told, words
+):
+    """Told of it or not, the event loop does not go round between the loss and the end."""
+    with pytest.raises(LockLostError, match=words):
         async with make("k"):
-            driven.lose("k")
-
-
-@on_loop
-async def test_a_lock_that_is_gone_when_it_is_released_says_so_and_cancels_nothing(make, driven):
-    """Its body has ended by then, so only the block's end can tell."""
-    with pytest.raises(LockLostError, match="gone when it was released"):
-        async with make("k"):
-            driven.client.delete(name_of("k"))
+            driven.lose("k") if is_told else driven.client.delete(name_of("k"))
 
 
 @on_loop
@@ -162,8 +140,7 @@ async def test_a_body_that_is_also_cancelled_from_outside_is_cancelled(make, dri
             await waits()
 
     task = asyncio.create_task(body())
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(task)
     assert getattr(task, "cancelling", lambda: 1)() == 1
 
 
@@ -178,15 +155,13 @@ async def test_a_cancellation_during_the_release_of_a_lost_lock_is_not_hidden(ma
             try:
                 await forever()
             except asyncio.CancelledError:
-                asyncio.get_running_loop().call_soon(task.cancel)
+                asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
                 if ends == "cancelled":
                     raise
                 if ends == "error":
                     raise LookupError from None
 
-    task = asyncio.create_task(body())
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(body())
 
 
 @counted
@@ -293,8 +268,7 @@ async def test_a_lock_without_a_block_is_lost_without_a_cancellation(make, drive
     lock = make("k")
     await lock.acquire()
     driven.lose("k")
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await some_rounds()
     with pytest.raises(LockLostError):
         await lock.extend()
     with pytest.raises(LockLostError):
@@ -313,8 +287,7 @@ async def test_nothing_is_cancelled_after_a_block_that_leaves_its_lock_held(make
             if not before:
                 await lock.acquire()
         driven.lose("k")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await some_rounds()
         with pytest.raises(LockLostError):
             await lock.release()
 
@@ -355,12 +328,10 @@ async def test_a_release_that_is_cancelled_happens_and_is_told_once(make, driven
 
     async def body():
         await lock.acquire()
-        asyncio.get_running_loop().call_soon(task.cancel)
+        asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
         await lock.release()
 
-    task = asyncio.create_task(body())
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(body())
     driven.advance(0)
     driven.assert_free("k")
     assert [name for name, _ in heard] == ["lock_acquired", "lock_released"]
@@ -420,8 +391,7 @@ with driving() as driven:
 
 def test_a_lease_of_an_event_loop_that_was_closed_is_renewed_no_more():
     """Its task has not ended, and never will."""
-    command = [sys.executable, "-c", CLOSED]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    done = run_code(CLOSED)
     assert (done.stdout, done.stderr) == ("free\n", "")
 
 

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,9 @@ import redis
 from celery_dislock import Dislock, LockHeldError, scripts
 from proof.proxy import Proxy, lose_reply, runs, swallow_reply
 from tests.holding import PATIENCE
+from tests.integration.coroutines import on_loop
 from tests.integration.servers import MASTER_NAME, Watched, several
+from tests.programs import run_code
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -445,32 +446,29 @@ async def holds(lock, entered):
         await asyncio.sleep(3600)
 
 
-def test_nobody_waits_for_a_server_that_stands_still(own_redis_server):
+@on_loop
+async def test_nobody_waits_for_a_server_that_stands_still(own_redis_server):
     """Who is cancelled ends at once; when the server goes on, nothing is left there."""
-
-    async def main():
-        async with Dislock.from_url(own_redis_server.url) as dislock:
-            entered = asyncio.Event()
-            tasks = [asyncio.create_task(holds(dislock.async_lock("a"), entered))]
-            await asyncio.wait_for(entered.wait(), PATIENCE)
-            tasks += [asyncio.create_task(takes(dislock.async_lock("a"))) for _ in range(5)]
-            with own_redis_server.client() as client:
-                await until(lambda: len(list(client.scan_iter("*"))) > 1, "the line")
+    async with Dislock.from_url(own_redis_server.url) as dislock:
+        entered = asyncio.Event()
+        tasks = [asyncio.create_task(holds(dislock.async_lock("a"), entered))]
+        await asyncio.wait_for(entered.wait(), PATIENCE)
+        tasks += [asyncio.create_task(takes(dislock.async_lock("a"))) for _ in range(5)]
+        with own_redis_server.client() as client:
+            await until(lambda: len(list(client.scan_iter("*"))) > 1, "the line")
+            await asyncio.sleep(0.05)
+            own_redis_server.pause()
+            try:
+                for key in ("a", "b"):
+                    tasks += [asyncio.create_task(tries(dislock.async_lock(key)))]
                 await asyncio.sleep(0.05)
-                own_redis_server.pause()
-                try:
-                    for key in ("a", "b"):
-                        tasks += [asyncio.create_task(tries(dislock.async_lock(key)))]
-                    await asyncio.sleep(0.05)
-                    for task in tasks:
-                        task.cancel()
-                    for task in tasks:
-                        assert (await ended(task)).cancelled()
-                finally:
-                    own_redis_server.resume()
-                await nothing_is_left(client)
-
-    asyncio.run(main())
+                for task in tasks:
+                    task.cancel()
+                for task in tasks:
+                    assert (await ended(task)).cancelled()
+            finally:
+                own_redis_server.resume()
+            await nothing_is_left(client)
 
 
 def test_tasks_that_are_pending_when_the_program_ends_leave_nothing(redis_url, redis_client):
@@ -495,8 +493,7 @@ def test_tasks_that_are_pending_when_the_program_ends_leave_nothing(redis_url, r
 @pytest.mark.parametrize("how", ["close_a_loop", "close_loops"])
 def test_a_loop_that_is_closed_leaves_nothing(redis_url, redis_client, how):
     """Its tasks are dropped where they wait; the next loop of their thread ends them as well."""
-    act = f"from {__name__} import {how}; {how}({redis_url!r})"
-    subprocess.run([sys.executable, "-c", act], check=True, timeout=PATIENCE)
+    run_code(f"from {__name__} import {how}; {how}({redis_url!r})")
     assert list(redis_client.scan_iter("dislock:*")) == []
 
 
@@ -552,25 +549,22 @@ def close_loops(redis_url):
     others.close()
 
 
-def test_a_loop_that_is_blocked_for_three_timeouts_keeps_its_locks(redis_url):
+@on_loop
+async def test_a_loop_that_is_blocked_for_three_timeouts_keeps_its_locks(redis_url):
     """A thread renews them, and the same thread however many there are."""
     timeout = 2.0  # seconds
-
-    async def main():
-        async with Dislock.from_url(redis_url, watchdog_timeout=timeout) as dislock:
-            locks = [dislock.async_lock(f"k{number}") for number in range(300)]
-            await locks[0].acquire()
-            threads = threading.active_count()
-            for lock in locks[1:]:
-                await lock.acquire()
-            assert threading.active_count() <= threads
-            before = [lock.lease.renewals for lock in locks]
-            time.sleep(3 * timeout)  # noqa: ASYNC251 -- it is to block
-            for lock, renewals in zip(locks, before, strict=True):
-                assert lock.lease.renewals >= renewals + 3
-                lock.lease.ensure_held()
-            assert not await asyncio.to_thread(dislock.lock("k0").acquire, False)
-            for lock in locks:
-                await lock.release()
-
-    asyncio.run(main())
+    async with Dislock.from_url(redis_url, watchdog_timeout=timeout) as dislock:
+        locks = [dislock.async_lock(f"k{number}") for number in range(300)]
+        await locks[0].acquire()
+        threads = threading.active_count()
+        for lock in locks[1:]:
+            await lock.acquire()
+        assert threading.active_count() <= threads
+        before = [lock.lease.renewals for lock in locks]
+        time.sleep(3 * timeout)  # noqa: ASYNC251 -- it is to block
+        for lock, renewals in zip(locks, before, strict=True):
+            assert lock.lease.renewals >= renewals + 3
+            lock.lease.ensure_held()
+        assert not await asyncio.to_thread(dislock.lock("k0").acquire, False)
+        for lock in locks:
+            await lock.release()

@@ -1,13 +1,10 @@
 """Locks of asyncio tasks on a real server, also in ways that they are not made for."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars
 import gc
 import os
-import subprocess
 import sys
 import threading
 import traceback
@@ -30,7 +27,10 @@ from celery_dislock import (
 )
 from celery_dislock.exceptions import LockTermsError
 from tests.holding import wait_for
+from tests.integration.coroutines import on_loop
 from tests.pace import LEASE
+from tests.programs import run as run_program
+from tests.programs import run_code
 
 LIMIT = 30.0  # seconds
 
@@ -41,7 +41,7 @@ def dislock(redis_url):
         yield dislock
 
 
-def on_loop(function):
+def run(function):
     """Run a coroutine function on a new event loop."""
     return asyncio.run(asyncio.wait_for(function(), LIMIT))
 
@@ -54,7 +54,8 @@ async def use(lock):
 
 
 class TestTasks:
-    def test_tasks_exclude_each_other_and_a_task_does_not_exclude_itself(self, dislock):
+    @on_loop
+    async def test_tasks_exclude_each_other_and_a_task_does_not_exclude_itself(self, dislock):
         """The owner is the asyncio task, whose second block has the lease of its first."""
         inside, order = [], []
 
@@ -68,13 +69,10 @@ class TestTasks:
                 order.append(lease.token)
                 inside.clear()
 
-        async def main():
-            lock = dislock.async_lock("k")
-            await asyncio.gather(*(body(lock) for _ in range(20)))
-            assert await lock.holders() == []
-            assert lock.lease is None
-
-        on_loop(main)
+        lock = dislock.async_lock("k")
+        await asyncio.gather(*(body(lock) for _ in range(20)))
+        assert await lock.holders() == []
+        assert lock.lease is None
         assert order == sorted(set(order))
         assert len(order) == 20
 
@@ -91,31 +89,25 @@ class TestTasks:
                     await dislock.async_lock("k", on_lost="raise").acquire()
 
         with Dislock.from_url(redis_url) as other, other.lock("k"):
-            on_loop(main)
+            run(main)
 
-    def test_a_task_that_is_not_the_owner_is_told_who_is(self, dislock):
+    @on_loop
+    async def test_a_task_that_is_not_the_owner_is_told_who_is(self, dislock):
         """Before Python 3.12 wait_for() takes the lock in a task of its own, which ends."""
+        lock = dislock.async_lock("k")
+        assert await asyncio.create_task(lock.acquire(), name="another")
+        with pytest.raises(NotOwnerError, match=r"not held here, but by .*, another on "):
+            await lock.release()
+        await asyncio.to_thread(dislock.lock_of("k").free)
+        with pytest.raises(NotOwnerError, match=r"is not held$"):
+            await lock.release()
 
-        async def main():
-            lock = dislock.async_lock("k")
-            assert await asyncio.create_task(lock.acquire(), name="another")
-            with pytest.raises(NotOwnerError, match=r"not held here, but by .*, another on "):
-                await lock.release()
-            await asyncio.to_thread(dislock.lock_of("k").free)
-            with pytest.raises(NotOwnerError, match=r"is not held$"):
-                await lock.release()
-
-        on_loop(main)
-
-    def test_a_task_of_asyncio_is_not_taken_for_one_of_celery(self, dislock):
+    @on_loop
+    async def test_a_task_of_asyncio_is_not_taken_for_one_of_celery(self, dislock):
         """The error of a stronger second lease names the asyncio task."""
-
-        async def main():
-            async with dislock.async_lock("k", mode="shared"):
-                with pytest.raises(LockTermsError, match="by this very asyncio task with mode"):
-                    await dislock.async_lock("k").try_acquire()
-
-        on_loop(main)
+        async with dislock.async_lock("k", mode="shared"):
+            with pytest.raises(LockTermsError, match="by this very asyncio task with mode"):
+                await dislock.async_lock("k").try_acquire()
 
 
 class TestLoops:
@@ -128,7 +120,7 @@ class TestLoops:
         lock = dislock.async_lock("k")
         before = connections()
         for _ in range(3):
-            on_loop(lambda: use(lock))
+            run(lambda: use(lock))
         wait_for(lambda: connections() <= before + 2, "the end of connections")
 
     def test_a_loop_that_was_closed_by_hand_is_forgotten(self, dislock, monkeypatch):
@@ -138,7 +130,7 @@ class TestLoops:
         loop = asyncio.new_event_loop()
         loop.run_until_complete(use(lock))
         loop.close()
-        on_loop(lambda: use(lock))
+        run(lambda: use(lock))
         known = weakref.ref(loop)
         del loop
         gc.collect()
@@ -158,7 +150,7 @@ class TestLoops:
                     inside.clear()
                     held.append(lease.token)
 
-        threads = [threading.Thread(target=on_loop, args=(body,)) for _ in range(3)]
+        threads = [threading.Thread(target=run, args=(body,)) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -173,26 +165,23 @@ class TestLoops:
 
         async def main():
             assert await lock.acquire()
-            assert not await asyncio.to_thread(on_loop, lock.try_acquire)
+            assert not await asyncio.to_thread(run, lock.try_acquire)
             await lock.release()
-            assert await asyncio.to_thread(on_loop, lock.try_acquire)
+            assert await asyncio.to_thread(run, lock.try_acquire)
             await dislock.aclose()
 
         loop.run_until_complete(main())
         loop.close()
 
-    def test_a_lock_that_is_held_while_all_is_closed(self, dislock, redis_client):
+    @on_loop
+    async def test_a_lock_that_is_held_while_all_is_closed(self, dislock, redis_client):
         """It is released all the same, and its connection is not kept."""
         before = len(redis_client.client_list())
-
-        async def main():
-            async with dislock.async_lock("k"):
-                await dislock.aclose()
-            assert not redis_client.exists("dislock:{k}")
-            ended = partial(wait_for, lambda: len(redis_client.client_list()) == before)
-            await asyncio.to_thread(ended, "the end of connections")
-
-        on_loop(main)
+        async with dislock.async_lock("k"):
+            await dislock.aclose()
+        assert not redis_client.exists("dislock:{k}")
+        ended = partial(wait_for, lambda: len(redis_client.client_list()) == before)
+        await asyncio.to_thread(ended, "the end of connections")
 
     def test_uvloop(self, dislock):
         """Its loop runs the locks as that of asyncio does."""
@@ -242,22 +231,19 @@ class TestLoops:
         with pytest.raises(RuntimeError, match=r"trio\.to_thread\.run_sync"):
             trio.run(use, dislock.async_lock("k"))
 
-    def test_a_callback_of_a_loop_is_refused(self, dislock):
+    @on_loop
+    async def test_a_callback_of_a_loop_is_refused(self, dislock):
         """No task runs there that could own a lock."""
         told = []
+        coroutine = use(dislock.async_lock("k"))
 
-        async def main():
-            coroutine = use(dislock.async_lock("k"))
+        def call():
+            with pytest.raises(RuntimeError, match="tasks of asyncio") as refused:
+                coroutine.send(None)
+            told.append(refused)
 
-            def call():
-                with pytest.raises(RuntimeError, match="tasks of asyncio") as refused:
-                    coroutine.send(None)
-                told.append(refused)
-
-            asyncio.get_running_loop().call_soon(call)
-            await asyncio.sleep(0.01)
-
-        on_loop(main)
+        asyncio.get_running_loop().call_soon(call)
+        await asyncio.sleep(0.01)
         assert told
 
 
@@ -287,21 +273,21 @@ class TestForks:
 
         async def parent():
             async with dislock.async_lock("k"):
-                pid = fork(lambda: on_loop(child))
+                pid = fork(lambda: run(child))
                 _, status = await asyncio.to_thread(os.waitpid, pid, 0)
                 assert status == 0
                 assert (await dislock.async_lock("k").holders())[0].who
             await dislock.aclose()
 
         dislock = Dislock.from_url(redis_url)
-        on_loop(parent)
+        run(parent)
 
 
 class TestBlocking:
     def test_a_lock_of_the_thread_that_runs_the_loop_is_not_waited_for(self, dislock):
         """As in the body of a task that calls asyncio.run(): it would wait for itself."""
         with dislock.lock("k"), pytest.raises(LockHeldError, match="this very thread"):
-            on_loop(lambda: use(dislock.async_lock("k")))
+            run(lambda: use(dislock.async_lock("k")))
 
     def test_with_on_an_async_lock_is_refused(self, dislock):
         """It would block the loop; the error says what to write."""
@@ -310,22 +296,19 @@ class TestBlocking:
             pytest.fail("it was taken")
 
     @pytest.mark.parametrize("where", ["in the loop", "in a thread"])
-    def test_a_lease_that_is_released_directly(self, dislock, caplog, where):
+    @on_loop
+    async def test_a_lease_that_is_released_directly(self, dislock, caplog, where):
         """Its connections can not be used there: the watchdog releases it, which is logged."""
-
-        async def main():
-            async with dislock.async_lock("k") as lease:
-                other = await dislock.async_lock("other").try_acquire()
-                for one in (other, lease):  # the second finds no idle connection
-                    if where == "in a thread":
-                        await asyncio.to_thread(one.release)
-                    else:
-                        one.release()
-                    assert not one.held
-            await use(dislock.async_lock("other", timeout=LIMIT))
-            await use(dislock.async_lock("k", timeout=LIMIT))
-
-        on_loop(main)
+        async with dislock.async_lock("k") as lease:
+            other = await dislock.async_lock("other").try_acquire()
+            for one in (other, lease):  # the second finds no idle connection
+                if where == "in a thread":
+                    await asyncio.to_thread(one.release)
+                else:
+                    one.release()
+                assert not one.held
+        await use(dislock.async_lock("other", timeout=LIMIT))
+        await use(dislock.async_lock("k", timeout=LIMIT))
         assert "await the async lock's own methods" in caplog.text
 
     def test_without_greenlet_the_command_is_named(self, redis_url):
@@ -344,12 +327,13 @@ with Dislock.from_url({redis_url!r}) as dislock:
     else:
         raise AssertionError
 """
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+        run_code(program)
 
 
 class TestOwners:
     @pytest.mark.parametrize("how", ["never closed", "dropped"])
-    def test_a_generator_that_is_not_closed(self, dislock, caplog, how):
+    @on_loop
+    async def test_a_generator_that_is_not_closed(self, dislock, caplog, how):
         """Its lock ends with its task at the latest; the loop closes elsewhere what is garbage."""
         kept = []
 
@@ -368,14 +352,12 @@ class TestOwners:
             gc.collect()
             await asyncio.sleep(0.05)
 
-        async def main():
-            await asyncio.create_task(first())
-            await use(dislock.async_lock("k", timeout=LIMIT))
-
-        on_loop(main)
+        await asyncio.create_task(first())
+        await use(dislock.async_lock("k", timeout=LIMIT))
         assert how == "never closed" or "await the async lock's own methods" in caplog.text
 
-    def test_a_generator_with_a_stack_that_is_closed(self, dislock):
+    @on_loop
+    async def test_a_generator_with_a_stack_that_is_closed(self, dislock):
         """AsyncExitStack knows no statement: the lock of the task that closes it is released."""
 
         async def numbers(lock):
@@ -383,13 +365,10 @@ class TestOwners:
                 await stack.enter_async_context(lock)
                 yield 1
 
-        async def main():
-            lock = dislock.async_lock("k")
-            async with contextlib.aclosing(numbers(lock)) as generator:
-                await generator.__anext__()
-            assert await lock.holders() == []
-
-        on_loop(main)
+        lock = dislock.async_lock("k")
+        async with contextlib.aclosing(numbers(lock)) as generator:
+            await generator.__anext__()
+        assert await lock.holders() == []
 
     @pytest.mark.parametrize("through", ["block", "stack"])
     def test_a_task_that_is_garbage(self, dislock, caplog, through):
@@ -422,12 +401,13 @@ class TestOwners:
             assert await lock.holders() == []
 
         inside = None
-        on_loop(main)
+        run(main)
         assert "'k'" in caplog.text
 
 
 class TestSurroundings:
-    def test_a_receiver_that_takes_blocking_locks(self, dislock, receive):
+    @on_loop
+    async def test_a_receiver_that_takes_blocking_locks(self, dislock, receive):
         """A receiver that runs for a coroutine waits as the coroutine does; the loop goes on."""
         order = []
 
@@ -442,15 +422,12 @@ class TestSurroundings:
                 await asyncio.sleep(0.1)
                 order.append("held")
 
-        async def main():
-            held = asyncio.Event()
-            holder = asyncio.create_task(hold(held))
-            await held.wait()
-            receive("lock_acquired", receiver)
-            await use(dislock.async_lock("k"))
-            await holder
-
-        on_loop(main)
+        held = asyncio.Event()
+        holder = asyncio.create_task(hold(held))
+        await held.wait()
+        receive("lock_acquired", receiver)
+        await use(dislock.async_lock("k"))
+        await holder
         assert order == ["held", "received"]
 
     def test_context_variables(self, dislock, receive):
@@ -470,7 +447,7 @@ class TestSurroundings:
             return await asyncio.gather(*(body(number) for number in range(5)))
 
         receive("lock_acquired", receiver)
-        assert on_loop(main) == [10, 11, 12, 13, 14]
+        assert run(main) == [10, 11, 12, 13, 14]
         assert sorted(seen) == [0, 1, 2, 3, 4]
 
     def test_a_receiver_that_sends_tasks(self, redis_url, redis_client, receive):
@@ -483,7 +460,7 @@ class TestSurroundings:
         with Celery("shop", broker=redis_url, set_as_current=False) as app:
             dislock = Dislock(app)
             receive("lock_acquired", lambda **_: app.send_task("shop.log"))
-            on_loop(main)
+            run(main)
         assert redis_client.llen("celery") == 1
 
     def test_a_parked_task_gets_its_turn_from_a_coroutine(self, driven, monkeypatch):
@@ -507,7 +484,7 @@ class TestSurroundings:
                 monkeypatch.setattr(Producer, "publish", publishing)
             return sent
 
-        sent = on_loop(main)
+        sent = run(main)
         assert threads
         assert threading.main_thread() not in threads
         assert driven.run_parked() == 1
@@ -540,14 +517,7 @@ dislock.close()
 def test_nothing_is_left_open_at_the_end_of_a_loop(redis_url, end):
     """As Python's development mode tells it, with warnings as errors."""
     program = PROGRAM.format(url=redis_url, end=end)
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_program(sys.executable, "-W", "error", "-X", "dev", "-c", program)
     assert "Warning" not in ended.stderr
 
 

@@ -1,17 +1,14 @@
 """Locks of asyncio tasks on every kind of lock server, and what happens to them when one fails."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import redis
-import redis.asyncio
 
 from celery_dislock import DamagedLockError, Dislock, LockHeldError, StoreError
 from tests.holding import wait_for
+from tests.integration.coroutines import on_loop
 from tests.integration.servers import (
     MASTER_NAME,
     RedisCluster,
@@ -130,25 +127,23 @@ def test_a_server_that_stands_still_is_given_up(own_redis_server):
     asyncio.run(asyncio.wait_for(main(), LIMIT))
 
 
-def test_what_a_server_pushes_is_no_reply(redis_url, redis_client):
+@on_loop
+async def test_what_a_server_pushes_is_no_reply(redis_url, redis_client):
     """RESP3 lets a server send what was not asked for."""
-
-    async def main():
-        before = {one["id"] for one in redis_client.client_list()}
-        async with Dislock.from_url(redis_url, transport_options={"protocol": 3}) as dislock:
+    before = {one["id"] for one in redis_client.client_list()}
+    async with Dislock.from_url(redis_url, transport_options={"protocol": 3}) as dislock:
+        await use(dislock)
+        ours = [one["id"] for one in redis_client.client_list() if one["id"] not in before]
+        assert ours
+        for one in ours:  # which is told of each key that changes, also by its own commands
+            redis_client.execute_command("CLIENT", "TRACKING", "OFF")
+            redis_client.execute_command("CLIENT", "TRACKING", "ON", "REDIRECT", one, "BCAST")
+            redis_client.set("x", one)
             await use(dislock)
-            ours = [one["id"] for one in redis_client.client_list() if one["id"] not in before]
-            assert ours
-            for one in ours:  # which is told of each key that changes, also by its own commands
-                redis_client.execute_command("CLIENT", "TRACKING", "OFF")
-                redis_client.execute_command("CLIENT", "TRACKING", "ON", "REDIRECT", one, "BCAST")
-                redis_client.set("x", one)
-                await use(dislock)
-
-    asyncio.run(main())
 
 
-def test_options_of_locks(redis_url):
+@on_loop
+async def test_options_of_locks(redis_url):
     """They are those of a blocking lock: shared, limited, several keys, a fixed expiry, unfair."""
 
     async def hold(lock, inside, done):
@@ -156,31 +151,29 @@ def test_options_of_locks(redis_url):
             inside.release()
             await done.wait()
 
-    async def main():
-        async with Dislock.from_url(redis_url) as dislock:
-            for options, most in (({"mode": "shared"}, 3), ({"limit": 2}, 2), ({"expire": 9}, 1)):
-                inside, done = asyncio.Semaphore(0), asyncio.Event()
-                locks = [dislock.async_lock(["a", "b"], **options) for _ in range(most)]
-                tasks = [asyncio.create_task(hold(lock, inside, done)) for lock in locks]
-                for _ in tasks:
-                    await inside.acquire()
-                for key in "ab":
-                    assert len(await dislock.async_lock(key).holders()) == most
-                    assert not await dislock.async_lock(key).try_acquire()
-                done.set()
-                await asyncio.gather(*tasks)
-            async with dislock.async_lock("f"):
-                first = asyncio.create_task(dislock.async_lock("f").acquire(timeout=LIMIT))
-                await asyncio.to_thread(wait_in_line, dislock, "f")
-                unfair = dislock.async_lock("f", fair=False)
-                assert not await asyncio.create_task(unfair.acquire(blocking=False))
-            assert await first
-
-    asyncio.run(main())
+    async with Dislock.from_url(redis_url) as dislock:
+        for options, most in (({"mode": "shared"}, 3), ({"limit": 2}, 2), ({"expire": 9}, 1)):
+            inside, done = asyncio.Semaphore(0), asyncio.Event()
+            locks = [dislock.async_lock(["a", "b"], **options) for _ in range(most)]
+            tasks = [asyncio.create_task(hold(lock, inside, done)) for lock in locks]
+            for _ in tasks:
+                await inside.acquire()
+            for key in "ab":
+                assert len(await dislock.async_lock(key).holders()) == most
+                assert not await dislock.async_lock(key).try_acquire()
+            done.set()
+            await asyncio.gather(*tasks)
+        async with dislock.async_lock("f"):
+            first = asyncio.create_task(dislock.async_lock("f").acquire(timeout=LIMIT))
+            await asyncio.to_thread(wait_in_line, dislock, "f")
+            unfair = dislock.async_lock("f", fair=False)
+            assert not await asyncio.create_task(unfair.acquire(blocking=False))
+        assert await first
 
 
 @pytest.mark.extra
-def test_a_failover_while_tasks_wait(watched, caplog):
+@on_loop
+async def test_a_failover_while_tasks_wait(watched, caplog):
     """Who waits at a master that dies gets the lock at the next one, one after the other."""
     inside, order = [], []
 
@@ -198,42 +191,37 @@ def test_a_failover_while_tasks_wait(watched, caplog):
                 return await body(lock)
             await asyncio.sleep(0.1)
 
-    async def main():
-        async with Dislock.from_url(watched.url, **MASTER) as dislock:
-            await use(dislock)
-            lock = dislock.async_lock(KEY, timeout=LIMIT)
-            async with lock as lease:
-                waiters = [asyncio.create_task(taken(lock)) for _ in range(5)]
-                await asyncio.to_thread(wait_in_line, dislock, KEY)
-                dead = watched.master
-                await asyncio.to_thread(wait_for_replicas, dead, 2)
-                dead.kill()
-                await asyncio.to_thread(watched.wait_for_master, other_than=dead)
-                assert lease.held
-            await asyncio.wait_for(asyncio.gather(*waiters), LIMIT)
-            assert order == sorted(set(order))
-            await use(dislock)
-
-    asyncio.run(main())
+    async with Dislock.from_url(watched.url, **MASTER) as dislock:
+        await use(dislock)
+        lock = dislock.async_lock(KEY, timeout=LIMIT)
+        async with lock as lease:
+            waiters = [asyncio.create_task(taken(lock)) for _ in range(5)]
+            await asyncio.to_thread(wait_in_line, dislock, KEY)
+            dead = watched.master
+            await asyncio.to_thread(wait_for_replicas, dead, 2)
+            dead.kill()
+            await asyncio.to_thread(watched.wait_for_master, other_than=dead)
+            assert lease.held
+        await asyncio.wait_for(asyncio.gather(*waiters), LIMIT)
+        assert order == sorted(set(order))
+        await use(dislock)
 
 
-def test_sentinels_are_asked_once_for_many_tasks(watched):
+@on_loop
+async def test_sentinels_are_asked_once_for_many_tasks(watched):
     """Tasks that need the master at the same time share one answer, and one connection."""
 
     def connections():
         with watched.sentinels[0].client() as client:
             return client.info("stats")["total_connections_received"]
 
-    async def main():
-        async with Dislock.from_url(watched.url, **MASTER) as dislock:
-            await use(dislock)
-            await asyncio.sleep(1.0)  # seconds: the last answer counts for half of it
-            before = connections()
-            locks = [dislock.async_lock(f"k{n}") for n in range(50)]
-            assert all(await asyncio.gather(*(lock.try_acquire() for lock in locks)))
-            assert connections() - before <= 4  # one of them is the test's own
-
-    asyncio.run(main())
+    async with Dislock.from_url(watched.url, **MASTER) as dislock:
+        await use(dislock)
+        await asyncio.sleep(1.0)  # seconds: the last answer counts for half of it
+        before = connections()
+        locks = [dislock.async_lock(f"k{n}") for n in range(50)]
+        assert all(await asyncio.gather(*(lock.try_acquire() for lock in locks)))
+        assert connections() - before <= 4  # one of them is the test's own
 
 
 @pytest.mark.extra
@@ -245,14 +233,13 @@ def test_a_slot_that_moves_and_a_master_that_dies(cluster):
             lock = dislock.async_lock(KEY, timeout=LIMIT)
             await use(dislock)
             name = f"dislock:{{{KEY}}}"
-            source = next(one for one in cluster.masters if owns(one, name))
-            target = next(one for one in cluster.masters if one is not source)
+            _, target = cluster.nodes_of(name)
             async with lock as lease:
                 waiter = asyncio.create_task(token(lock))
                 await asyncio.to_thread(wait_in_line, dislock, KEY)
-                await asyncio.to_thread(move, cluster, name, source, target)
+                await asyncio.to_thread(move, cluster, name)
             assert await asyncio.wait_for(waiter, LIMIT) > lease.token
-            assert owns(target, name)
+            assert cluster.nodes_of(name)[0] is target
             await use(dislock)
 
             async with lock as lease:
@@ -270,21 +257,11 @@ def test_a_slot_that_moves_and_a_master_that_dies(cluster):
                     return lease.token
             await asyncio.sleep(0.1)
 
-    def move(cluster, name, source, target):
-        with cluster.moving(name, source, target):
+    def move(cluster, name):
+        with cluster.moving(name):
             pass
 
     asyncio.run(main())
-
-
-def owns(server, name):
-    """Tell whether a master of a cluster has the slot of a key."""
-    with server.client() as client:
-        try:
-            client.execute_command("EXISTS", name)
-        except redis.ResponseError:
-            return False
-        return True
 
 
 def writable(cluster, dead):

@@ -1,7 +1,5 @@
 """Bodies that a pool awaits, many on one event loop, with their locks on a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from uuid import uuid4

@@ -1,7 +1,5 @@
 """A machine with Python and nothing else: what needs more is left out, and that is said."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

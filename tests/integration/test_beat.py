@@ -1,7 +1,5 @@
 """Beats of which one sends: what its script refuses, and a program that starts one."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock import beat, scripts

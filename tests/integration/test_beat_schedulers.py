@@ -1,7 +1,5 @@
 """Beats over each scheduler, of which the leader is killed: what is sent, and what is kept."""
 
-from __future__ import annotations
-
 import shelve
 from collections import Counter
 from datetime import datetime, timedelta, timezone

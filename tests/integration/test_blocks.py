@@ -1,11 +1,7 @@
 """Blocks of locks in plain Python: who has them, how they end, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -27,6 +23,7 @@ from celery_dislock import (
 )
 from celery_dislock.exceptions import LockTermsError
 from proof.proxy import lose_reply
+from tests.programs import run_code
 
 LIMIT = 30.0  # seconds
 
@@ -476,6 +473,5 @@ print("traced")
 
 def test_a_process_can_be_traced_after_a_thread_was_interrupted():
     """Python 3.11 traced one instruction for ever: it was told of an exception that was gone."""
-    command = [sys.executable, "-c", TRACED]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    done = run_code(TRACED)
     assert (done.stdout, done.stderr) == ("traced\n", "")

@@ -1,7 +1,5 @@
 """A task of SingletonTask has what its app gives it: nothing of another app's."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 

@@ -1,7 +1,5 @@
 """Who hears what happens to locks, in which order, and what it costs if nobody wants to."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from unittest import mock

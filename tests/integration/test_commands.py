@@ -1,7 +1,5 @@
 """``celery dislock ...`` on a real server: what only that shows, and commands under a lock."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

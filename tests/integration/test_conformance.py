@@ -5,8 +5,6 @@ fakeredis differs stands in docs/reference/test-server.md; the tests of single p
 both are marked BOTH.
 """
 
-from __future__ import annotations
-
 from json import dumps, loads
 
 import pytest

@@ -1,11 +1,8 @@
 """``celery dislock doctor`` on real servers: each finding, made on purpose."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import ExitStack
-from typing import Any
 
 from celery import Celery
 
@@ -19,7 +16,7 @@ from tests.leaks import SECRET
 class Report:
     """What the command tells of the locks of an app."""
 
-    def __init__(self, url: Any, **conf: Any) -> None:
+    def __init__(self, url, **conf):
         app = Celery("shop", broker="memory://", set_as_current=False)
         app.conf.update(dislock_url=url, **conf)
         with Locks(app):
@@ -29,12 +26,12 @@ class Report:
         self.away = self.told["away"]
         assert result.exit_code == (3 if self.away else 1 if self.told["serious"] else 0)
 
-    def all(self, check: str) -> list[tuple[str, str]]:
+    def all(self, check):
         """Return level and text of the findings of one check."""
         found = self.told["findings"]
         return [(one["level"], one["what"]) for one in found if one["check"] == check]
 
-    def found(self, check: str) -> list[tuple[str, str]]:
+    def found(self, check):
         """Return those that are not ok."""
         return [one for one in self.all(check) if one[0] != "ok"]
 

@@ -3,8 +3,6 @@
 What they do about duplicates is in tests/unit/tasks/test_sending.py.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

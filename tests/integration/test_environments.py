@@ -1,7 +1,5 @@
 """Two environments of one app on one Redis, which Celery's ``global_keyprefix`` keeps apart."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import ExitStack
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A lock server that has lost data: who notices it, what is told, and what is taken for no loss."""
 
-from __future__ import annotations
-
 import json
 import logging
 

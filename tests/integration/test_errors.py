@@ -1,7 +1,5 @@
 """What the answers of a lock server mean for who takes a lock: errors, and refusals."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

@@ -1,7 +1,5 @@
 """Events, sent by a process that is no worker's main process, to a real broker or to none."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import time

@@ -1,7 +1,5 @@
 """What a process still has to tell the lock server when it ends, as after Ctrl-C."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import subprocess

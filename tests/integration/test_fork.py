@@ -3,8 +3,6 @@
 Each scene runs in an interpreter of its own, so that no fork happens inside the test run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A server over maxmemory that evicts nothing takes no new lock, and keeps and ends the others."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock.config.terms import Terms

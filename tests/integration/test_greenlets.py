@@ -1,7 +1,5 @@
 """Locks in programs with greenlets: who is the owner, and what goes on beside the hub."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A process group that is killed is gone for its servers, too."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

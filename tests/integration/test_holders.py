@@ -1,7 +1,5 @@
 """How those who hold a lock describe themselves to those who want it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import os

@@ -1,10 +1,8 @@
-"""Parked tasks where test_parked_model.py does not go: examples, each of one promise.
+"""Parked tasks where a simulation seldom goes, or does not look: examples, each of one promise.
 
 They are about those who wait in a slot beside the parked, bounds in bytes, marks that end, damage,
 long lines, and a cluster.  The scripts run in this process; damage of types is a real server's.
 """
-
-from __future__ import annotations
 
 import json
 from itertools import count
@@ -120,6 +118,12 @@ class TestTurns:
         broker.sweep()
         assert broker.given() == ["a"]
         broker.run("a")
+
+    def test_only_the_message_of_a_turn_claims_it(self, broker, held):
+        """Another message of its id is acknowledged, and the parked task runs."""
+        broker.line_up("a")
+        assert broker.park("a", 3) == "parked"
+        assert broker.claim("a") == "granted"
 
     @pytest.mark.usefixtures("held")
     def test_a_turn_whose_lease_was_lost_is_in_line_alone(self, broker, server):
@@ -1086,13 +1090,3 @@ def test_what_meets_damage_has_changed_nothing(server, damage, call):
     with pytest.raises(LuaError):
         CALLS[call](broker)
     assert server.contents() == before
-
-
-def test_a_dead_process_leaves_the_line_at_once():
-    """Who waited in a slot of a process that died is handed nothing, and the next one is."""
-    line = Line(LuaServer())
-    assert line.wait("holder@h:1/1")
-    assert not line.wait("dead@w:1/1")
-    assert not line.wait("next@n:1/1")
-    line.clear("dead")
-    assert line.line() == ["next@n:1/1"]

@@ -1,7 +1,5 @@
 """What five servers say together: a majority decides, and a minority changes nothing."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, closing, nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """Metrics that are read from a real server, with many locks, and from several."""
 
-from __future__ import annotations
-
 import math
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """Which task came last to a lock with "cancel", as the scripts keep it; the clock is driven."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock.servers.replies import Replaced

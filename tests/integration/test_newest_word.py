@@ -3,8 +3,6 @@
 A deploy is a second declaration of a task's name.  Those in line were parked by the first.
 """
 
-from __future__ import annotations
-
 from json import dumps
 
 import pytest

@@ -1,7 +1,5 @@
 """Tasks whose code has changed since they were parked: their ticket says which lock they have."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock import Key

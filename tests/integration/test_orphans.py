@@ -1,7 +1,5 @@
 """What a killed test run leaves behind: nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A task that is parked, its turn, its copies, and its end, as its workers tell them."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import nullcontext
 from datetime import datetime, timedelta, timezone

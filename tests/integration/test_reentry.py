@@ -1,11 +1,8 @@
 """Who may take a lock again: code inside the block that holds it, and nobody else in its thread."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +21,7 @@ from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerErro
 from celery_dislock.locks.callers import current_caller
 from tests.holding import PATIENCE, name_of, wait_for
 from tests.pace import LEASE
+from tests.programs import run
 
 ROOT = Path(__file__).parents[2]
 KEY = "export:7"
@@ -153,15 +151,7 @@ class TestFrameworks:
         """The view is called inside the block, also by way of an event loop."""
         pytest.importorskip("django")
         program = ["-W", "ignore", "-m", "tests.integration.reentry_django", redis_url, server]
-        ran = subprocess.run(
-            [sys.executable, *program],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-        assert ran.stdout == "inside", ran.stderr
+        assert run(sys.executable, *program, cwd=ROOT).stdout == "inside"
 
 
 @pytest.mark.parametrize("call", ["to_thread", "run_in_executor"])

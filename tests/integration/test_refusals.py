@@ -1,7 +1,5 @@
 """What a refusal says of the lease in the way: since when it is held, and when it was renewed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

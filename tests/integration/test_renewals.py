@@ -1,7 +1,5 @@
 """How leases are kept, and how they are lost, as time passes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

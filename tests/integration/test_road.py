@@ -1,7 +1,5 @@
 """How much of the package each journey passes, from a task to its socket."""
 
-from __future__ import annotations
-
 import re
 import sys
 

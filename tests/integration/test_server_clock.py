@@ -1,7 +1,5 @@
 """What comes of it that the clock of the lock server is set; clients go by no wall clock."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import ExitStack, closing

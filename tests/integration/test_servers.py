@@ -8,10 +8,11 @@ import re
 import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
 import pytest
@@ -23,20 +24,20 @@ from celery_dislock import Dislock
 from celery_dislock.config.terms import Rate, Terms
 from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
 from celery_dislock.parking.answers import Done, Parked
-from celery_dislock.parking.store import ASIDE, RUNS, Lines, Ticket
+from celery_dislock.parking.store import ASIDE, OVER, RUNS, Lines, Ticket
 from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.connecting import Driver
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
-from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
 from proof.proxy import Proxy, runs
 from tests.holding import PATIENCE, Holding, all_locks, wait_for
 from tests.integration import servers
 from tests.integration.acl import RULES
+from tests.integration.parked import Broker, owner_of
 from tests.integration.servers import (
     BUS,
     FAST_SYNC,
@@ -60,7 +61,7 @@ from tests.integration.servers import (
 from tests.integration.test_async_servers import used
 from tests.leaks import SECRET
 from tests.pace import LEASE, REPLY
-from tests.programs import missing
+from tests.programs import missing, run
 from tests.redis_server import RedisServer, ServerFailed, free_port
 
 ASYNC_TLS = inspect.signature(redis.asyncio.SSLConnection).parameters
@@ -95,8 +96,7 @@ def certificates(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tls_server(redis_program, certificates, tmp_path_factory):
-    asked = [str(redis_program), "--tls-auth-clients", "yes", "--port", "no"]
-    said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    said = run(redis_program, "--tls-auth-clients", "yes", "--port", "no", status=None)
     if "'tls-auth-clients" in said.stdout + said.stderr:
         missing("a Redis with TLS")
     server = TlsServer(tmp_path_factory.mktemp("tls"), certificates)
@@ -664,7 +664,7 @@ class TestCluster:
         take(store, "a/1", lock=lock)
         asked = [([lock], "a/1", LONG)]
         assert store.renew(asked, within=WITHIN) == [True]
-        with cluster.moving(lock, cluster.masters[0], cluster.masters[1]):
+        with cluster.moving(lock):
             # The key has left already, but the slot is still the old node's: it says ASK.
             for _ in range(2):
                 assert store.renew(asked, within=WITHIN) == [True]
@@ -703,15 +703,14 @@ class TestCluster:
     def test_a_lock_of_a_slot_that_moves_is_refused_and_kept(self, connect, cluster):
         """Its holder goes on, and is told to others; a free one is taken when the slot is there."""
         store = connect(cluster.url)
-        source, target = cluster.masters[0], cluster.masters[1]
         lock = name_on(cluster.masters, 0, "alone")
         token = take(store, "a/1", lock=lock)
-        with cluster.moving(lock, source, target, first=[f"{lock}:of-another"]):
+        with cluster.moving(lock, first=[f"{lock}:of-another"]):
             assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"  # on the old node
             assert take(store, "a/1", lock=lock) == token
             assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
             assert [holding.owner for holding in store.holders(lock)] == ["a/1"]
-            with source.client() as client:
+            with cluster.masters[0].client() as client:
                 client.delete(lock)
             with pytest.raises(StoreError, match="its slot is being moved"):
                 store.acquire([lock], "b/1", LONG, HOLDER)
@@ -728,7 +727,7 @@ class TestCluster:
         store.override(lock, limit=0)
         store.remember(lock, "1", "what moves first", LONG)
         first = [f"{lock}:limit" if moved == "limit" else f"{lock}:mark:1"]
-        with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
+        with cluster.moving(lock, first=first):
             with contextlib.suppress(StoreError):
                 assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
             ticket = Ticket("1:0:0", marked=False)
@@ -750,7 +749,7 @@ class TestCluster:
         store.release([lock], "a/1")
         store.remember(lock, "1", "what moves first", LONG)
         first = [f"{lock}:starts" if moved == "starts" else f"{lock}:mark:1"]
-        with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
+        with cluster.moving(lock, first=first):
             with contextlib.suppress(StoreError):
                 answer = store.acquire([lock], "b/1", LONG, HOLDER, terms=terms)
                 assert isinstance(answer, Conflict)
@@ -764,7 +763,7 @@ class TestCluster:
         for task_id in ("1", "2"):
             store.remember(lock, task_id, f"done {task_id}", LONG)
         first = [f"{lock}:done:1"]
-        with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
+        with cluster.moving(lock, first=first):
             assert store.recall(lock, "1") == "done 1"
             assert store.recall(lock, "2") == "done 2"
             assert store.recall(lock, "3") is None
@@ -803,7 +802,7 @@ class TestCluster:
                 round_trip(store, name_on(cluster.masters, number, "allowed"))
             lock = name_on(cluster.masters, 0, "allowed")
             take(store, "a/1", lock=lock)
-            with cluster.moving(lock, cluster.masters[0], cluster.masters[1]):
+            with cluster.moving(lock):
                 assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"
                 assert store.wait(lock, "b/1", 0.01) is None
             assert store.release([lock], "a/1") is True
@@ -814,39 +813,22 @@ class TestParkedInAClusterThatMoves:
 
     def line_on(self, cluster, name, pause):
         """A line with a task in each state: done, running, with its turn, and two that wait."""
-        self.published = []
-        self.store = Store(
-            cluster.url, driver=Driver(pause), home="here", hand_over=self.published.extend
-        )
-        self.lines = Lines(self.store.lock_server, "dislock", "here", self.published.extend)
-        self.lock = name_on(cluster.masters, 0, name)
-        take(self.store, "first@w/1", lock=self.lock)
+        server = SimpleNamespace(store=partial(Store, cluster.url, driver=Driver(pause)))
+        line = Broker(server, lock=name_on(cluster.masters, 0, name))
+        line.ask("first")
         for task in ("done", "runs", "turn", "a", "b"):
-            assert isinstance(self.park(task), Parked)
-        self.end("first")
-        assert isinstance(self.ask("done"), Granted)
-        assert self.end("done")
-        assert isinstance(self.ask("runs"), Granted)
-        self.store.release([self.lock], "runs@w/1")  # its process is killed: the next has its turn
-        assert [turn.ticket for turn in self.published] == ["done:0:0", "runs:0:0", "turn:0:0"]
-        self.published.clear()
+            assert isinstance(line.park(task, ttl=LONG), Parked)
+        line.end("first")
+        assert isinstance(line.ask("done", marked=True), Granted)
+        assert line.end("done")
+        assert isinstance(line.ask("runs", marked=True), Granted)
+        line.store.release([line.lock], owner_of("runs"))  # it is killed: the next has its turn
+        assert line.given() == ["done", "runs", "turn"]
+        return line
 
-    def show(self, task, message):
-        ticket = Ticket(f"{task}:0:0", marked=not message, message=message)
-        return self.lines.park([self.lock], f"{task}@w/1", LONG, HOLDER, ticket)
-
-    def park(self, task):
-        return self.show(task, b"message")
-
-    def ask(self, task):
-        return self.show(task, b"")
-
-    def end(self, task):
-        return self.store.release([self.lock], f"{task}@w/1", Ending(ticket=f"{task}:0:0"))
-
-    def names(self, server):
+    def keys(self, lock, server):
         with server.client() as client:
-            return {name.decode(): client.dump(name) for name in client.keys(f"{self.lock}*")}
+            return {name.decode(): client.dump(name) for name in client.keys(f"{lock}*")}
 
     @pytest.mark.parametrize(
         ("which", "first"),
@@ -860,110 +842,101 @@ class TestParkedInAClusterThatMoves:
     ):
         """Whichever of them moves first, or last, what would need another one changes nothing."""
         monkeypatch.setattr(cluster_module, "WHOLE_LOOKS", 1)
-        source, target = cluster.masters[:2]
         name = f"halves-{which}-{first}".replace(":", "-")
-        self.line_on(cluster, name, pause=lambda _seconds: None)
-        before = self.names(source)
-        moved = {self.lock + which} if first else set(before) - {self.lock + which}
+        line = self.line_on(cluster, name, pause=lambda _seconds: None)
+        lock, store = line.lock, line.store
+        source, target = cluster.nodes_of(lock)
+        before = self.keys(lock, source)
+        moved = {lock + which} if first else set(before) - {lock + which}
         assert len(before) == 7
-        with cluster.moving(self.lock, source, target, first=sorted(moved)):
+        with cluster.moving(lock, first=sorted(moved)):
             for ask in (
-                *(lambda task=task: self.ask(task) for task in ("done", "runs", "turn", "a", "x")),
-                lambda: self.park("x"),
-                lambda: self.lines.leave(self.lock, "a:0:0"),
-                lambda: self.lines.leave(self.lock, "a:0:0", ASIDE),
-                lambda: self.lines.leave(self.lock, "a:0:0", RUNS),
-                lambda: self.lines.give_back(self.lock, "turn:0:0"),
-                lambda: self.store.acquire([self.lock], "c/1", LONG, HOLDER, place=LONG),
-                lambda: self.end("done"),
-                lambda: self.store.release_dead([self.lock], "done@w/"),
+                *(partial(line.ask, task, marked=True) for task in ("done", "runs", "turn", "a")),
+                partial(line.ask, "x", marked=True),
+                partial(line.park, "x"),
+                *(partial(line.leave, "a", how) for how in (OVER, ASIDE, RUNS)),
+                partial(line.lines.give_back, lock, "turn:0:0"),
+                partial(store.acquire, [lock], "c/1", LONG, HOLDER, place=LONG),
+                partial(line.end, "done"),
+                partial(store.release_dead, [lock], "done@w:1/"),
             ):
                 with pytest.raises(StoreError, match="is being moved to another node"):
                     ask()
-            assert self.lines.sweep([self.lock]) == {}
-            assert self.names(source).keys() == before.keys() - moved
-        assert self.names(target) == before
-        assert self.published == []
-        assert self.ask("done") == Done()
-        self.store.close()
+            assert line.lines.sweep([lock]) == {}
+            assert self.keys(lock, source).keys() == before.keys() - moved
+        assert self.keys(lock, target) == before
+        assert line.published == []
+        assert line.ask("done", marked=True) == Done()
+        store.close()
 
     def test_a_task_is_parked_when_the_slot_has_arrived(self, cluster):
         """Who asks meanwhile is asked again, and knows nothing of it."""
-        source, target = cluster.masters[:2]
         arrives = []
-        self.line_on(cluster, "arrives", pause=lambda _seconds: arrives.pop()())
-        with cluster.moving(self.lock, source, target) as finish:
+        line = self.line_on(cluster, "arrives", pause=lambda _seconds: arrives.pop()())
+        with cluster.moving(line.lock) as finish:
             arrives += [finish, lambda: None, lambda: None]
-            assert isinstance(self.ask("turn"), Granted)
+            assert isinstance(line.ask("turn", marked=True), Granted)
         assert arrives == []
-        self.store.close()
+        line.store.close()
 
     def test_a_lease_that_ends_meanwhile_is_handed_on_when_the_slot_has_arrived(self, cluster):
         """The lock is free at once, and the first in line has its turn."""
-        source, target = cluster.masters[:2]
         free = []
 
         def arrive(_seconds):
-            free.append(self.store.holders(self.lock) == [])
+            free.append(line.store.holders(line.lock) == [])
             finish()
 
-        self.line_on(cluster, "ends", pause=arrive)
-        assert isinstance(self.ask("turn"), Granted)
-        with cluster.moving(self.lock, source, target, first=[f"{self.lock}:line"]) as finish:
-            assert self.end("turn") is True  # it was not lost
+        line = self.line_on(cluster, "ends", pause=arrive)
+        assert isinstance(line.ask("turn", marked=True), Granted)
+        with cluster.moving(line.lock, first=[f"{line.lock}:line"]) as finish:
+            assert line.end("turn") is True  # it was not lost
         assert free == [True]
-        assert [turn.ticket for turn in self.published] == ["a:0:0"]
-        self.store.close()
+        assert line.given() == ["a"]
+        line.store.close()
 
     @pytest.mark.extra
-    def test_none_is_lost_or_runs_twice_while_its_slot_moves(self, connect, cluster):
+    def test_none_is_lost_or_runs_twice_while_its_slot_moves(self, cluster):
         """A line is worked off while its slot goes to and fro; each task of it runs once."""
-        tasks = [f"t{number}" for number in range(150)]
-        broker: queue.Queue[str] = queue.Queue()
-        ran: list[str] = []
-        store = connect(
-            cluster.url,
-            home="here",
-            hand_over=lambda turns: [broker.put(turn.ticket[:-4]) for turn in turns],
-        )
-        self.store, self.lock = store, name_on(cluster.masters, 0, "to-and-fro")
-        self.lines = Lines(
-            store.lock_server,
-            "dislock",
-            "here",
-            lambda turns: [broker.put(turn.ticket[:-4]) for turn in turns],
-        )
-        take(store, "first@w/1", lock=self.lock)
+        tasks, sent, ran = [f"t{number}" for number in range(150)], queue.Queue(), []
+        server = SimpleNamespace(store=partial(Store, cluster.url))
+        line = Broker(server, lock=name_on(cluster.masters, 0, "to-and-fro"))
+        line.ask("first")
         for task in tasks:
-            self.park(task)
+            line.park(task, ttl=LONG)
+
+        def send():
+            with contextlib.suppress(IndexError):  # two threads send
+                while True:
+                    sent.put(line.published.pop(0).ticket.removesuffix(":0:0"))
 
         def work():
-            while (task := broker.get()) != "":
+            while (task := sent.get()) != "":
                 try:
-                    answer = self.ask(task)
-                    if isinstance(answer, Granted):
+                    if isinstance(line.ask(task, marked=True), Granted):
                         ran.append(task)
-                        self.end(task)
+                        line.end(task)
+                    send()
                 except StoreError:
-                    broker.put(task)  # put off
+                    sent.put(task)  # put off
 
         worker = threading.Thread(target=work)
         worker.start()
         try:
-            self.end("first")
-            nodes = cluster.masters[:2]
+            line.end("first")
+            send()
             moves = 0
             while len(ran) < len(tasks) or moves < 4:
-                with cluster.moving(self.lock, *nodes, first=[f"{self.lock}:tickets"]):
-                    pass
-                nodes.reverse()
-                moves += 1
+                with cluster.moving(line.lock, first=[f"{line.lock}:tickets"]):
+                    moves += 1
                 with contextlib.suppress(StoreError):
-                    self.lines.sweep([self.lock])
+                    line.lines.sweep([line.lock])
+                send()
             assert sorted(ran) == sorted(tasks)
         finally:
-            broker.put("")
+            sent.put("")
             worker.join()
+            line.store.close()
 
 
 def name_on(masters, number, what="any"):

@@ -1,7 +1,5 @@
 """Locks of several keys: all or none, in one order for everybody, and without a deadlock."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A task of several keys in line, as the commands, the page and the metrics show it, and end it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -44,18 +44,18 @@ class Fleet:
 
     def ask(self, task, locks, *terms, marked=False, message=b"", bounds=None):
         self.times += 1
-        ticket = Ticket(
-            f"{task}:0:0",
-            marked,
-            message,
-            terms=terms or (Terms(),),
-            bounds=bounds or Bounds(),
-        )
+        how = {"terms": terms or (Terms(),), "bounds": bounds or Bounds()}
+        ticket = Ticket(f"{task}:0:0", marked, message, **how)
         owner, holder = f"{task}@w:1/{self.times}", json.dumps({"id": task})
         answer = self.lines.park(locks, owner, TTL, holder, ticket)
         if isinstance(answer, Granted):
             self.locks[task] = answer.locks, owner
         return answer
+
+    def send_all(self, tasks, *terms):
+        """Send tasks whose locks are those of :func:`of`."""
+        for task in tasks:
+            self.send(task, of(task), *terms)
 
     def send(self, task, locks, *terms, **how):
         """A worker gets the task's message, and runs or parks it; return the answer."""
@@ -140,8 +140,7 @@ def test_a_task_passes_its_locks_and_runs(fleet):
 def test_a_tenant_waits_in_its_own_line(fleet):
     """The twenty of A are not in front of the three of B; each has its turn at the API."""
     tasks = [f"a{n}" for n in range(20)] + [f"b{n}" for n in range(3)]
-    for task in tasks:
-        fleet.send(task, of(task), *TWO)
+    fleet.send_all(tasks, *TWO)
     assert sorted(fleet.locks) == ["a0", "b0"]
     fleet.end("a0")
     fleet.end("b0")
@@ -166,11 +165,8 @@ def test_a_newcomer_does_not_pass_who_waits(fleet):
 
 def test_readers_share_both_locks_and_a_writer_is_alone_in_both(fleet):
     """A writer of one document is in front of its later readers, and waits for all others."""
-    index, a, b = (
-        name_of("index"),
-        [name_of("a"), name_of("index")],
-        [name_of("b"), name_of("index")],
-    )
+    index = name_of("index")
+    a, b = [name_of("a"), index], [name_of("b"), index]
     reads = Terms("shared"), Terms("shared")
     fleet.send("first", [index])
     for task, locks in (("r1", a), ("r2", a), ("r3", b)):
@@ -232,8 +228,7 @@ def test_a_newcomer_is_not_let_in_beside_one_that_passes_a_later_lock_before_it(
 def test_what_is_dropped_hands_all_on(fleet):
     """A task that is taken out of a later line gives its tenant to the next, at once."""
     fleet.send("h1", [API])
-    fleet.send("a1", of("a1"))
-    fleet.send("a2", of("a2"))
+    fleet.send_all(["a1", "a2"])
     assert fleet.owners(tenant("a")) == ["a1:0:0#"]
     assert fleet.lines.drop(tenant("a"), "a1:0:0", '"why":"x"').ours
     assert fleet.owners(tenant("a")) == ["a2:0:0#"]
@@ -262,9 +257,8 @@ def test_tenants_take_turns_at_what_they_share(fleet):
 def test_a_queue_without_workers_keeps_nothing_of_a_rate_from_others(fleet):
     """A turn that nobody claims keeps room for one start only until it has run out."""
     rate = Terms(limit=LIMIT_MOST, rate=Rate.of("1/20s"))
-    fleet.send("x1", [API], rate)
-    fleet.send("d1", [API], rate)  # nobody claims its turns
-    fleet.send("e1", [API], rate)
+    for task in ("x1", "d1", "e1"):  # nobody claims the turns of d1
+        fleet.send(task, [API], rate)
     for _ in range(30):
         fleet.server.advance(10)
         fleet.lines.sweep([API])
@@ -425,8 +419,7 @@ def test_a_copy_of_a_dead_task_waits_at_the_lock_that_is_taken(fleet):
 def test_a_paused_tenant_leaves_the_api_to_others(fleet):
     """Its tasks stand in its own line, also those that had passed it."""
     two = Terms(limit=10), Terms(limit=2)
-    for task in ("x1", "y1", "a1", "a2", "a3", "b1"):
-        fleet.send(task, of(task), *two)
+    fleet.send_all(["x1", "y1", "a1", "a2", "a3", "b1"], *two)
     fleet.store.override(tenant("a"), limit=0)
     fleet.end("x1")
     fleet.end("y1")
@@ -438,10 +431,7 @@ def test_a_paused_tenant_leaves_the_api_to_others(fleet):
 def test_a_quota_of_one_customer_holds_up_no_other(fleet):
     """Ten an hour, twenty sent: the other customer's three start at once, within the API's five."""
     terms = Terms(limit=LIMIT_MOST, rate=Rate.of("10/h")), Terms(limit=5)
-    for nth in range(20):
-        fleet.send(f"a{nth}", of("a"), *terms)
-    for nth in range(3):
-        fleet.send(f"b{nth}", of("b"), *terms)
+    fleet.send_all([f"a{nth}" for nth in range(20)] + ["b0", "b1", "b2"], *terms)
     ran = []
     while fleet.locks:
         ran += sorted(fleet.locks)
@@ -470,11 +460,7 @@ def test_a_slow_rate_keeps_nothing_of_a_fast_one(fleet):
 def test_a_limit_that_is_raised_lets_all_wait_for_it_pass(fleet):
     """The API's goes from one to fifty while a tenant fills its own."""
     two = Terms(limit=3), Terms(limit=1)
-    fleet.send("x1", of("x"), *two)
-    for nth in range(6):
-        fleet.send(f"a{nth}", of("a"), *two)
-    for nth in range(3):
-        fleet.send(f"b{nth}", of("b"), *two)
+    fleet.send_all(["x1", *(f"a{nth}" for nth in range(6)), "b0", "b1", "b2"], *two)
     fleet.store.override(API, limit=50)
     assert sorted(fleet.given()) == ["a0", "a1", "a2", "b0", "b1", "b2"]
 
@@ -491,9 +477,8 @@ def test_a_turn_is_claimed_beside_whom_a_larger_limit_let_in_meanwhile(fleet):
 
 def test_a_turn_that_a_lower_limit_has_no_room_for_goes_back_in_line(fleet):
     """An operator has lowered it since, and another task holds the lock."""
-    for task in ("x1", "x2"):
+    for task in ("x1", "x2", "a1"):
         fleet.send(task, [API], Terms(limit=2))
-    fleet.send("a1", [API], Terms(limit=2))
     fleet.end("x1")
     fleet.store.override(API, limit=1)
     assert isinstance(fleet.claim("a1", [API], Terms(limit=2)), Parked)

@@ -1,7 +1,5 @@
 """The sweep of a worker: it looks through all lines, a page at a time, one worker at a time."""
 
-from __future__ import annotations
-
 import logging
 import random
 from itertools import chain

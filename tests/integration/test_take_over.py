@@ -1,7 +1,5 @@
 """What passes from one execution of a task to another through Redis: a left lease, and a mark."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock.servers.records import Conflict

@@ -1,7 +1,5 @@
 """What is counted, traced and sent as an event of the locks of a process, while time is driven."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -1,7 +1,5 @@
 """The fixture dislock_server, as a user's test has it: nothing sleeps, and there is no Redis."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

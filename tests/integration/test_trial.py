@@ -1,7 +1,5 @@
 """A lock server that answers, and does not run the scripts, or not all of them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,12 +1,11 @@
 """A test that leaves a connection to the garbage collector is named, and no other."""
 
-from __future__ import annotations
-
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.programs import run
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -71,17 +70,8 @@ FOUND = {
 def test_whoever_leaves_one_is_named(tmp_path, redis_server):
     """At once; if the connection can be reached at the end of the test, when it is collected."""
     (tmp_path / "test_run.py").write_text(RUN, "utf-8")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.unclosed", "test_run.py"],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "REDIS_PORT": str(redis_server.port),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert dict(re.findall(ERROR, run.stdout)) == FOUND, run.stdout
+    env = {**os.environ, "REDIS_PORT": str(redis_server.port)}
+    env |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "tests.unclosed", "test_run.py")
+    said = run(*pytest, status=None, cwd=tmp_path, env=env).stdout
+    assert dict(re.findall(ERROR, said)) == FOUND, said

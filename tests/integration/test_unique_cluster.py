@@ -1,7 +1,5 @@
 """Uniqueness in a cluster whose slot moves: nothing is made beside what the other node has."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -39,23 +37,6 @@ def store(cluster):
     store.close()
 
 
-@pytest.fixture
-def nodes(cluster, store):
-    """The master that has the slot, and one that is to have it."""
-    slot = key_slot(RECORD.encode())
-
-    def has(master):
-        with master.client() as client:
-            mine = decode(client.execute_command("CLUSTER", "MYID"))
-            slots = client.execute_command("CLUSTER", "SLOTS")
-        return any(
-            start <= slot <= end and decode(node[2]) == mine for start, end, node, *_ in slots
-        )
-
-    (source,) = [master for master in cluster.masters if has(master)]
-    return source, next(master for master in cluster.masters if master is not source)
-
-
 def reserve(store, task_id, *, replaces=False):
     wanted = Reservation(LOCK, task_id, "end", LONG)
     found = store.reservations.reserve(wanted, f"nonce-{task_id}", replaces=replaces)
@@ -64,10 +45,10 @@ def reserve(store, task_id, *, replaces=False):
     return found
 
 
-def on_nodes(nodes, name=RECORD):
+def on_nodes(cluster, name=RECORD):
     """On how many of the nodes a key is, whatever they would answer to who asks for it."""
     found = []
-    for node in nodes:
+    for node in cluster.masters:
         with node.client() as client:
             keys = client.execute_command("CLUSTER", "GETKEYSINSLOT", key_slot(name.encode()), 100)
         found += [decode(key) for key in keys]
@@ -76,51 +57,48 @@ def on_nodes(nodes, name=RECORD):
 
 @pytest.mark.parametrize("moved", ["the record", "the lock"])
 @pytest.mark.parametrize("replaces", [False, True])
-def test_sends_while_a_slot_moves(cluster, store, nodes, moved, replaces):
+def test_sends_while_a_slot_moves(cluster, store, moved, replaces):
     """The record is found on either node, is on one of them only, and the slot arrives."""
-    source, target = nodes
     first = reserve(store, "a", replaces=replaces)
     store.acquire([LOCK], "other/1", LONG, "{}")
-    with cluster.moving(LOCK, source, target, first=[RECORD if moved == "the record" else LOCK]):
+    with cluster.moving(LOCK, first=[RECORD if moved == "the record" else LOCK]):
         assert store.reservations.confirm(first)
         second = reserve(store, "b", replaces=replaces)
         assert isinstance(second, Reservation if replaces else Taken)
-        assert on_nodes(nodes) == 1
-    assert on_nodes(nodes) == 1
+        assert on_nodes(cluster) == 1
+    assert on_nodes(cluster) == 1
     assert store.reservations.end(second if replaces else first)
 
 
-def test_a_first_send_while_a_slot_moves(cluster, store, nodes):
+def test_a_first_send_while_a_slot_moves(cluster, store):
     """A record that was on neither node is made on one of them."""
-    source, target = nodes
     store.remember(LOCK, "x", "done", LONG)
-    with cluster.moving(LOCK, source, target, first=[f"{LOCK}:mark:x"]):
+    with cluster.moving(LOCK, first=[f"{LOCK}:mark:x"]):
         first = reserve(store, "a")
         assert isinstance(first, Reservation)
         assert store.reservations.confirm(first)
         assert isinstance(reserve(store, "b"), Taken)
-        assert on_nodes(nodes) == 1
+        assert on_nodes(cluster) == 1
     assert isinstance(reserve(store, "c"), Taken)
 
 
 @pytest.mark.parametrize("moved", ["the record", "the lock"])
 @pytest.mark.parametrize("until", ["start", "end"])
-def test_a_task_that_begins_while_a_slot_moves(cluster, store, nodes, moved, until, monkeypatch):
+def test_a_task_that_begins_while_a_slot_moves(cluster, store, moved, until, monkeypatch):
     """It begins, or is told to ask again; nothing of it is made on the other node."""
     monkeypatch.setattr(cluster_module, "WHOLE_LOOKS", 1)  # which would be two seconds for each
-    source, target = nodes
     older = reserve(store, "a", replaces=True)
     newer = reserve(store, "b", replaces=True)._replace(until=until)
     store.reservations.confirm(newer)
     store.acquire([LOCK], "other/1", LONG, "{}", terms=(Terms(limit=2),))
-    with cluster.moving(LOCK, source, target, first=[RECORD if moved == "the record" else LOCK]):
+    with cluster.moving(LOCK, first=[RECORD if moved == "the record" else LOCK]):
         for reservation, owner in ((older, "a@w/1"), (newer, "b@w/1")):
             with contextlib.suppress(StoreError, Replaced):
                 store.acquire(
                     [LOCK], owner, LONG, "{}", terms=(Terms(limit=2),), reservation=reservation
                 )
-            assert on_nodes(nodes) <= 1
-            assert on_nodes(nodes, LOCK) <= 1
+            assert on_nodes(cluster) <= 1
+            assert on_nodes(cluster, LOCK) <= 1
     with pytest.raises(Replaced):
         store.acquire([LOCK], "a@w/1", LONG, "{}", terms=(Terms(limit=2),), reservation=older)
     granted = store.acquire([LOCK], "b@w/1", LONG, "{}", terms=(Terms(limit=2),), reservation=newer)

@@ -1,7 +1,5 @@
 """Uniqueness when sending in transactions of Django: what is sent and reserved, and when."""
 
-from __future__ import annotations
-
 import json
 import os
 

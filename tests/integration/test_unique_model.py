@@ -3,8 +3,6 @@
 They are on the scripts in this process; ``test_conformance`` has some on servers.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

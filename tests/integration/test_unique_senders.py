@@ -4,8 +4,6 @@ On a real server only: a sender waits a quarter of a second for a reply, then it
 reservation.  fakeredis in a busy process may take longer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """The kit in the suites of users: runs in an empty folder, beside everybody's plugins."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ Each case runs the whole script, and the script without its head, on the same st
 time.  A usual case must be answered by the head alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Waiting in line, and what a waiter makes of the lease that it is handed; time is the test's."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """Each wait for a broker has an end, and what comes of it is known."""
 
-from __future__ import annotations
-
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The page with a real lock server, mounted in a framework."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

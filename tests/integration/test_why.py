@@ -1,7 +1,5 @@
 """``why`` on real servers: in a long line, among keys of others, on a cluster and on several."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 

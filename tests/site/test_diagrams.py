@@ -1,7 +1,5 @@
 """Diagrams, which Mermaid draws in the reader's browser."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.programs import missing

@@ -1,7 +1,5 @@
 """The built HTML, without a browser: links, headings, and texts for images."""
 
-from __future__ import annotations
-
 import posixpath
 from itertools import pairwise
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Every page in a browser: on a desk and on a phone, by day and by night."""
 
-from __future__ import annotations
-
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 

@@ -1,7 +1,5 @@
 """Sphinx's search, asked what readers ask."""
 
-from __future__ import annotations
-
 from urllib.parse import urlencode
 
 import pytest

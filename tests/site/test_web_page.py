@@ -68,8 +68,8 @@ def opened(browser):
         context = browser.new_context(viewport=SIZES[size], color_scheme=scheme)
         stack.callback(context.close)
         tab = context.new_page()
-        asked: list[str] = []
-        faults: list[str] = []
+        asked = []
+        faults = []
         tab.on("request", lambda request: asked.append(request.url))
         tab.on("console", lambda line: line.type == "error" and faults.append(line.text))
         tab.on("pageerror", lambda error: faults.append(str(error)))

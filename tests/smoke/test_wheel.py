@@ -5,8 +5,6 @@ with the two of a release.  pip takes what the package needs from the index that
 configured for.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -33,12 +31,12 @@ LIMIT = 60.0  # seconds until the worker must be ready, and must have ended
 POLL = 0.05  # seconds between two looks
 
 
-def pip(*args: str | Path) -> None:
+def pip(*args):
     run(sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *args)
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory):
     """A folder with the sdist, and the wheel that was built from it."""
     if made := os.environ.get("DISLOCK_DIST"):
         return Path(made)
@@ -50,7 +48,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(dist: Path) -> Path:
+def wheel(dist):
     """The wheel."""
     (wheel,) = dist.glob("*.whl")
     return wheel
@@ -63,7 +61,7 @@ def wheel(dist: Path) -> Path:
         pytest.param("*.tar.gz", id="sdist", marks=pytest.mark.slow),  # pip makes a wheel of it
     ],
 )
-def python(dist: Path, request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(dist, request, tmp_path_factory):
     """The Python of a fresh environment, with the package and what that asks for."""
     (package,) = dist.glob(request.param)
     folder = tmp_path_factory.mktemp("fresh")
@@ -76,7 +74,7 @@ def python(dist: Path, request, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture
-def environment(redis_url: str, tmp_path: Path):
+def environment(redis_url, tmp_path):
     """What the programs of that environment are told; nothing of this one is on their path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     shutil.copy(Path(__file__).with_name("plain_app.py"), tmp_path)
@@ -84,7 +82,7 @@ def environment(redis_url: str, tmp_path: Path):
 
 
 @pytest.fixture
-def worker(python: Path, environment, tmp_path: Path):
+def worker(python, environment, tmp_path):
     """The log of a worker of that environment, which is ready."""
     log = tmp_path / "worker.log"
     command = [python, "-m", "celery", "-A", "plain_app", "worker", "--dislock", "-c", "1"]

@@ -1,7 +1,5 @@
 """Fixtures of the unit tests: no Redis, no threads, no sleeps."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

@@ -1,7 +1,5 @@
 """One of several beats sends: each step, with clocks and a server that the test drives."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections import Counter

@@ -1,11 +1,7 @@
 """What users import."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-
 import celery_dislock
+from tests.programs import run_code
 
 
 def test_the_public_names_are_pinned():
@@ -48,9 +44,6 @@ print(*sorted(set(sys.modules) - before))
 
 def test_a_web_process_imports_what_it_needs():
     """A worker, the command line and the page cost nothing where they are not used."""
-    told = subprocess.run(
-        [sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True
-    )
-    imported = told.stdout.split()
+    imported = run_code(PROGRAM).stdout.split()
     assert "celery_dislock.plugin" in imported
     assert [name for name in imported if name.startswith(NOT_IMPORTED)] == []

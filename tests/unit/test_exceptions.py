@@ -1,7 +1,5 @@
 """The error tree."""
 
-from __future__ import annotations
-
 import pickle
 import time
 

@@ -1,7 +1,5 @@
 """What decides about messages is wrapped for every app: sending them, revoking and ending them."""
 
-from __future__ import annotations
-
 import threading
 from datetime import datetime, timezone
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The worker's options and steps: what ``Dislock(app)`` and ``--dislock`` turn on."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What messages say about the errors of other libraries."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 import ssl
@@ -17,17 +15,17 @@ from celery_dislock.servers.connections import Demoted, store_error
 from tests.leaks import SECRET
 
 
-def raised_from(exc: BaseException, cause: BaseException) -> BaseException:
+def raised_from(exc, cause):
     exc.__cause__ = cause
     return exc
 
 
-def raised_while(exc: BaseException, context: BaseException) -> BaseException:
+def raised_while(exc, context):
     exc.__context__ = context
     return exc
 
 
-def ask(exc: BaseException) -> None:
+def ask(exc):
     """Fail as what asks a server does."""
     try:
         raise exc

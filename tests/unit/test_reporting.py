@@ -1,7 +1,5 @@
 """One log line for each thing that happens to a task."""
 
-from __future__ import annotations
-
 import logging
 import re
 

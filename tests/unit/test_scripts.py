@@ -1,7 +1,5 @@
 """The scripts: what their headers say, what they answer, and how they are sent."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path
@@ -19,7 +17,7 @@ OPERATIONS = sorted(name for name in FILES if not name.startswith("_"))
 WITHIN = {"ACQUIRE_UNIQUE", "PARK_UNIQUE", "RELEASE_UNIQUE"}  # scripts within another
 
 
-def code(text: str) -> str:
+def code(text):
     """Return a Lua file without its comments."""
     return re.sub(r"--.*", "", text)
 

@@ -1,7 +1,5 @@
 """Lock servers that cannot be used, with passwords in their URLs and options."""
 
-from __future__ import annotations
-
 import asyncio
 import traceback
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """The signals, as users connect to them."""
 
-from __future__ import annotations
-
 import pytest
 from celery.utils.dispatch import Signal
 

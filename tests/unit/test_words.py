@@ -1,7 +1,5 @@
 """Times as messages and tools write them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Each row that compares us with another library has its test."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -12,7 +10,7 @@ TESTS = r"(?:<!-- (test_\w+(?:, test_\w+)*) -->|\| `(test_\w+)`) \|$"
 PAGES = (DOCS / "migrating.md", DOCS / "inside" / "other-libraries.md")
 
 
-def rows() -> list[str]:
+def rows():
     """Return the rows of the tables in which a row names its test, without the headings."""
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)

@@ -1,7 +1,5 @@
 """What the pages say of running and of beats: with the other library, and with ours."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from datetime import datetime, timedelta, timezone
@@ -35,7 +33,7 @@ from tests.holding import wait_for
 pytestmark = LIBRARIES_WARN
 
 
-def states_of(results) -> Counter[str]:
+def states_of(results):
     """Count the results in each state."""
     return Counter(result.state for result in results)
 
@@ -76,7 +74,7 @@ class TestWhenRunning:
     @of_each("runs", [1, 2, 1])
     def test_a_retry_runs(self, app, theirs, ours, redis_client, library, runs):
         """A retry has the same id and passes; only celery-once lets it pass as well."""
-        ran: list[tuple[str, int]] = []
+        ran = []
 
         def body(self, corp_id):
             ran.append((self.name, len(reservations(redis_client))))
@@ -102,7 +100,7 @@ class TestWhenRunning:
 
         celery-heimdall's first does not run at all, and deletes the lock of the second.
         """
-        seen: dict[str, list[int]] = {"theirs": [], "ours": []}
+        seen = {"theirs": [], "ours": []}
 
         def held(name):
             return reservations(redis_client) if name == "ours" else locks_of(redis_client, library)

@@ -1,7 +1,5 @@
 """Entries of schedules: their times, copies, and how late a tick may be."""
 
-from __future__ import annotations
-
 from datetime import datetime, timezone
 
 import pytest

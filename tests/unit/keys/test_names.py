@@ -1,7 +1,5 @@
 """What a delivery of a task is called on the lock server."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """How a callable is given the arguments of a task, and which callables are refused."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

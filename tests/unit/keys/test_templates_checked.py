@@ -1,7 +1,5 @@
 """What every finished key goes through."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock.exceptions import LockKeyError

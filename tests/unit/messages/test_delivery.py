@@ -1,7 +1,5 @@
 """What a body sends under its own id: after the release, and with its lease where that is kept."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone

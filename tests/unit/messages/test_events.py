@@ -1,7 +1,5 @@
 """Events about tasks: who sends them, and what monitors make of them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from celery.events.state import Task

@@ -1,7 +1,5 @@
 """The notes in a message's headers, and what becomes of those that somebody else has written."""
 
-from __future__ import annotations
-
 import math
 import sys
 
@@ -20,7 +18,7 @@ from tests.unit.deliveries import arrived, deliver, noted, run
 LOCK = "dislock:{k}"
 LONG_LOCK = f"dislock:{{{'k' * 10_000}}}"
 SURROGATE = "\ud800"  # which JSON takes, and UTF-8 does not: nothing can be told the lock server
-DEEP: list = []
+DEEP = []
 for _ in range(sys.getrecursionlimit() // 2):
     DEEP = [DEEP]
 NO_TIMES = [-1, 0, math.inf, math.nan, 1e300, 10**400, "9", True, {}]

@@ -1,7 +1,5 @@
 """A task's message: what of it is kept, how it is written down, and how it is published again."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from datetime import date, time, timezone

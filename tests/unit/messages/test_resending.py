@@ -1,7 +1,5 @@
 """A message that is sent again: to where, and after which delay, whatever the broker can do."""
 
-from __future__ import annotations
-
 import os
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The queues that a message reaches, and the one to which it is sent again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """An app whose locks are on a server of bare Lua, which has what a test puts there."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock.operating.checks import facts

@@ -1,7 +1,5 @@
 """What the tests of ``doctor`` share: the command, the workers that answer it, and lock servers."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 

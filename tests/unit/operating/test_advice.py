@@ -1,7 +1,5 @@
 """Advice: what people are told to do is right even if the body of a task still runs."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One reading for all who look."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock.exceptions import DamagedLockError, StoreError

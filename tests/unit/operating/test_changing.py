@@ -1,7 +1,5 @@
 """``free``, ``drop``, ``put-back``: what is asked, done, told and logged."""
 
-from __future__ import annotations
-
 import click
 import pytest
 

@@ -1,7 +1,5 @@
 """``doctor``: what it finds wrong with workers, and how it says it."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from threading import Event

@@ -1,7 +1,5 @@
 """``doctor``: what it finds wrong with a lock server and with the locks."""
 
-from __future__ import annotations
-
 import re
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The answer to ``celery inspect dislock``: what a worker tells of its locks."""
 
-from __future__ import annotations
-
 import json
 import time
 from datetime import datetime

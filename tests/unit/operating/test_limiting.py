@@ -1,7 +1,5 @@
 """``pause``, ``limit`` and ``resume``: what is set, told and logged."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock import SingletonTask

@@ -1,7 +1,5 @@
 """What a process counts and sends, and the page for Prometheus that is read from the server."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

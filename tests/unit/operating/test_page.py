@@ -1,7 +1,5 @@
 """The page as a WSGI application: what it answers, and to whom."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from io import BytesIO

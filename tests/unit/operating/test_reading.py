@@ -1,7 +1,5 @@
 """``ls``, ``show`` and ``line``: who holds what, in words and as JSON."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

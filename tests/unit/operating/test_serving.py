@@ -1,7 +1,5 @@
 """The command that serves the page: what it refuses to do, and who may do what there."""
 
-from __future__ import annotations
-
 import gc
 import socket
 import sys

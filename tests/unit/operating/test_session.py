@@ -1,7 +1,5 @@
 """Which lock a command is about, and which app's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables fit into the width of the terminal, whatever is in them."""
 
-from __future__ import annotations
-
 from celery_dislock.operating.cli.table import columns, cut, table
 
 ID = "9b1d0c5e-77aa-4c3e-9d2b-0123456789ab"

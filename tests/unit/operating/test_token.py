@@ -1,7 +1,5 @@
 """The token of a page that is served alone: who may look, and who may act."""
 
-from __future__ import annotations
-
 import pytest
 from werkzeug.test import create_environ
 

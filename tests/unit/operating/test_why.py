@@ -1,7 +1,5 @@
 """``why``: the sentence of each state in which a task can be, what it rests on, and what to do."""
 
-from __future__ import annotations
-
 import shlex
 import time
 

@@ -1,7 +1,5 @@
 """The life in which each script runs; that it calls each command is shown on a real server."""
 
-from __future__ import annotations
-
 from celery_dislock import scripts
 from celery_dislock.scripts import Script
 from celery_dislock.scripts.life import Life

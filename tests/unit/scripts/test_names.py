@@ -1,7 +1,5 @@
 """The names of Redis keys: spelt once, and the same in Lua, in Python and in the documentation."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a server's errors mean, whatever its name and version."""
 
-from __future__ import annotations
-
 import pytest
 from redis.exceptions import ResponseError, TryAgainError
 

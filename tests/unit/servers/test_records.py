@@ -1,7 +1,5 @@
 """What a holder says of itself, as Python reads it."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock.servers import records

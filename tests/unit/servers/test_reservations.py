@@ -1,7 +1,5 @@
 """The phases of a delivery's own reservation."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock.servers.reservations import OwnReservation, Reservation

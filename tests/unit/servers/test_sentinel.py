@@ -1,7 +1,5 @@
 """Which of several answers about the master counts."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import threading
@@ -38,14 +36,14 @@ class Clock:
 class FakeSentinel:
     """Says what it is told to say, and notes how often it was asked."""
 
-    def __init__(self, number: int, clock: Clock) -> None:
+    def __init__(self, number, clock):
         self.address = (f"s{number}", 26379)
-        self.says: object = SentinelReply(1, OLD)
+        self.says = SentinelReply(1, OLD)
         self.takes = 0.0
-        self.asked: list[float] = []
+        self.asked = []
         self._clock = clock
 
-    def ask(self, _commands: object, *, within: float, again: bool) -> list[object]:
+    def ask(self, _commands, *, within, again):
         assert again
         self.asked.append(within)
         self._clock.advance(min(self.takes, within))
@@ -53,11 +51,11 @@ class FakeSentinel:
             raise store_error(self.address[0], self.says)
         return answered(self.says)
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
-def answered(says: SentinelReply) -> list[object]:
+def answered(says):
     """The two replies of a Sentinel that says this."""
     host, port = (str(part).encode() for part in says.address or ("", 0))
     fields = {b"ip": host, b"port": port, b"num-other-sentinels": b"2"}

@@ -1,7 +1,5 @@
 """What the lock server tells of those who wait in line, as people are shown it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

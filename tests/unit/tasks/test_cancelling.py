@@ -1,7 +1,5 @@
 """The newest task of a key takes over: what messages say, and how the one that ran ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What becomes of a task whose lock is held, or whose lock's keys are damaged: each strategy."""
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack, suppress
 

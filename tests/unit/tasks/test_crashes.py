@@ -1,7 +1,5 @@
 """A task that kills its process each time its message comes."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The types of a task's options beside the options."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 

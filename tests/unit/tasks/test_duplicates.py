@@ -1,7 +1,5 @@
 """The result of a message that was not sent: it ends, with a result or with the reason for none."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

@@ -5,8 +5,6 @@ follows from it: the lock is free; a parked task's claim stays for a message tha
 else its done-mark keeps copies from running; a key stays reserved until the result is stored.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import time

@@ -1,7 +1,5 @@
 """What a failover of the lock server loses, and what it answers, and what senders make of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock.exceptions import ForbiddenError, StoreError

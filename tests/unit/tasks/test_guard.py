@@ -1,7 +1,5 @@
 """What the guard does around a task's body, seen from the body, the broker and the lock server."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """A lock from outside, in Python: who has it, who waits, and what ends that."""
 
-from __future__ import annotations
-
 import pytest
 from greenlet import getcurrent, greenlet
 

@@ -1,7 +1,5 @@
 """A task that sends itself again for another key: its reservation and its lock go with it."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock.scripts import UNRESERVE

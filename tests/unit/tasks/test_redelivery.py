@@ -1,7 +1,5 @@
 """The same task twice: looked for, put off, and acknowledged unrun once it has succeeded."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_dislock import signals

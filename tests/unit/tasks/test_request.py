@@ -1,7 +1,5 @@
 """What a worker's main process does about a pool process that has died, and tells monitors."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Uniqueness when sending: what is published, what is reserved, and what callers get."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from datetime import datetime, timedelta, timezone
@@ -41,6 +39,17 @@ def looks(self):
 
 def unique(app, *body, **options):
     return declare(app, *body, **{"lock_unique_until": "start", **options})
+
+
+def noting(app, **options):
+    """Declare a unique task, and return it with the ids of those that ran."""
+    ran = []
+    return unique(app, lambda self: ran.append(self.request.id), **options), ran
+
+
+def deliver_all(task, messages):
+    for one in messages:
+        deliver(task, one.id, headers=one.headers)
 
 
 @pytest.fixture
@@ -151,21 +160,18 @@ def test_a_duplicate_knows_of_results_that_are_not_stored(task, broker, first, s
 
 
 @pytest.mark.parametrize("on_duplicate", ["return", "raise"])
-def test_a_duplicate_has_a_signal(app, broker, on_duplicate):
+def test_a_duplicate_has_a_signal(app, broker, receiving, on_duplicate):
     """With the task, its key and the id of the message that stays; the first one has none."""
     task, heard = unique(app, lock_on_duplicate=on_duplicate), []
 
     def hear(sender, **told):
         heard.append((sender, told["key"], told["task_id"]))
 
-    task_deduplicated.connect(hear)
-    try:
+    with receiving(task_deduplicated, hear):
         first = task.delay()
         assert heard == []
         with contextlib.suppress(DuplicateTaskError):
             task.delay()
-    finally:
-        task_deduplicated.disconnect(hear)
     assert heard == [(task, "k", first.id)]
 
 
@@ -448,13 +454,11 @@ def test_the_last_moment_of_another_reservation(app, lock_server, publishing, br
 
 def test_of_many_editions_the_newest_runs_and_the_record_stays_small(app, lock_server, broker):
     """None but the newest runs, in whatever order they come; the state is one small record."""
-    ran = []
-    task = unique(app, lambda self: ran.append(self.request.id), lock_on_duplicate="replace")
+    task, ran = noting(app, lock_on_duplicate="replace")
     ids = [task.delay().id for _ in range(EDITIONS)]
     messages = broker.sent * 2  # each comes twice
     random.Random(1).shuffle(messages)
-    for one in messages:
-        deliver(task, one.id, headers=one.headers)
+    deliver_all(task, messages)
     assert set(ran) == {ids[-1]}
     assert {str(app.AsyncResult(one).result)[-36:] for one in ids[:-1]} == {ids[-1]}
     assert [*lock_server.ttls()] == [f"{LOCK}:unique"]
@@ -467,21 +471,14 @@ def test_of_many_editions_the_newest_runs_and_the_record_stays_small(app, lock_s
 @pytest.mark.parametrize("until", ["start", "end", "expiry"])
 def test_of_two_messages_the_sooner_one_runs(app, broker, until):
     """An urgent send is not swallowed by one that is planned for the night; one of them runs."""
-    ran = []
-    task = unique(
-        app,
-        lambda self: ran.append(self.request.id),
-        lock_on_duplicate="sooner",
-        lock_unique_until=until,
-    )
+    task, ran = noting(app, lock_on_duplicate="sooner", lock_unique_until=until)
     night = task.apply_async(countdown=8 * HOUR)
     assert task.apply_async(countdown=9 * HOUR).id == night.id
     urgent = task.delay()
     assert not urgent.duplicate
     assert task.delay().id == task.apply_async(countdown=60).id == urgent.id
     assert broker.ids == [night.id, urgent.id]
-    for one in reversed(broker.sent):
-        deliver(task, one.id, headers=one.headers)
+    deliver_all(task, reversed(broker.sent))
     assert ran == [urgent.id]
     assert urgent.id in str(app.AsyncResult(night.id).result)
     assert app.AsyncResult(night.id).state == "REVOKED"
@@ -548,10 +545,7 @@ def test_a_retry_is_as_soon_as_it_comes_again(app, broker):
 
 def test_a_sooner_one_that_was_not_published_hides_nothing(app, broker, lock_server):
     """Its sender has died, or the broker was away: the planned one runs."""
-    ran = []
-    task = unique(
-        app, lambda self: ran.append(self.request.id), lock_on_duplicate="sooner", lock_limit=None
-    )
+    task, ran = noting(app, lock_on_duplicate="sooner", lock_limit=None)
     night = task.apply_async(countdown=HOUR)
     broker.times_away = 9
     with pytest.raises(OperationalError):
@@ -561,21 +555,13 @@ def test_a_sooner_one_that_was_not_published_hides_nothing(app, broker, lock_ser
     assert ran == [night.id]
 
 
-def test_it_is_told_as_a_duplicate(app, broker):
+def test_it_is_told_as_a_duplicate(app, broker, heard):
     """The later one, by the signal, with the id of the one that stays."""
-    task, heard = unique(app, lock_on_duplicate="sooner"), []
-
-    def hear(**told):
-        heard.append(told["task_id"])
-
-    task_deduplicated.connect(hear)
-    try:
-        task.apply_async(countdown=60)
-        urgent = task.delay()
-        task.delay()
-    finally:
-        task_deduplicated.disconnect(hear)
-    assert heard == [urgent.id]
+    task = unique(app, lock_on_duplicate="sooner")
+    task.apply_async(countdown=60)
+    urgent = task.delay()
+    task.delay()
+    assert [(name, told["task_id"]) for name, told in heard] == [("task_deduplicated", urgent.id)]
 
 
 def test_an_eager_task_is_due_when_it_is_called(app, broker):
@@ -678,21 +664,14 @@ def test_what_was_replaced_does_not_run(app, lock_server, broker, publishing, wh
 @pytest.mark.parametrize("lock", [1, None])
 def test_an_edition_that_was_sent_in_an_outage_always_runs(app, lock_server, broker, nth, lock):
     """It has no number, so it ends no other, and none ends it, whenever it comes."""
-    ran = []
-    task = unique(
-        app,
-        lambda self: ran.append(self.request.id),
-        lock_on_duplicate="replace",
-        lock_limit=lock,
-    )
+    task, ran = noting(app, lock_on_duplicate="replace", lock_limit=lock)
     for task_id in "abc":
         lock_server.away = task_id == "abc"[nth]
         task.apply_async(task_id=task_id)
         lock_server.away = False
         lock_server.advance(5)  # after which it is asked again
     assert [bool(one.notes) for one in broker.sent] == [task_id != "abc"[nth] for task_id in "abc"]
-    for one in reversed(broker.sent):
-        deliver(task, one.id, headers=one.headers)
+    deliver_all(task, reversed(broker.sent))
     newest = max({*"abc"} - {"abc"[nth]})
     assert ran == sorted({newest, "abc"[nth]}, reverse=True)
 

@@ -1,7 +1,5 @@
 """How the guard gets around a body: what is wrapped, and what is left alone."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re

@@ -1,7 +1,5 @@
 """A worker and its timer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What becomes of a parked task's message that no guard will see, in a worker's main process."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """Which pools await the bodies of tasks, and what a worker says if its own does not."""
 
-from __future__ import annotations
-
 import pytest
 from celery.concurrency.solo import TaskPool
 

@@ -1,7 +1,5 @@
 """What a pool process had locked in plain Python is released when it has died, and only then."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """What is relied on of Celery, kombu and redis-py is so, and a worker notices if it is not."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

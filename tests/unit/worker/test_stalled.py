@@ -1,7 +1,5 @@
 """The main process renews for pool processes that stand still, and only for those."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

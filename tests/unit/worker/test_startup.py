@@ -1,7 +1,5 @@
 """What a worker warns of when it starts, each with its remedy."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

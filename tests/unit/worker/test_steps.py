@@ -1,7 +1,5 @@
 """The steps of a worker: its command line, its lock server, its children, and who sweeps."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

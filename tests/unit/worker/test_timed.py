@@ -1,7 +1,5 @@
 """What a worker does again and again goes on when it has lost its broker and found it again."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

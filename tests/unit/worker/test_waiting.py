@@ -1,7 +1,5 @@
 """A worker keeps what waits in it: reservations of messages, and turns of parked tasks."""
 
-from __future__ import annotations
-
 import pytest
 from kombu.utils.limits import TokenBucket
 
