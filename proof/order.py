@@ -128,7 +128,8 @@ class Order:
         waiting = self.waiting(keys[0]) if asks else {}
         made_room = reply[-2][::2] if asks and reply[0] == PARKED else ()
         replaced = {f"{one.decode()}#" for one in made_room}
-        for one in replaced:
+        is_replaced = asks and reply[0] == REPLACED_BY
+        for one in replaced | ({f"{asks['ticket']}#"} if is_replaced else set()):
             self.lines[keys[0]].waits.pop(one, None)
         stood = {name: set(self.lines[name].waits) for name in names}
         self.move()
@@ -266,8 +267,6 @@ class Order:
                 self.tickets[first, ticket] = locks
         if reply[0] == GRANTED:
             self.granted(locks, ticket, [one.decode() for one in reply[3::2]], claims=reply[2])
-        elif reply[0] == REPLACED_BY:
-            line.waits.pop(mine, None)
         elif reply[0] == FULL and not line.unknown and not 0 < room.most <= len(room.waiting):
             self.fail(f"the line of {mine} is not full, as it was told: {room.waiting}")
         elif reply[0] == PARKED:
