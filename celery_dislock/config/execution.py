@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.censoring import refused
-from celery_dislock.config.settings import OPTIONS, is_like_ours
+from celery_dislock.config.settings import OPTIONS
 from celery_dislock.config.values import did_you_mean
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def meant_for_tasks(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(
         name
         for name in names
-        if name.startswith("lock_") or (is_like_ours(name) and name not in CELERYS)
+        if name.startswith("lock_") or (did_you_mean(name, OPTIONS) and name not in CELERYS)
     )
 
 

@@ -91,7 +91,7 @@ def plain_options(
     Raises:
         SettingsError: An option is unknown, or cannot be used.
     """
-    refuse_unknown(owner, given, list(PlainOptions.__annotations__), MEANT)
+    refuse_unknown(owner, given, tuple(PlainOptions.__annotations__), MEANT)
     stated = {name: value for name, value in given.items() if value is not None}
     own: dict[str, Any] = {"timeout": None, "fair": True}
     for name, check in CHECKS.items():

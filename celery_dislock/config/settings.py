@@ -116,7 +116,7 @@ def setting_name(option: str) -> str | None:
     return "dislock_" + option.removeprefix("lock_")
 
 
-OPTIONS = [f.name for f in fields(TaskOptions)]  # names of all options of a task
+OPTIONS = tuple(f.name for f in fields(TaskOptions))  # names of all options of a task
 _SETTINGS = {f.name for f in fields(AppSettings)} | set(filter(None, map(setting_name, OPTIONS)))
 
 
@@ -157,19 +157,13 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
     return options
 
 
-@lru_cache(maxsize=1000)  # the same names stand in all tasks of an app
-def is_like_ours(name: str) -> bool:
-    """Tell whether a name is that of an option of a task, or looks like one that is misspelt."""
-    return bool(get_close_matches(name, OPTIONS, 1, NEAR_MISS))
-
-
 def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
     for name, value in declared.items():
         if name in OF_OTHERS:
             library, ours = OF_OTHERS[name]
             remedy = f"an option of {library}, without effect here: {ours}; see {MIGRATING}"
             raise refused(owner, name, value, remedy)
-        if name.startswith("lock_") or name in MEANT or is_like_ours(name):
+        if name.startswith("lock_") or name in MEANT or did_you_mean(name, OPTIONS):
             refuse_unknown(owner, {name: value}, OPTIONS, MEANT)
 
 
@@ -271,7 +265,7 @@ def _overruled(name: str, value: object, own: Mapping[str, Any]) -> bool:
 def refuse_unknown(
     owner: str,
     given: Mapping[str, object],
-    known: Sequence[str],
+    known: tuple[str, ...],
     meant: Mapping[str, str],
 ) -> None:
     """

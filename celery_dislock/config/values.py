@@ -7,9 +7,10 @@ instead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from celery_dislock.config.urls import MEMORY, SCHEMES, URL_WANTED, check_several
@@ -121,7 +122,8 @@ def one_of(*allowed: str) -> Check:
     return check
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
+@lru_cache(maxsize=1000)  # the same names stand in all tasks of an app
+def did_you_mean(given: str, known: tuple[str, ...]) -> str:
     """Return the end of a message that suggests the closest known name; empty if none is close."""
-    near = get_close_matches(given, list(known), 1, NEAR_MISS)
+    near = get_close_matches(given, known, 1, NEAR_MISS)
     return f"; did you mean {near[0]!r}?" if near else ""
