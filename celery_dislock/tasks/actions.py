@@ -224,16 +224,16 @@ class Actions:
         process = self._process
         if not process.store.lock_server.keeps_lines:
             return False
-        home = beside or name
+        first = beside or name  # the lock that has its record
         reason = f"dropped by an operator from the line for lock {key_of(name)!r}"
-        dropped = process.lines.drop(home, ticket, json.dumps({REPLACED: reason})[1:-1])
+        dropped = process.lines.drop(first, ticket, json.dumps({REPLACED: reason})[1:-1])
         if dropped is None:
             return False
         with contextlib.suppress(ValueError):  # reported where the task's end is stored
             headers = Message.from_bytes(dropped.message).headers
             own_reservation(self._app, Context(headers)).end()
         if dropped.ours:
-            ended = process.publisher.tell_replaced(home, {ticket: dropped.message})
+            ended = process.publisher.tell_replaced(first, {ticket: dropped.message})
             tell_revoked(self._app, ended)
         return True
 
@@ -264,8 +264,8 @@ class Actions:
             if ticket_id in seen:  # pages may overlap
                 continue
             seen.add(ticket_id)
-            written, home = parked_message(kept)
-            if home is not None and home != self._process.store.home:
+            written, broker = parked_message(kept)
+            if broker is not None and broker != self._process.store.home:
                 yield ticket_id, "its message belongs to another broker"
                 continue
             try:
