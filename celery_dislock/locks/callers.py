@@ -107,13 +107,13 @@ class CallerLease:
 
     def is_of(self, lock: Lock, runtime: object = None) -> bool:
         """
-        Return whether the lease has exactly the keys of *lock*, on the same store.
+        Return whether the lease has exactly the keys of *lock*, in any order, on its store.
 
         If *runtime* is given, any store of that runtime will do: a lease that was taken before the
         runtime was closed can still be released.
         """
         ours = self.lock.store is lock.store or (runtime is not None and runtime is self.runtime)
-        return ours and tuple(self.lock.names) == tuple(lock.names)
+        return ours and {*self.lock.names} == {*lock.names}
 
     def leave(self, entry: object) -> None:
         """

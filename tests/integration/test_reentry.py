@@ -19,6 +19,7 @@ from celery import Celery
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError
 from celery_dislock.locks.callers import current_caller
+from tests.declaring import declare
 from tests.holding import PATIENCE, name_of, wait_for
 from tests.pace import LEASE
 from tests.programs import run
@@ -299,6 +300,18 @@ def test_code_inside_a_block_may_take_its_lock_again(dislock, lock, pool, way, w
 def held(lock):
     with lock as lease:
         yield lease
+
+
+def test_in_the_body_of_a_task_a_list_of_its_keys_is_its_lock(shop):
+    """The task takes them narrow before wide, and a list takes them by name."""
+
+    def body(t):
+        with shop.dislock.lock(["api", "tenant:7"]) as lease:
+            return lease is task.lease
+
+    task = declare(shop.app, body, lock_key=["tenant:<t>", "api"], lock_on_conflict="queue")
+    shop.app.finalize()
+    assert shop.run(task, "2", 7).get(timeout=1) is True
 
 
 @pytest.mark.parametrize("_again", range(2))
