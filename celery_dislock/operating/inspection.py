@@ -159,10 +159,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Rate):
         return str(value)
     if isinstance(value, Key):
-        rate = None if value.rate is None else str(Rate.of(value.rate))
-        known = {"key": _plain(value.key), "limit": value.limit, "rate": rate}
-        known["cost"] = _plain(value.cost)
-        return {name: given for name, given in known.items() if given is not None}
+        rate = value.rate if value.rate is None or callable(value.rate) else Rate.of(value.rate)
+        known = {"key": value.key, "limit": value.limit, "rate": rate, "cost": value.cost}
+        return {name: _plain(given) for name, given in known.items() if given is not None}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if callable(value):  # each process has another repr of it

@@ -173,14 +173,16 @@ def test_terms_of_keys_and_rates_are_told(worker):
     def key(): ...
 
     keys = [Key("a", rate="100/m"), Key(key, limit=2, rate="6/60s", cost=2), "c"]
+    keys.append(Key("d", limit=key, rate=key, cost=key))
 
     @worker.app.task(base=SingletonTask, name="api", shared=False, lock_key=keys, lock_rate=9)
     def api(): ...
 
-    told = worker.ask()["tasks"]["api"]
+    told, made = worker.ask()["tasks"]["api"], f"{__name__}.{key.__qualname__}"
     assert told["lock_rate"] == "9 a second"
     assert told["lock_key"] == [
         {"key": "a", "rate": "100 a minute"},
-        {"key": f"{__name__}.{key.__qualname__}", "limit": 2, "rate": "6 a minute", "cost": 2},
+        {"key": made, "limit": 2, "rate": "6 a minute", "cost": 2},
         "c",
+        {"key": "d", "limit": made, "rate": made, "cost": made},
     ]
