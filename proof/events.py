@@ -81,7 +81,7 @@ class Hold:
         """Return whether the lock must not admit this hold beside those others."""
         if self.shared:
             return any(not other.shared for other in others)
-        taken = sum(other.cost for other in others) + min(self.cost, self.limit)
+        taken = sum(other.cost for other in others) + min(self.cost, max(self.limit, 1))
         return any(other.shared for other in others) or taken > self.limit
 
     def was_told(self, at: float) -> bool:
