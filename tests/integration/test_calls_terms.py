@@ -142,6 +142,37 @@ def test_a_callable_that_raises_takes_nothing(shop):
     assert shop.server.locks() == []
 
 
+def test_an_argument_is_renamed_while_tasks_wait(shop):
+    """Those of before fail, as without a lock, and hold nothing up; those of after go on."""
+
+    def limit_of(tenant):
+        return 1
+
+    def limit_now(customer):
+        return 1
+
+    def before(tenant): ...
+
+    def after(customer):
+        return customer
+
+    def deploy(body, limit):
+        shop.app.tasks.pop("shop.call", None)
+        options = {"lock_key": KEY, "lock_limit": limit, "lock_on_conflict": "queue"}
+        declare(shop.app, body, name="shop.call", **options)
+        return shop.app.tasks["shop.call"]
+
+    task = deploy(before, limit_of)
+    with shop.held():
+        old = shop.run(task, "2", kwargs={"tenant": 7})
+        task = deploy(after, limit_now)
+        new = shop.run(task, "3", kwargs={"customer": 8})
+    shop.work()
+    assert (old.state, new.get()) == ("FAILURE", 8)
+    with pytest.raises(TypeError, match="tenant"):
+        old.get()
+
+
 def test_a_turn_whose_terms_are_not_told_asks_for_the_lock_alone(shop, monkeypatch):
     """If the server has forgotten its ticket, nobody knows the limit; and it is no newest word."""
     plan = Plan(5)
