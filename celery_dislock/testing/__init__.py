@@ -77,6 +77,8 @@ STEP_LEAST = 0.001  # seconds by which time moves at least, if something is due
 LEAKS_MOST = 10  # locks that the error at the end of a test names
 DATABASES = 3  # for locks, messages and results
 LINE_MOST = 10**9  # places in line, more than any has
+# Seconds for a reply, and to connect: on a busy machine a server of tests is slow, and not away.
+PATIENCE = {"socket_timeout": 30.0, "socket_connect_timeout": 30.0}
 IN_THE_ENVIRONMENT = (*BROKERS, "CELERY_RESULT_BACKEND")  # wins over an app's settings
 
 
@@ -124,7 +126,9 @@ class DislockServer:
             undo.enter_context(mock.patch.object(Process, "watchdog_type", DrivenWatchdog))
             OPEN.append(self)
             undo.callback(OPEN.remove, self)
-            self._dislock = undo.enter_context(Dislock.from_url(self.url))
+            self._dislock = undo.enter_context(
+                Dislock.from_url(self.url, transport_options=PATIENCE)
+            )
             self._runtime = self._dislock.runtime
             self._begin_empty()
             undo.enter_context(self._messages)
@@ -192,7 +196,7 @@ class DislockServer:
         settings: dict[str, Any] = {
             "dislock_url": self.url,
             "dislock_prefix": self._runtime.settings.dislock_prefix,
-            "dislock_transport_options": {},
+            "dislock_transport_options": PATIENCE,
             "dislock_min_replicas": 0,
         }
         broker, backend = map(is_redis, given)
@@ -426,7 +430,7 @@ class DislockServer:
 
 
 def _ask(url: str, command: str) -> Any:
-    with Dislock.from_url(url) as dislock:
+    with Dislock.from_url(url, transport_options=PATIENCE) as dislock:
         return dislock.runtime.process.store.lock_server.send(command)
 
 
