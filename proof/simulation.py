@@ -253,8 +253,9 @@ class History:
         """Have what arrives judged from now on."""
         net = self.net
         self.durations = Durations(net, self.fail)
-        admits_one = self.group == "exclusive" and "limit" not in self.faults
-        self.take_overs = TakeOvers(net, self.fail, admits_one=admits_one)
+        alone = self.group == "exclusive"
+        admits_one = alone and "limit" not in self.faults
+        self.take_overs = TakeOvers(net, self.fail, alone=alone, admits_one=admits_one)
         rates = [Rates(net, [*map(Rate.of, self.rates)], self.fail)] if self.rates else []
         records = Records(net, self.fail)
         net.judges = [Order(net, self.fail), self.durations, self.take_overs, records, *rates]

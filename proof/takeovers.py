@@ -6,9 +6,10 @@ Judge the tasks of a simulation that cancel each other.
 * Of those that were sent the newest ends as SUCCESS, unless one that may have been newer was
   dropped or set aside: it may have been told to end for that one.  Nor need it if a task of another
   strategy took its place.
-* While the newest waits for a lock that one at a time has, a lease is marked, so that its holder is
-  told to end, unless the lock is held back; that of a turn, which has no holder, is not.  A task
-  that is dropped leaves no mark.
+* While the newest waits for a lock that one at a time has, a lease is marked, from when it has come
+  or from the next sweep on; that of a turn, which has no holder, is not.  Its holder is told in
+  each renewal.  None needs a mark while an operator or a body has set something for the lock.  A
+  task that is dropped leaves no mark.
 * Who ends as REVOKED was dropped, or names one that was sent later; who has lost its place in line
   says so, and there is one.
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 PARKS = (scripts.PARK, scripts.PARK_UNIQUE)
 NAMED = re.compile(r"replaces it: task (\S+)$")
 MARKED = re.compile(r' {"superseded":"([^"]*)"')
+GATE = '{"gate"'  # the holder of one who waits for another lock
 DROPPED, PASSED = "dropped by an operator", "a newer task took its place"
 
 
@@ -52,11 +54,14 @@ class TakeOvers:
     Args:
         net: The lock server.
         fail: Called with what is broken.
+        alone: Whether the code of each task wants the lock for itself.
         admits_one: Whether the locks admit one at a time, whatever an operator does.
     """
 
-    def __init__(self, net: Net, fail: Callable[[str], None], *, admits_one: bool) -> None:
-        self.net, self._fail, self.admits_one = net, fail, admits_one
+    def __init__(
+        self, net: Net, fail: Callable[[str], None], *, alone: bool, admits_one: bool
+    ) -> None:
+        self.net, self._fail, self.alone, self.admits_one = net, fail, alone, admits_one
         self.asked: dict[str, tuple[str, float]] = {}  # each task's lock, and when it was sent
         self.sent: set[str] = set()  # tasks whose message has arrived
         self.cancel: set[str] = set()  # those of them that cancel others; the others do not count
@@ -65,9 +70,7 @@ class TakeOvers:
         self.excused: set[str] = set()  # dropped, or gone with its process: need not succeed
         self.has_lost = False
         self._granted: dict[str, int] = {}  # by owner
-        self._held_back: dict[
-            str, int
-        ] = {}  # by lock: until when, in ms; nobody ends for that time
+        self._dropped: set[str] = set()  # tasks
         self._requests = 0
 
     def fail(self, text: str) -> None:
@@ -78,47 +81,73 @@ class TakeOvers:
         """Know nothing more of who began before the server has lost data."""
         self.has_lost = True
         self.begun.clear()
+        self._dropped.clear()
 
     def arrived(
         self, script: Script, keys: Sequence[str], arguments: Sequence[Any], reply: Any
     ) -> None:
         """Note a lock that was granted to a task, whether or not that hears of it."""
         self._requests += 1
-        if script is scripts.OVERRIDE and "back" in arguments:
-            self._held_back[keys[0]] = self.net.now_ms + named(script, arguments)["ttl_ms"]
         if script in PARKS and reply[0] == GRANTED:
             self._granted.setdefault(arguments[0], self._requests)
         if self.cancel and keys and keys[0].endswith("}"):
-            self._judge_marks(script, keys[0], named(script, arguments), reply)
+            self._judge_marks(script, keys[0], arguments, reply)
 
-    def _judge_marks(
-        self, script: Script, lock: str, asked: dict[str, Any], reply: Sequence[Any]
-    ) -> None:
+    def _judge_marks(self, script: Script, lock: str, arguments: Sequence[Any], reply: Any) -> None:
         """Judge which leases of a lock are marked, so that their holders end for the newest."""
-        marks = self._marks(lock)
+        asked, marks = named(script, arguments), self._marks(lock)
         if turns := [owner for owner, by in marks.items() if by and owner.endswith("#")]:
             self.fail(f"{turns} of {lock} are turns, and are marked: {marks}")
+        if script in PARKS and reply[0] == PARKED and reply[-1]:
+            self._judge_told(lock, asked["terms"], reply[-1])
         ticket = asked.get("ticket", "")
         task = ticket.partition(":")[0]
-        if script is scripts.DROP and reply[0] == 1 and task in marks.values():
-            self.fail(f"{lock} is marked for {task}, which was dropped: {marks}")
-        if script not in PARKS or reply[0] != PARKED or not asked["sent"] or not self.admits_one:
-            return
-        waits = self.net.send("ZSCORE", f"{lock}:line", f"{ticket}#") is not None
+        if script is scripts.DROP and reply[0] == 1:
+            self._dropped.add(task)
+        if self._dropped & set(marks.values()):
+            self.fail(f"{lock} is marked for a task that was dropped: {marks}")
+        if script is scripts.RENEW and reply != 0:
+            owner = arguments[0]
+            if reply != (marks[owner].encode() or 1):
+                self.fail(f"{owner} is told of {reply!r}, and not as it is marked: {marks}")
+        comes = script in PARKS and reply[0] == PARKED and asked["sent"]
         run = {owner for owner in marks if not owner.endswith("#")}
-        if self._held_back.get(lock, 0) > self.net.now_ms:
-            return  # the newest could not begin either
-        if waits and run and not any(marks[owner] == task for owner in run):
-            self.fail(f"{task} waits for {lock}, and nobody is told: {marks}")
+        if not (comes or script is scripts.SWEEP) or not run or not self.alone:
+            return
+        if self.net.send("EXISTS", f"{lock}:limit"):
+            return  # the newest could not begin either, or beside those that run
+        members = self.net.send("ZRANGE", f"{lock}:line", 0, -1)
+        line = {member.decode().partition(":")[0] for member in members}
+        # One that was set aside and comes back supersedes nobody.
+        waits = line & ({task} if comes else self.cancel - self.excused)
+        if waits and not any(marks[owner] in waits for owner in run):
+            self.fail(f"{waits} waits for {lock}, and nobody is told: {marks}")
+
+    def _judge_told(self, lock: str, terms: str, told: Sequence[bytes]) -> None:
+        """Judge which holders are told to end for a task of these terms."""
+        leases = self._leases(lock).items()
+        records = [record.split(" ", 5) for owner, record in leases if owner[-1] != "#"]
+        run = sorted((int(one[2]), one[4][0], one[5]) for one in records if GATE not in one[5])
+        ends = [holder for _, mode, holder in run if mode != terms[0]] or [run[0][-1]]
+        if sorted(ends) != sorted(one.decode() for one in told):
+            self.fail(f"{told} are told to end of {run} that have {lock}, and not {ends}")
+
+    def _leases(self, lock: str) -> dict[str, str]:
+        """Return the records of those who have a lock, unless they are done with it."""
+        found = [one.decode() for one in self.net.send("HGETALL", lock)]
+        leases = zip(found[::2], found[1::2], strict=True)
+        now = self.net.now_ms
+        return {
+            owner: record
+            for owner, record in leases
+            if owner[0] != "~" and int(record.split(" ", 2)[1]) > now
+        }
 
     def _marks(self, lock: str) -> dict[str, str]:
-        """Return for which task each lease is marked; empty: for none, or its owner is done."""
-        found = [one.decode() for one in self.net.send("HGETALL", lock)]
-        leases = dict(zip(found[::2], found[1::2], strict=True))
+        """Return for which task each lease is marked; empty: for none."""
         return {
             owner: mark[1] if (mark := MARKED.search(record)) else ""
-            for owner, record in leases.items()
-            if owner[0] != "~" and int(record.split(" ", 2)[1]) > self.net.now_ms
+            for owner, record in self._leases(lock).items()
         }
 
     def is_newer(self, one: str, other: str) -> bool:

@@ -177,4 +177,18 @@ BROKEN = {
     ),
     "an older one may run after the newest": ("canceller and newer_than(lock, canceller)", "nil"),
     "only who waits counts": ("ipairs({'waits', 'began'})", "ipairs({'waits'})"),
+    "the youngest is told to end": (
+        "lease.token - oldest.token < 0",
+        "lease.token - oldest.token > 0",
+    ),
+    "who has its turn keeps it beside the newest": (
+        "return count_tickets(lock) - (canceller and 0 or redis.call('ZCARD', lock.handed))",
+        "return count_tickets(lock) - redis.call('ZCARD', lock.handed)",
+    ),
+    "what was dropped is the newest for ever": (
+        "redis.call('HDEL', lock.name .. NEWEST, 'waits')\n    for",
+        "for",
+    ),
+    "a sweep tells nobody to end": ("\nsupersede(lock)\n", "\n"),
+    "a renewal tells nobody to end": ("return superseded_by(lease.holder) or 1", "return 1"),
 }

@@ -56,3 +56,13 @@ def test_an_older_task_that_comes_a_day_later_does_not_run(line):
     line.store.lock_server.advance(23 * HOUR)
     with pytest.raises(Replaced, match="new"):
         line.ask("old", sent=sent_at(line, ago=24 * HOUR))
+
+
+def test_of_two_that_were_sent_at_one_time_the_id_decides(line):
+    """Whichever comes first, neither cancels the other for ever: each worker says the same."""
+    now = sent_at(line)
+    for task in ("a", "b"):
+        assert line.ask(task, sent=now) == "granted"
+        line.end(task, ticket="")
+    with pytest.raises(Replaced, match="b"):
+        line.ask("a", 2, sent=now)
