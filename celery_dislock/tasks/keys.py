@@ -46,7 +46,7 @@ class TaskKeys:
         runtime: What the locks of the app share.
 
     Raises:
-        SettingsError: ``lock_key`` cannot be used.
+        SettingsError: ``lock_key``, or what tells a limit, a rate or a cost, cannot be used.
 
     Attributes:
         vary: Whether the arguments of a call tell terms of its keys.
@@ -76,14 +76,11 @@ class TaskKeys:
             for refused in refused_defaults(declared, builder.paths, signature):
                 _warn_of_default(name, str(refused))
         self._terms = options.terms
-        self._calls: dict[int, CallTerms] = {}  # by place in `terms`, of those that calls tell
-        for nth, key in enumerate(options.declared):
-            try:
-                if key.told:
-                    self._calls[nth] = CallTerms(key.told, signature, name)
-            except InvalidTemplate as exc:
-                option = next(iter(key.told))
-                raise SettingsError(name, f"lock_{option}", key.told[option], str(exc)) from exc
+        self._calls = {  # by place in `terms`, of those that calls tell
+            nth: CallTerms(key.told, signature, name)
+            for nth, key in enumerate(options.declared)
+            if key.told
+        }
         self._declared = [declared for declared in options.keys if isinstance(declared, str)]
         each = self._terms * (len(self._builders) // len(self._terms))
         self._ranks = [
@@ -167,8 +164,8 @@ class TaskKeys:
         """
         Return the terms on which calls of the task take the lock of this key.
 
-        None if only the arguments of a call tell that, or if no call has this key.  Without a cost
-        that only they tell.
+        None if only the arguments of a call tell that, or if no call has this key.  Without a cost,
+        which each task in line has for itself.
         """
         several = len(self._terms) > 1
         places = [
@@ -178,7 +175,7 @@ class TaskKeys:
         ]
         if any(self._calls[nth].tell_rule for nth in places if nth in self._calls):
             return None
-        found = {self._terms[nth] for nth in places}
+        found = {self._terms[nth]._replace(cost=None) for nth in places}
         return found.pop() if len(found) == 1 else None
 
     def in_order(

@@ -186,16 +186,14 @@ def terms_said(app: Celery) -> Callable[[str, str], Terms | None]:
     """
     Return a function that tells the terms on which a task takes the lock of a key.
 
-    It takes the task's name and the key, and leaves out the cost, which each task in line has for
-    itself.  It returns None if the app does not know the task, if the task takes no lock, or if
-    only its arguments tell.
+    It takes the task's name and the key.  It returns None if the app does not know the task, if the
+    task takes no lock, or if only its arguments tell.
     """
     guards = guards_of(app)
 
     def said(task: str, key: str) -> Terms | None:
         guard = guards.get(task)
-        terms = guard.terms_at(key) if guard is not None and guard.has_lock else None
-        return terms and terms._replace(cost=None)
+        return guard.terms_at(key) if guard is not None and guard.has_lock else None
 
     return said
 

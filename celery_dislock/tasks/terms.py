@@ -6,10 +6,10 @@ import reprlib
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import TERMS
-from celery_dislock.exceptions import LockKeyError
+from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.keys.builders import ArgumentsCall
 from celery_dislock.keys.signatures import binder
-from celery_dislock.keys.templates import KeyTemplate
+from celery_dislock.keys.templates import InvalidTemplate, KeyTemplate
 
 if TYPE_CHECKING:
     import inspect
@@ -29,7 +29,7 @@ class CallTerms:
         task_name: Name of the task.
 
     Raises:
-        InvalidTemplate: A callable or a placeholder cannot be used.
+        SettingsError: A callable or a placeholder cannot be used.
 
     Attributes:
         reads: Names of the arguments that are read; None: all.
@@ -47,12 +47,15 @@ class CallTerms:
         self.tell_rule = bool(told.keys() - {"cost"})
         self._calls: dict[str, tuple[str, Callable[..., Any]]] = {}
         for term, how in told.items():
-            if isinstance(how, str):
-                template = KeyTemplate(how, signature, binder(signature, task_name))
-                self._calls[term], self.reads = (how, template.value), template.reads
-            else:
-                call = ArgumentsCall(how, signature, task_name)
-                self._calls[term] = call.name, call
+            try:
+                if isinstance(how, str):
+                    template = KeyTemplate(how, signature, binder(signature, task_name))
+                    self._calls[term], self.reads = (how, template.value), template.reads
+                else:
+                    call = ArgumentsCall(how, signature, task_name)
+                    self._calls[term] = call.name, call
+            except InvalidTemplate as exc:
+                raise SettingsError(task_name, f"lock_{term}", how, str(exc)) from exc
         if any(map(callable, told.values())):
             self.reads = None
 

@@ -260,6 +260,10 @@ def test_a_lock_in_python_has_no_arguments_for_a_callable(shop, option, where):
 REFUSED = {
     "other arguments": ({"lock_limit": of_more}, "takes the arguments"),
     "of a key": ({"lock_key": [Key("k", rate=of_more)]}, "takes the arguments"),
+    "the second of two": (
+        {"lock_limit": Plan(2).of, "lock_rate": of_more},
+        "lock_rate=.*takes the arguments",
+    ),
     "shared": ({"lock_limit": lambda: 2, "lock_mode": "shared"}, "no effect"),
     "no lock": ({"lock_key": [Key("k", limit=lambda: 2)], "lock_limit": None}, "no effect"),
     "kept for a retry": ({"lock_rate": lambda: "1/s", "lock_hold_on_retry": True}, "not counted"),

@@ -264,7 +264,7 @@ def test_what_the_code_says_of_a_key(shop):
     keys = [
         Key("api", limit=5),
         Key("t:<a>", limit=2),
-        Key("u:<a>", limit=3),
+        Key("u:<a>", limit=3, cost=2),
         Key("u:<a>:<b>", limit=3),
     ]
     declare(shop.app, call, name="shop.call", lock_key=[*keys, Key("t:x:<b>", limit=4)])
