@@ -16,6 +16,7 @@ from celery import _state
 from kombu.transport import memory
 
 from celery_dislock.servers.memory import memory_server
+from celery_dislock.tasks.request import told_to_end
 from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.leaks import Watch, remember
 from tests.orphans import pytest_configure, pytest_unconfigure  # noqa: F401 -- hooks
@@ -115,6 +116,12 @@ def shared_tasks_are_the_tests_own(monkeypatch):
 def messages_are_the_tests_own():
     """Brokers in memory share their queues, and keep what a test has left there."""
     memory.Channel.queues.clear()
+
+
+@pytest.fixture(autouse=True)
+def requests_are_the_tests_own():
+    """A worker that ends waits in a thread for what was told to end, also by another test."""
+    told_to_end.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # When a wait is cancelled: before it has begun, while it lasts, or when its result has arrived.
 BEFORE, DURING, ARRIVED = "before", "during", "arrived"
 WAITS_MOST = 30  # of one operation
+AWAY = "redis://127.0.0.1:1/0"
 LASTS = 20 * PATIENCE  # seconds: a lease that is left does not end by itself in time
 GRANTS = runs(scripts.ACQUIRE)
 RELEASES = runs(scripts.RELEASE)
@@ -397,8 +398,10 @@ def test_an_acquisition_that_comes_after_its_release_is_undone(request, kind):
     late, *others = servers.processes
 
     async def main(proxy, clients):
-        urls = [proxy.url, *(server.url for server in others)]
-        async with Dislock.from_url(urls if others else proxy.url) as dislock:
+        # The late one has to grant it, too, for a majority.
+        urls = [proxy.url, *(server.url for server in others[1:]), AWAY] if others else proxy.url
+        options = {"socket_timeout": PATIENCE}
+        async with Dislock.from_url(urls, transport_options=options) as dislock:
             task = asyncio.create_task(takes(dislock.async_lock("a")))
             await until(proxy.came.is_set, "the acquisition")
             task.cancel()
