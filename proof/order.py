@@ -196,7 +196,7 @@ class Order:
         """Return whether the first of those in line, whom nobody may pass, costs more than 1."""
         stand = others & line.waits.keys()
         gone = {one for one in stand if line.waits[one] <= self.net.now_ms}
-        if not stand or gone or stand & line.unknown:
+        if not stand or gone or line.unknown:
             return False  # who is first is not known
         return min(stand, key=line.came.__getitem__) in line.large
 

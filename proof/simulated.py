@@ -23,7 +23,7 @@ from celery_dislock.parking.store import Lines
 from celery_dislock.servers.reservations import Reservations
 from celery_dislock.servers.store import Store
 from proof import simulated_sending
-from tests.integration.lua_server import LuaServer
+from tests.integration.lua_server import START, LuaServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from proof.takeovers import TakeOvers
 
 IDLE = 5.0  # seconds that a watchdog sleeps at most
+QUANTA = 4  # times in the log of a rate
 FOREVER = float("inf")
 
 
@@ -65,7 +66,7 @@ class Net(LuaServer):
             Order | Durations | Rates | Records | TakeOvers
         ] = ()  # of what arrives
         self.linked: list[str] = []  # locks of tasks of several keys: a script may touch all
-        super().__init__(changed)
+        super().__init__(lambda text: changed(with_few_quanta(text)))
 
     def record(self) -> Any:
         """Return the record of the key of :mod:`proof.simulated_sending`."""
@@ -105,6 +106,17 @@ class Net(LuaServer):
         """Let time pass."""
         self.time += seconds
         super().advance(seconds)
+
+    def begin(self) -> None:
+        """Lose all; its times have the number of digits that they have today."""
+        self.lose()
+        self.replicate()
+        self.time = START
+        self.set_back(self.now_us / 1_000_000 - START)
+
+    def set_back(self, seconds: float) -> None:
+        """Set the server's clock back, and nobody else's."""
+        super().advance(-seconds)
 
     def clock(self) -> float:
         """Return the monotonic time of all clients."""
@@ -147,6 +159,11 @@ class Net(LuaServer):
 
     def _reply(self, wait: Wait) -> Any:
         return stop(wait) if greenlet.getcurrent().parent else wait.run and wait.run()
+
+
+def with_few_quanta(text: str) -> str:
+    """Let a script log each start up to a rate of QUANTA, so that few starts fill quanta."""
+    return text.replace("local QUANTA = 1000", f"local QUANTA = {QUANTA}")
 
 
 def stop(wait: Wait) -> Any:

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 import greenlet
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
-from celery_dislock.config.terms import Rate
+from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
 from celery_dislock.exceptions import DislockError, StoreError, SupersededError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.reentrant import ReentrantLock
@@ -49,19 +49,20 @@ from celery_dislock.parking.store import ASIDE, RUNS
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.scripts import HAS_LEFT, NOT_THERE
 from celery_dislock.servers.overrides import BARRED
+from celery_dislock.servers.replies import Granted
 from celery_dislock.tasks.request import release_after_death
+from celery_dislock.tasks.task import terms_said
 from celery_dislock.worker import stalled
 from proof import simulated_sending
 from proof.controls import CONTROLS
 from proof.leases import Durations, cap_of
 from proof.order import Order
-from proof.rates import Rates
+from proof.rates import Rates, rates_of
 from proof.records import Records
 from proof.servers import STAYS
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
 from proof.takeovers import DROPPED, TakeOvers
 from proof.working import WIDE, Copy, Worker, driven, named_by, options_of
-from tests.integration.lua_server import START
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -73,13 +74,14 @@ if TYPE_CHECKING:
 
 PUT_OFF = 5.0  # seconds
 STEPS = 300  # of a history
+MESSAGE_STEPS = 150  # of one of messages of a unique key
 SHRINK_STEPS = 300_000  # to be taken while a history is made small
 TIMEOUT = 30.0  # seconds of a lease
 LOOK_EVERY = TIMEOUT / RENEWALS_PER_TIMEOUT / stalled.LOOKS  # seconds
 DAY = 86400.0  # seconds
 PROCESSES = 3
 ACTORS_MOST = 9  # at work at a time
-RATED_MOST = 0.25  # of the histories
+RATED_MOST = 0.5  # of the histories
 CANCELS_MOST = 0.4  # of the same without those: these have tasks that cancel each other
 DROPS_MOST = 0.4  # in these an operator drops tasks that wait
 DAMAGE_MOST = 0.1  # in these the server loses single keys
@@ -90,7 +92,13 @@ HOMES = ("here", "there")
 SEVERAL_MOST = 0.5  # of the histories with tasks that park: these have tasks of two keys
 ONE = {"lock_limit": 1}  # which a rate alone does not have
 SPENT = (0, 0, 1, 2, 3)  # what a start with a cost has really cost
-RATES = ("3/20s", "1/8s", "2/45s")  # one or two, in some histories, of all locks
+RATES = ("3/20s", "1/8s", "2/45s", "10/30s")  # one or two, in some histories, of all locks
+NEVER = "1/20m"  # of a release that another one has to take the place of
+SET_RATES = ("1/26s", "3/5s")  # by an operator
+COSTS = (None, 1, 2, 4)
+RATED = ("take",) * 7 + ("hold_back", "set_rate", "set_rate", "set_back")  # steps
+SET_BACK_MOST = 0.3  # of the histories with a rate: in these the server's clock is set back
+BACK = 70.0  # seconds by which it is
 UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
 IDLE_MOST = 900.0  # seconds in which something must have ended: no wait and no lease is as long
 KEPT_UNIT = 400.0  # seconds after which no key is left that has had what is kept for a task
@@ -192,25 +200,19 @@ class History:
         self.tokens: dict[str, list[tuple[float, int, str]]] = {}  # when clients learned of them
         self.limits: dict[str, list[int]] = {}
         self.paused: dict[str, float] = {}
+        self.skew = 0.0  # seconds by which the server's clock was set back
         self.lost_at = -1.0  # the last time at which the server lost data
         self.freed: set[str] = set()
         self.violation = ""
         self.steps = self.generation = self.failed = 0
         self.locked = 0  # threads that have taken a lock in plain Python, or tried to
-        net.lose()
-        net.replicate()
+        net.begin()
         self.judge()
-        net.advance(START - net.time)  # its times keep the number of digits that they have today
         self.keeper = None  # the main process of the workers, if it renews for those that do not
         if self.has_keeper:
             self.keeper = stalled.StalledKeeper(self.process(0).store, net.clock)
         for nth in range(PROCESSES):
-            worker = worker_of(nth) if self.parks else None
-            if worker is not None:
-                worker.results.kept = self.results
-                for kind in self.kinds:
-                    worker.task(kind)
-            self.new_process(nth, worker)
+            self.new_process(nth, self.worker(nth) if self.parks else None)
 
     def plan(self, seed: str) -> None:
         """Choose what kind of history this is."""
@@ -222,12 +224,20 @@ class History:
         self.rates = (
             rated.sample(RATES, rated.choice((1, 2))) if rated.random() < RATED_MOST else []
         )
+        self.one = ONE if rated.random() < 1 / 2 else {}
+        sets_back = rated.random()
+        deploys = rated.random()
         self.late_acks = rng.random() < 0.7
         several = random.Random(f"{seed} several")
         self.several = self.parks and several.random() < SEVERAL_MOST
+        self.deploys = bool(self.rates and self.parks) and not self.several and deploys < 1 / 2
+        if self.deploys:
+            self.faults.add("kill")
         self.narrow, self.wide = several.choice(NARROW), several.choice(WIDER)
         cancels = random.Random(f"{seed} cancels").random()
         self.cancels = self.parks and not self.several and cancels < CANCELS_MOST
+        plain = self.rates and not (self.several or self.cancels)
+        self.sets_back = bool(plain) and sets_back < SET_BACK_MOST
         self.drops = random.Random(f"{seed} drops").random() < DROPS_MOST
         if random.Random(f"{seed} damage").random() < DAMAGE_MOST:
             self.faults.add("damage")
@@ -253,12 +263,12 @@ class History:
         """Have what arrives judged from now on."""
         net = self.net
         self.durations = Durations(net, self.fail)
-        alone = self.group == "exclusive"
+        alone = self.group == "exclusive" and not (self.rates and not self.one)
         admits_one = alone and "limit" not in self.faults
         self.take_overs = TakeOvers(net, self.fail, alone=alone, admits_one=admits_one)
-        rates = [Rates(net, [*map(Rate.of, self.rates)], self.fail)] if self.rates else []
+        self.rated = Rates(net, self.rates, self.fail)
         records = Records(net, self.fail)
-        net.judges = [Order(net, self.fail), self.durations, self.take_overs, records, *rates]
+        net.judges = [Order(net, self.fail), self.durations, self.take_overs, records, self.rated]
 
     def chance(self, what: str, task: str) -> random.Random:
         """Return what decides this of a task, whatever steps there are of others."""
@@ -275,11 +285,14 @@ class History:
             options = {**options, "lock_key": "<key>", **rng.choice(CANCELS)}
             options = {name: one for name, one in options.items() if name in CANCEL_WITH}
         if self.rates:  # several keys with a rate cannot be waited for
-            rate = rng.choice(self.rates)
-            options = {**ONE, **options, "lock_rate": rate, "lock_key": "<key>"}
+            options = {
+                **self.one, **options, "lock_rate": rng.choice(self.rates), "lock_key": "<key>",
+            }  # fmt: skip
             if "lock_mode" in options:  # shared
-                del options["lock_limit"]
-            cost = self.cost(rng, options, Rate.of(rate))
+                options.pop("lock_limit", None)
+            if self.deploys:
+                options["other_lock_rate"] = rng.choice((*self.rates, NEVER))
+            cost = self.cost(rng, options)
             if not several and options["lock_on_conflict"] != "cancel":
                 options.update(cost)
         if several:
@@ -289,11 +302,12 @@ class History:
             }  # fmt: skip
         return named_by(options)
 
-    def cost(self, rng: random.Random, options: dict[str, Any], rate: Rate) -> dict[str, int]:
+    def cost(self, rng: random.Random, options: dict[str, Any]) -> dict[str, int]:
         """Choose what a start costs, if it costs anything: no more than is admitted."""
-        cost = rng.choice((None, 1, 2))
-        fits = cost is not None and cost <= min(options.get("lock_limit", cost), rate.most)
-        return {"lock_cost": cost} if cost and fits else {}
+        cost = rng.choice(COSTS)
+        admitted = [options.get("lock_limit", LIMIT_MOST)]
+        admitted += [rate.most for rate in rates_of(options)]
+        return {"lock_cost": cost} if cost and cost <= min(admitted) else {}
 
     def two_keys(self, rng: random.Random) -> dict[str, Any]:
         """Choose the keys of a task that has two; a second version may take them in turn."""
@@ -332,8 +346,8 @@ class History:
             return ["damage", rng.randrange(ACTORS_MOST)]
         if chance < 0.32 and self.withdraws:
             return ["withdraw", rng.randrange(ACTORS_MOST), rng.choice((RUNS, ASIDE))]
-        if chance < 0.30 and self.rates:
-            return ["hold_back", rng.choice(KEYS), rng.choice((5.0, 40.0))]
+        if chance < 0.36 and self.rates:
+            return self.choose_rated(rng)
         ready = [name for name, actor in self.actors.items() if self.is_ready(actor)]
         if not ready:
             return ["pass", 0.0]
@@ -341,6 +355,17 @@ class History:
         if self.faults & {"replies", "late"} and rng.random() < 0.2:
             how = rng.choice([how for fault in sorted(self.faults) for how in HOW.get(fault, ())])
         return ["go", rng.choice(ready), how]
+
+    def choose_rated(self, rng: random.Random) -> Step:
+        """Choose a step that only histories with a rate have."""
+        what, key = rng.choice(RATED), rng.choice(KEYS)
+        if what == "set_back" and self.sets_back:
+            return [what]
+        if what == "hold_back":
+            return [what, key, rng.choice((5.0, 40.0))]
+        if what == "set_rate":
+            return [what, key, rng.choice((None, *SET_RATES)), rng.choice((0.0, 5.0, 40.0))]
+        return ["take", key, rng.choice(self.rates), rng.choice(COSTS)]
 
     def take(self, step: Step) -> None:
         """Take a step, if it applies."""
@@ -443,7 +468,7 @@ class History:
             judge.lost()
         self.lost_at = self.net.time
 
-    def step_kill(self, nth: int) -> None:
+    def step_kill(self, nth: int, worker: Worker | None = None) -> None:
         """A process dies; its messages come again if they were not acknowledged."""
         process, died = self.processes[nth], []
         process.dead = True
@@ -460,12 +485,18 @@ class History:
             if actor.made is not None:
                 died.append(actor.made)
         self.processes.pop(nth)
-        worker = self.workers.pop(process, None)
+        worker = worker or self.workers.get(process)
+        self.workers.pop(process, None)
         self.new_process(nth, worker)
         if worker is not None and self.generation % 4:  # its main process has seen it
             for made in died:
                 name = f"{self.steps} {made.id}"
                 self.begin(name, self.processes[nth], partial(self.death, name, made))
+
+    def step_deploy(self) -> None:
+        """The process of the other release dies, and one of this release comes in its place."""
+        self.step_kill(0, self.worker(PROCESSES))
+        self.rated.deployed()
 
     def step_freeze(self, nth: int) -> None:
         """A process stands still."""
@@ -488,6 +519,26 @@ class History:
     def step_hold_back(self, key: str, seconds: float) -> None:
         """A body has been told to wait, and nobody starts for some seconds."""
         self.processes[0].store.override(lock_name(key), seconds, back=BARRED)
+
+    def step_set_rate(self, key: str, rate: str | None, seconds: float) -> None:
+        """An operator sets a rate, for some seconds or, with 0, until it is taken back."""
+        word = rate and Rate.of(rate).word
+        self.processes[0].store.override(lock_name(key), seconds, rate=word)
+
+    def step_set_back(self) -> None:
+        """The server's clock is set back: what is there lasts for longer."""
+        self.net.set_back(BACK)
+        self.skew += BACK
+        for judge in self.net.judges:
+            judge.set_back(BACK) if judge is self.rated else judge.lost()
+        self.paused.clear()
+
+    def step_take(self, key: str, rate: str, cost: int | None) -> None:
+        """Somebody takes a lock for a moment, or is refused."""
+        store, owner, names = self.processes[0].store, f"taker:{self.steps}", [lock_name(key)]
+        terms = Terms(limit=self.one.get("lock_limit", LIMIT_MOST), rate=Rate.of(rate), cost=cost)
+        if isinstance(store.acquire(names, owner, TIMEOUT, "{}", terms=(terms,)), Granted):
+            store.release(names, owner)
 
     def step_free(self, key: str) -> None:
         """An operator frees a lock."""
@@ -558,6 +609,13 @@ class History:
         home = self.homes[nth % len(self.homes)]
         return Process(self.net, number, self.check, self.durations, home)
 
+    def worker(self, nth: int) -> Worker:
+        worker = worker_of(nth)
+        worker.results.kept = self.results
+        for kind in self.kinds:
+            worker.task(kind)
+        return worker
+
     def new_process(self, nth: int, worker: Worker | None) -> None:
         self.generation += 1
         process = self.process(self.generation, nth)
@@ -619,9 +677,9 @@ class History:
             "max_renew_times": rng.choice((360, 360, 2)),
         }
         if self.rates:
-            rate = Rate.of(rng.choice(self.rates))
-            keys, options = keys[:1], {**ONE, **options, "lock_rate": rate}
-            options.update(self.cost(rng, options, rate))
+            rate = rng.choice(self.rates)
+            keys, options = keys[:1], {**self.one, **options, "lock_rate": rate}
+            options.update(self.cost(rng, options))
         lock = ReentrantLock(process, keys, {**options, "fair": rng.random() < 0.9})
         waits = rng.choice((0.0, 3.0, 40.0, 300.0))
         depth = 0
@@ -741,6 +799,8 @@ class History:
     def sweeping(self, process: Process) -> None:
         """Sweep the lines, as the worker does."""
         sweep = Sweep(process.parking, process.name, TIMEOUT / 3, clock=self.net.clock)
+        if not self.several:  # the other release's template of the wide key fits any key
+            sweep.says = terms_said(self.workers[process].app)
         while True:
             stop(Wait(self.net.time + TIMEOUT / 3))
             sweep.step()
@@ -759,7 +819,8 @@ class History:
         for name, token in zip(lease.lock.names, lease.tokens.values(), strict=True):
             known = self.tokens.setdefault(name, [])
             for learned, other, owner in known:
-                if owner != lease.owner and learned < self.net.time - waited and other >= token:
+                is_older = owner != lease.owner and learned < self.net.time - waited
+                if is_older and other >= token and not self.skew:
                     self.fail(f"a token of {name} did not grow: {lease!r}, after {owner}: {other}")
             if not any(owner == lease.owner for _, _, owner in known):
                 known.append((self.net.time, token, lease.owner))
@@ -815,6 +876,9 @@ class History:
             self.take(["thaw", nth])
         for key in (*KEYS, WIDE):
             self.take(["limit", key, None])
+            self.take(["set_rate", key, None, 0.0])
+        if self.deploys:
+            self.take(["deploy"])
         self.let_all_end()
         for task in self.sent:
             if task not in self.ran and task not in self.excused and self.is_kept:
@@ -825,7 +889,8 @@ class History:
         self.take_overs.end()
         if self.violation:
             raise BrokenPromiseError(self.violation)
-        self.net.advance(KEPT_UNIT if self.several else 100.0)  # places of those that died
+        kept = KEPT_UNIT if self.several else 100.0  # places of those that died
+        self.net.advance(self.skew + kept + (Rate.of(NEVER).window if self.deploys else 0.0))
         left = [name for name in self.keys() if not any(one in name for one in STAYS)]
         if left:
             raise BrokenPromiseError(f"these keys are left: {left}, of {self.net.contents()}")
@@ -834,7 +899,7 @@ class History:
         may_stay = self.faults - HARMLESS | self.faults & {"late"} or self.durations.has_capped
         taken = [] if may_stay else self.reserved()
         if not taken:
-            self.net.advance(UNIQUE_FOR)
+            self.net.advance(self.skew + UNIQUE_FOR)
             taken = self.reserved()
         if taken:
             raise BrokenPromiseError(f"these keys stay reserved: {taken}, {self.net.contents()}")
@@ -1018,12 +1083,9 @@ def outcomes(
             return
         counts["histories"] += 1
         name = f"{seed}.{nth}"
-        if nth % UNIQUE_EVERY == 0:  # these are checked by a model of their own
-            net.judges = ()
-            history = simulated_sending.History(net, name, loses=nth % 2 == 0)
-            history.go(STEPS)
-            counts["steps"] += STEPS + history.commands
         outcome = run(net, name)
+        if nth % UNIQUE_EVERY == 0 and not outcome.broken:  # these have a judge of their own
+            outcome = run_messages(net, name, loses=nth // UNIQUE_EVERY % 2 == 0, counts=counts)
         counts["steps"] += outcome.taken
         if outcome.stopped:
             counts["stopped"] += 1
@@ -1032,6 +1094,18 @@ def outcomes(
                 "enough for its end. That breaks no promise: things still ended"
             )
         yield name, outcome
+
+
+def run_messages(net: Net, name: str, *, loses: bool, counts: Counter[str]) -> Outcome:
+    """Run a history of messages of a unique key; it has no steps to be replayed."""
+    net.judges = ()
+    history, broken = simulated_sending.History(net, name, loses=loses), ""
+    try:
+        counts += history.go(MESSAGE_STEPS)
+    except Exception as exc:  # noqa: BLE001 -- whatever the client or a script raises
+        broken = repr(exc)
+    kind = f"messages of a unique key{', whose state is lost' if loses else ''}"
+    return Outcome([], MESSAGE_STEPS + history.commands, kind, broken, stopped=False)
 
 
 def catch(control: str, seed: int, seconds: float) -> tuple[bool, float]:

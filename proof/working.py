@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.replies import Turn
 
 WIDE = "c"  # the key that tasks of several keys share
+OTHER = "other_"  # before the name of an option: what the other release says of it
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)  # at the simulation's time 0, as on its server
 BY_WALL = (conflicts, acquisition, guard, sending, unrun, message_headers)  # modules that use time
 
@@ -132,7 +133,7 @@ class Worker:
     The app of simulated processes, of one after the other: to make an app takes long.
 
     Args:
-        is_other: It has another version of the tasks that have two.
+        is_other: It has the other release of the tasks.
     """
 
     def __init__(self, *, is_other: bool = False) -> None:
@@ -199,14 +200,15 @@ class Worker:
                 self.body(task)
 
             declared = {"lock_key": "<key>", **options_of(name)}
-            other = declared.pop("other_lock_key", declared["lock_key"])
-            keys = other if self.is_other else declared["lock_key"]
+            for option in [option for option in declared if option.startswith(OTHER)]:
+                other = declared.pop(option)
+                if self.is_other:
+                    declared[option.removeprefix(OTHER)] = other
+            keys = declared["lock_key"]
             if isinstance(keys, list):
                 declared["lock_key"] = [
                     Key(**one) if isinstance(one, dict) else one for one in keys
                 ]
-            else:
-                declared["lock_key"] = keys
             self.app.task(name=name, base=SingletonTask, shared=False, bind=True, **declared)(run)
 
         return self.app.tasks[name]

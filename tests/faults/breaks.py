@@ -24,6 +24,40 @@ BROKEN = {
         "math.min(counted, log.most) - math.min(spent, log.most), time",
         "2 * (math.min(counted, log.most) - math.min(spent, log.most)), time",
     ),
+    "one start too many": ("log.quantum == 1 and most or", "log.quantum == 1 and most + 1 or"),
+    "the starts of a slower rate are forgotten": ("math.max(most, log.most)", "most"),
+    "a claim is not counted": ("    count_start(at, station.terms)\n", ""),
+    "turns are given hours ahead": ("lock.early <= SOON_US and", "true and"),
+    "an operator's rate is not heeded": (
+        "if set then return set.most, set.window end",
+        "",
+    ),
+    "a rate that is set for ever ends": (
+        "if set and set.until_ms > 0 then",
+        "if set then",
+    ),
+    "the end of a rate that is set is its start": (
+        "math.max((set.until_ms - now) * 1000, of_code)",
+        "math.min((set.until_ms - now) * 1000, of_code)",
+    ),
+    "a rate that is set forgets the code's window": (
+        "math.max(window, terms.window or 0)",
+        "window",
+    ),
+    "starts in the future stay there": (
+        "if log.newest <= now_us then return log end",
+        "do return log end",
+    ),
+    "starts in the future are forgotten": (
+        "for _ = 1, later do redis.call('LPUSH', starts, now_as_token) end",
+        "",
+    ),
+    "a start is told a second late": (
+        "before + window * 1000 - now_us)",
+        "before + window * 1000 - now_us + 1000000)",
+    ),
+    "what fills no quantum is forgotten": ("log.carry = log.carry + ", "log.carry = "),
+    "a log is longer than it must be": ("starts, 0, kept - 1)", "starts, 0, -2)"),
     "shared leases pass an exclusive one": ("lock.x == 0 and limit > 0", "limit > 0"),
     "tokens do not grow": ("return newest < now_us and now_as_token or", "return '7' or"),
     "a pause is not heeded": ("terms, limit_set(lock))", "terms)"),

@@ -20,7 +20,7 @@ from proof import simulation
 from proof.__main__ import is_caught_simulated
 from proof.controls import CONTROLS, SIMULATION
 from proof.simulated import Net
-from proof.simulation import STEPS, Script, outcomes, run, simulate
+from proof.simulation import STEPS, Script, outcomes, run, run_messages, simulate
 from tests.faults.breaks import BROKEN
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, TURN, Broker
@@ -49,6 +49,10 @@ RARE = {  # each takes many histories to be found
     "no holder ends for a newer task",
     "nobody renews for a process that stands still",
     "the line of a later lock is passed",
+    "a rate that is set forgets the code's window",
+    "starts in the future stay there",
+    "starts in the future are forgotten",
+    "what was not spent is taken back twice",
     "a_death_that_ends_no_lease",
     "an_older_task_that_begins_after_the_newest",
 }
@@ -63,6 +67,18 @@ def test_histories():
     for seed in range(HISTORIES):
         outcome = run(net, f"test {seed}")
         assert not outcome.broken, (outcome.kind, Script(f"test {seed}", outcome.steps))
+
+
+@pytest.mark.parametrize("loses", [False, True], ids=["state is kept", "state is lost"])
+def test_histories_of_messages(loses):
+    """What is sent twice, late or lost, and who is killed, for one key that is unique."""
+    net, seen = Net(), Counter()
+    for seed in range(HISTORIES):
+        outcome = run_messages(net, f"{seed}", loses=loses, counts=seen)
+        assert not outcome.broken, (seed, outcome)
+    often = "replaced,sooner,duplicate,late,killed,hours,an id again,retried,redelivered,revoked"
+    for what in (*often.split(","), "later", "ran without locks"):
+        assert seen[what] > 10, f"{what} has hardly been seen: {seen}"
 
 
 def test_a_history_can_be_replayed():
