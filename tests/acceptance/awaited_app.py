@@ -96,13 +96,6 @@ async def take_again(self, key):
             }
 
 
-async def lock_inside(self, key):
-    """Take a lock in the body, and tell its holder to a coroutine that comes second."""
-    async with dislock.async_lock(key):
-        refused = await asyncio.create_task(dislock.async_lock(key).try_acquire())
-        return [refused.holder["task"], refused.holder["id"]]
-
-
 def locked(name, body=stay, **options):
     """Declare a task with this body."""
     options = {"base": SingletonTask, "bind": True, "lock_key": "<key>", **options}
@@ -110,8 +103,6 @@ def locked(name, body=stay, **options):
 
 
 hold = locked("hold")
-hold_inside = app.task(lock_inside, name=f"{__name__}.hold_inside", bind=True)
-hold_both = locked("hold_both", lock_inside, lock_key="own:<key>")
 hold_plain = locked("hold_plain", stay_plain)
 hold_renewed = locked("hold_renewed", **BRIEFLY)
 hold_or_wait = locked("hold_or_wait", lock_on_conflict="wait")

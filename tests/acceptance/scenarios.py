@@ -296,13 +296,6 @@ def sleep_long(key):
         time.sleep(ASLEEP)
 
 
-def stay_as_edition(key, edition):
-    """Report an edition that begins, and last until the gate is open."""
-    report(key, "ran", edition=edition)
-    stay(key)
-    return edition
-
-
 def retry_with_delay(self, key):
     """Ask for one retry, and take time to end after that."""
     with reported(key):
@@ -416,9 +409,6 @@ reject_once = locked("reject_once", requeue_and_succeed, **LATE)
 # The body kills its process.
 CRASHES_MOST = 3
 crash = locked("crash", kill_process, lock_crash_limit=CRASHES_MOST, **SURVIVING)
-hold_or_crash_once = locked("hold_or_crash_once", lock_crash_limit=1, **SURVIVING)
-leave_each_time = locked("leave_each_time", leave_process, lock_crash_limit=2, **SURVIVING)
-
 # The lease ends before the body does.
 stop_at_cap = locked("stop_at_cap", lock_on_cap="raise", **CAPPED)
 resist_errors = locked("resist_errors", resist_an_error, lock_on_cap="terminate", **CAPPED)
@@ -500,7 +490,6 @@ rated_or_wait = locked("rated_or_wait", be_brief, lock_rate="10/s", **WAITING)
 # The second of a key is not sent.
 UNTIL_START = {"lock_unique_until": "start"}
 UNTIL_END = {"lock_unique_until": "end"}
-REPLACE = {"lock_on_duplicate": "replace"}
 unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
 unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
 unique_to_a_fixed_end = locked(
@@ -511,9 +500,6 @@ unique_to_a_fixed_end = locked(
     **UNTIL_END,
 )
 unique_and_limited = locked("unique_and_limited", do_little, rate_limit="1/h", **UNTIL_END)
-# The debounce of docs/how-to/send-once.md.
-index = locked("index", stay_as_edition, lock_replace_for=LONG, **UNTIL_START, **REPLACE)
-
 # The task goes on in another execution.
 RAISING = {"lock_on_conflict": "raise", **BOUND}
 retry_and_linger = locked("retry_and_linger", retry_with_delay, **RAISING)

@@ -3,7 +3,6 @@
 import os
 import signal
 
-import celery
 import pytest
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import chord, states
@@ -43,29 +42,6 @@ def test_it_runs_as_often_as_its_limit_says_and_then_fails(fleet, scene, redis_c
     assert following.get(timeout=LIMIT)["held"] is True
     assert fleet.times_it_says("received", task_id) == scenarios.CRASHES_MOST
     assert fleet.times_it_says("is not delivered again", task_id) == 1
-
-
-@PREFORK
-@pytest.mark.skipif(celery.VERSION < (5, 7), reason="older Celery does not give it back")
-def test_a_body_that_leaves_its_process_counts(fleet, scene):
-    """It calls sys.exit(): its message comes back as if the process was killed."""
-    result = fleet.send(scenarios.leave_each_time, scene.key)
-    with pytest.raises(TaskCrashedError):
-        result.get(timeout=LIMIT)
-    assert len(scene.reported("begin")) == 2
-
-
-def test_nothing_counts_while_its_worker_shuts_down(start_fleet, scene):
-    """Whoever stops a worker may kill all its processes: the task runs again in another one."""
-    first = start_fleet("prefork")
-    result = scene.begin(first, scenarios.hold_or_crash_once)
-    first.worker.terminate()
-    first.worker.wait_until_it_says("Warm shutdown")
-    os.kill(scene.reported("begin")[0]["pid"], signal.SIGKILL)
-    first.worker.wait_until_it_ends()
-    start_fleet("prefork", queue=first.queue)
-    scene.wait_for_report("begin", times=2, id=result.id)
-    assert scene.finish(result)["held"]
 
 
 @PREFORK

@@ -16,12 +16,6 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
 from tests.acceptance.scenarios import BRIEF
 
-EDITIONS = 20
-
-
-def editions_run(scene):
-    return [event["edition"] for event in scene.reported("ran")]
-
 
 class TestRevoked:
     @pytest.mark.parametrize(
@@ -114,25 +108,6 @@ class TestLocksOff:
         second = fleet.send(scenarios.unique_to_the_end, scene.key)
         assert second.duplicate is False
         second.get(timeout=LIMIT)
-
-
-@PREFORK
-class TestReplacing:
-    def test_twenty_editions_are_one_run(self, fleet, scene):
-        """A debounce: the newest runs when its time has come, and the others end as REVOKED."""
-        scene.open_gate()
-        results = [
-            fleet.send(scenarios.index, scene.key, number, countdown=1.5)
-            for number in range(EDITIONS)
-        ]
-        assert results[-1].get(timeout=LIMIT) == EDITIONS - 1
-        for number, older in enumerate(results[:-1], 1):
-            wait_for("an older one ends", older.ready)
-            assert older.state == states.REVOKED
-            assert any(newer.id in str(older.result) for newer in results[number:])
-        assert editions_run(scene) == [EDITIONS - 1]
-        scene.wait_until_unreserved()
-        assert scene.redis.keys(f"{scene.lock}*") == [f"{scene.lock}:unique"]
 
 
 @pytest.fixture
