@@ -110,10 +110,7 @@ WANTED = "give a rate as '100/m'"
         ("1.5/0s", WANTED),
         ("10", WANTED),
         ("0.5/w", WANTED),
-        (
-            "3/s, 100/m",
-            "lock_key=[Key('api1', rate='3/s'), Key('api2', rate='100/m')]",
-        ),
+        ("3/s, 100/m", "lock_key=[Key('api1', rate='3/s'), Key('api2', rate='100/m')]"),
         ("3/s;5/m|1/h", "Key('api3', rate='1/h')]"),
         ("3/s,fast", WANTED),
         (",", WANTED),

@@ -9,12 +9,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock
-from celery_dislock.config.settings import (
-    app_settings,
-    apply_options,
-    check_settings,
-    task_options,
-)
+from celery_dislock.config.settings import app_settings, apply_options, check_settings, task_options
 from celery_dislock.exceptions import SettingsError
 
 SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]

@@ -19,10 +19,7 @@ from hypothesis import strategies as st
 
 from celery_dislock.exceptions import LockKeyError
 from celery_dislock.keys.builders import CallableKey, key_builder
-from celery_dislock.keys.templates import (
-    InvalidTemplate,
-    check_key,
-)
+from celery_dislock.keys.templates import InvalidTemplate, check_key
 from tests.unit.keys.support import LoudText, assert_valid
 
 # No test is timed: a shared machine may stall.

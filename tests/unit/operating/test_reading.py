@@ -318,12 +318,7 @@ def test_how_often_a_lock_is_taken_is_told(dislock, server, given, shown, limits
 
 @pytest.mark.parametrize(
     ("given", "keys"),
-    [
-        ({}, []),
-        ({"early": 12.0}, ["k"]),
-        ({"is_set": True}, ["k"]),
-        ({"held_back": 5.0}, ["k"]),
-    ],
+    [({}, []), ({"early": 12.0}, ["k"]), ({"is_set": True}, ["k"]), ({"held_back": 5.0}, ["k"])],
 )
 def test_a_lock_that_may_be_taken_now_is_not_listed_for_its_rate(dislock, server, given, keys):
     """There may be thousands that were taken within a day; `show` tells the rate nevertheless."""
