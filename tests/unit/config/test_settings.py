@@ -12,9 +12,9 @@ from celery_dislock import Dislock
 from celery_dislock.config.settings import app_settings, apply_options, check_settings, task_options
 from celery_dislock.exceptions import SettingsError
 
-SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
+SEVERAL = {"dislock_url": ["redis://a", "rediss://b:1/0", "unix:///c.sock"]}
 CLUSTER = {"dislock_url": "redis+cluster://a"}
-
+UNTIL_START = {"lock_unique_until": "start"}
 
 TIMEOUTS = "lock_wait_timeout, lock_watchdog_timeout or lock_expire"
 
@@ -28,13 +28,13 @@ def refused(**declared):
 @pytest.mark.parametrize(
     ("declared", "conf", "strategy"),
     [
-        ({"lock_unique_until": "start"}, {}, "queue"),
-        ({"lock_unique_until": "start", "lock_key": ["<a>", "<b>"]}, {}, "queue"),
-        ({"lock_unique_until": "start", "lock_key": ["a", "b"]}, CLUSTER, "retry"),  # has no line
+        (UNTIL_START, {}, "queue"),
+        ({**UNTIL_START, "lock_key": ["<a>", "<b>"]}, {}, "queue"),
+        ({**UNTIL_START, "lock_key": ["a", "b"]}, CLUSTER, "retry"),  # has no line
         ({"lock_unique_until": "end", "lock_on_duplicate": "replace"}, {}, "queue"),
         ({"lock_unique_until": "end"}, {}, "skip"),
         ({"lock_unique_until": "expiry"}, {}, "skip"),
-        ({"lock_unique_until": "start", "lock_on_conflict": "skip"}, {}, "skip"),
+        ({**UNTIL_START, "lock_on_conflict": "skip"}, {}, "skip"),
     ],
 )
 def test_what_has_changed_since_a_task_began_is_not_missed(declared, conf, strategy):
@@ -114,29 +114,22 @@ def decide(task, conflict):
 @pytest.mark.parametrize(
     ("conf", "declared", "resolved"),
     [
+        ({"dislock_max_renew_times": 5}, {}, {"max_renew_times": 5, "lock_on_conflict": "skip"}),
         (
-            {"dislock_watchdog_timeout": 60, "dislock_max_renew_times": 5},
-            {"lock_watchdog_timeout": 90},
-            {"lock_watchdog_timeout": 90, "max_renew_times": 5, "lock_on_conflict": "skip"},
+            {"dislock_watchdog_timeout": 60},
+            {"lock_watchdog_timeout": 9},
+            {"lock_watchdog_timeout": 9},
         ),
         # An option of a strategy: what a callable returns is not known before.
         ({}, {"lock_on_conflict": decide, "lock_wait_timeout": 5}, {"lock_wait_timeout": 5}),
         ({"dislock_on_conflict": "wait"}, {"lock_wait_timeout": 5}, {"lock_on_conflict": "wait"}),
         ({"dislock_wait_timeout": 5, "dislock_dedupe_for": 6}, {}, {"lock_wait_timeout": 5}),
         # A strategy for all tasks counts for more than any default.
-        (
-            {"dislock_on_conflict": "skip"},
-            {"lock_unique_until": "start"},
-            {"lock_on_conflict": "skip"},
-        ),
+        ({"dislock_on_conflict": "skip"}, UNTIL_START, {"lock_on_conflict": "skip"}),
         ({"dislock_watchdog_timeout": 60}, {"lock_expire": 600}, {"lock_expire": 600}),
         ({"dislock_on_cap": "raise"}, {"lock_expire": 600}, {"lock_expire": 600}),
         ({"dislock_limit": 5}, {"lock_mode": "shared"}, {"lock_mode": "shared", "lock_limit": 1}),
-        (
-            {"dislock_expire": 600},
-            {"lock_watchdog_timeout": 60},
-            {"lock_expire": None, "lock_watchdog_timeout": 60},
-        ),
+        ({"dislock_expire": 600}, {"lock_watchdog_timeout": 60}, {"lock_expire": None}),
         ({"dislock_expire": 600}, {"max_renew_times": 6}, {"lock_expire": None}),
         ({"dislock_mode": "shared"}, {"lock_limit": 5}, {"lock_mode": "exclusive"}),
         ({"dislock_expire": 600, "dislock_on_cap": "raise"}, {}, {"lock_expire": 600}),
@@ -155,8 +148,8 @@ def test_a_good_value_comes_back_as_the_code_uses_it():
     assert [options.lock_expire, options.lock_at_least_for] == [0.001, 0.0]
     assert type(options.lock_at_least_for) is float
     given = MappingProxyType({"db": 1})
-    settings = app_settings({"dislock_url": SEVERAL, "dislock_transport_options": given})
-    assert settings.dislock_url == tuple(SEVERAL)
+    settings = app_settings({**SEVERAL, "dislock_transport_options": given})
+    assert settings.dislock_url == tuple(SEVERAL["dislock_url"])
     assert type(settings.dislock_transport_options) is dict
     assert settings.dislock_transport_options == given
 
@@ -332,33 +325,25 @@ def test_a_setting_of_a_later_version_is_a_warning(caplog):
     assert "s3cret" not in caplog.text
 
 
+def of_a_task(**declared):
+    return lambda conf: task_options("t", declared, conf)
+
+
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("reads", "conf", "says"),
     [
-        (
-            lambda: task_options("t", {"lock_expire": 600}, {"dislock_watchdog_timeout": 0}),
-            "dislock_watchdog_timeout=0",
-        ),
-        (
-            lambda: task_options("t", {"lock_rate": "1/d"}, {"dislock_url": SEVERAL}),
-            r"lock_rate=.*keep exclusive locks only",
-        ),
-        (
-            lambda: app_settings({"dislock_url": SEVERAL, "dislock_min_replicas": 1}),
-            "dislock_min_replicas=1: not with several",
-        ),
-        (
-            lambda: check_settings({"dislock_on_conflikt": "raise"}),
-            r"^app\.conf: dislock_on_conflikt='raise': no such",
-        ),
-        (lambda: Dislock.from_url("redis://a", flavour_of_ice="lemon"), "no such setting"),
+        (of_a_task(lock_expire=600), {"dislock_watchdog_timeout": 0}, "dislock_watchdog_timeout=0"),
+        (of_a_task(lock_rate="1/d"), SEVERAL, r"lock_rate=.*keep exclusive locks only"),
+        (app_settings, {**SEVERAL, "dislock_min_replicas": 1}, "replicas=1: not with several"),
+        (check_settings, {"dislock_on_conflikt": 5}, r"^app\.conf: dislock_on_conflikt=5: no such"),
+        (lambda conf: Dislock.from_url("redis://a", **conf), {"ice": "lemon"}, "no such setting"),
     ],
     ids=["overruled by a task", "a rate", "replicas", "misspelt", "of a later version, in a call"],
 )
-def test_a_setting_that_cannot_be_is_refused_by_its_name_and_value(call, says):
+def test_a_setting_that_cannot_be_is_refused_by_its_name_and_value(reads, conf, says):
     """Whatever the tasks say; a rate by its name, and not by that of the limit that it leaves."""
     with pytest.raises(SettingsError, match=says):
-        call()
+        reads(conf)
 
 
 @pytest.mark.parametrize(
