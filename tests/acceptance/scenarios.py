@@ -296,26 +296,6 @@ def sleep_long(key):
         time.sleep(ASLEEP)
 
 
-def retry_with_delay(self, key):
-    """Ask for one retry, and take time to end after that."""
-    with reported(key):
-        if self.request.retries:
-            return int(self.request.retries)
-        try:
-            raise self.retry(countdown=0)
-        finally:
-            time.sleep(PAUSE)
-
-
-def be_replaced(self, key, other):
-    """Let another task take this one's place, and take time to end after that."""
-    with reported(key):
-        try:
-            self.replace(self.app.signature(other))
-        finally:
-            time.sleep(PAUSE)
-
-
 def retry_until_the_gate_is_open(self, key):
     """Ask for retries until the gate is open."""
     with reported(key):
@@ -418,7 +398,6 @@ sleep_until_loss = locked("sleep_until_loss", sleep_long, lock_on_lost="raise", 
 
 # The second of a key comes again, waits, gives up or asks.
 WAITING = {"lock_on_conflict": "wait", "lock_wait_timeout": LONG}
-hold_or_raise = locked("hold_or_raise", lock_on_conflict="raise")
 hold_or_retry = locked("hold_or_retry", lock_on_conflict="retry")
 hold_or_wait = locked("hold_or_wait", **WAITING)
 hold_or_wait_late = locked("hold_or_wait_late", **WAITING, **LATE)
@@ -428,9 +407,6 @@ hold_or_reject = locked("hold_or_reject", lock_on_conflict="reject", **LATE)
 QUEUE = {"lock_on_conflict": "queue"}
 NEWEST = {**QUEUE, "lock_queue_limit": 1, "lock_queue_overflow": "replace"}
 hold_or_queue = locked("hold_or_queue", **QUEUE)
-limited_or_queue = locked(  # a turn is over before there is another token
-    "limited_or_queue", rate_limit="8/m", lock_watchdog_timeout=5.0, **QUEUE
-)
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
@@ -463,18 +439,11 @@ def calling(name, *keys, **options):
 
 
 call = calling("call", Key("api", limit=2), TENANT)
-call_or_wait = calling("call_or_wait", Key("api", limit=2), TENANT, **WAITING)
 call_and_survive = calling("call_and_survive", Key("api", limit=2), TENANT, **SURVIVING)
 call_rated = calling("call_rated", Key("rated", rate="10/s"), TENANT)
 
-# A key more, one less, and another order, since the release before.
-IS_OLD = os.environ.get("SCENARIOS_RELEASE") == "old"
-BOTH = TENANT, "api"
-grown = calling("grown", *(BOTH[:1] if IS_OLD else BOTH))
-shrunk = calling("shrunk", *(BOTH if IS_OLD else BOTH[:1]))
-turned = calling("turned", Key("left:<tenant>", limit=1 if IS_OLD else 2), "right:<tenant>")
-
 # Another strategy since the release before.
+IS_OLD = os.environ.get("SCENARIOS_RELEASE") == "old"
 build_changed = locked("build_changed", stay_by_itself, **(QUEUE if IS_OLD else CANCEL), **BOUND)
 
 # So often at most.
@@ -483,7 +452,6 @@ rated_or_retry = locked("rated_or_retry", be_brief, lock_rate="10/s", lock_on_co
 rated_slowly_or_retry = locked(
     "rated_slowly_or_retry", be_brief, lock_rate="1/8s", lock_on_conflict="retry"
 )
-quickened = locked("quickened", be_brief, lock_rate="1/h" if IS_OLD else "10/s", **QUEUE)
 planned = locked("planned", be_brief, lock_rate=rate_of_plan, **QUEUE)
 rated_or_wait = locked("rated_or_wait", be_brief, lock_rate="10/s", **WAITING)
 
@@ -501,9 +469,6 @@ unique_to_a_fixed_end = locked(
 )
 unique_and_limited = locked("unique_and_limited", do_little, rate_limit="1/h", **UNTIL_END)
 # The task goes on in another execution.
-RAISING = {"lock_on_conflict": "raise", **BOUND}
-retry_and_linger = locked("retry_and_linger", retry_with_delay, **RAISING)
-replace_and_linger = locked("replace_and_linger", be_replaced, **RAISING)
 retry_until_open = locked(
     "retry_until_open",
     retry_until_the_gate_is_open,
