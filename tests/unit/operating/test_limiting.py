@@ -97,33 +97,6 @@ def test_programs_are_told_what_was_set(dislock, server, caplog):
     assert server.overview.lock("dislock:{k}").rate is None
 
 
-@pytest.mark.parametrize(
-    ("command", "remedy"),
-    [
-        ("limit k", "Give NUMBER, or --rate, or both."),
-        ("limit k 2 --rate 10", "'10' cannot be used: give a rate as '100/m' or '5/10s'"),
-        ("limit k --rate 0/m", "'0/m' cannot be used: give 1 to 1,000,000,000 starts in a window"),
-        ("limit k --rate 1/90d", "give a window of 1 second to 30 days"),
-        ("pause k --for 0", "'0' is no time above 0; give 90 (seconds), 10m, 2h or 1d"),
-        # A pattern is no key.
-        ("pause export:*", "looks like a pattern"),
-        ("resume export:*", "looks like a pattern"),
-        ("limit export:* 2", "looks like a pattern"),
-        ("limit export:* --rate 9/m", "looks like a pattern"),
-        # No script could read it, or Redis would not take it: a pause without an end.
-        ("limit k 1000000001", ""),
-        ("pause k --for 999999999999d", ""),
-        ("limit k --rate 9/m --for 999999999999d", ""),
-    ],
-)
-def test_what_cannot_be_used_is_refused_with_the_remedy(dislock, server, command, remedy):
-    """Nothing is set by halves, on another lock, or so that the lock could not be used."""
-    answer = dislock(*command.split())
-    assert answer.exit_code == USAGE
-    assert remedy in " ".join(answer.stderr.split())
-    assert server.contents() == {}
-
-
 @pytest.mark.parametrize("command", ["limit k 1 --rate 9/m", "limit k --rate 9/m"])
 def test_several_servers_count_no_starts(dislock, server, command):
     """That is said, and nothing is set by halves; what they can have is taken back."""
