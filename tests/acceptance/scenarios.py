@@ -452,6 +452,7 @@ rated_or_retry = locked("rated_or_retry", be_brief, lock_rate="10/s", lock_on_co
 rated_slowly_or_retry = locked(
     "rated_slowly_or_retry", be_brief, lock_rate="1/8s", lock_on_conflict="retry"
 )
+quickened = locked("quickened", be_brief, lock_rate="1/h" if IS_OLD else "10/s", **QUEUE)
 planned = locked("planned", be_brief, lock_rate=rate_of_plan, **QUEUE)
 rated_or_wait = locked("rated_or_wait", be_brief, lock_rate="10/s", **WAITING)
 

@@ -96,3 +96,25 @@ def test_a_plan_changes_while_a_thousand_wait(fleet, scene):
     for result in sent:
         result.get(timeout=LIMIT)
     assert len(starts_of(scene)) == 1000
+
+
+@pytest.mark.extra
+def test_a_line_follows_the_release_that_takes_over(server, start_fleet, scene):
+    """Tasks parked at one an hour start at ten a second, when workers of that release have come."""
+    # A broker of their own, as workers of other tests, which have the new release, sweep its lines.
+    own = {"queue": scene.key, "broker_url": server.url.removesuffix("0") + "3"}
+    old = start_fleet("prefork", env={"SCENARIOS_RELEASE": "old"}, **own)
+    sent = [old.send(scenarios.quickened, scene.key) for _ in range(25)]
+    scene.wait_for_line(24)
+    old.workers[0].terminate()
+    assert old.workers[0].wait_until_it_ends() == 0
+    assert len(starts_of(scene)) == 1
+    start_fleet("prefork", **own)
+    for result in sent:
+        result.get(timeout=LIMIT)
+    starts = starts_of(scene)
+    assert len(starts) == 25
+    assert all(
+        later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
+    )
+    scene.redis.delete(f"dislock:{{{scene.key}}}:starts")  # kept for the hour of the old rate
