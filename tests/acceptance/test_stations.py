@@ -5,11 +5,13 @@ Each task calls an API for a tenant, until the tenant's gate is open.
 
 import os
 import signal
+import time
 from collections import Counter
 
 import pytest
 import redis
 from celery import chord
+from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
@@ -43,6 +45,10 @@ class Calls(Scene):
     def at(self, key):
         """The lock of a key, and its line."""
         return Scene(key, self.redis)
+
+    def kept_by(self, key):
+        """The owners of the leases of a lock; what is kept for a parked task has its ticket's."""
+        return [lease.owner.partition(":")[0].partition("@")[0] for lease in self.at(key).leases]
 
     def of(self, tenant):
         """The tasks of a tenant in the order in which their bodies began."""
@@ -93,6 +99,32 @@ def get_all(results):
 
 
 # A task that does not run, or not to its end
+
+
+@PREFORK
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+def test_what_a_task_keeps_is_handed_on_when_it_ends_in_line(fleet, calls, how):
+    """It has passed its tenant and waits for the API; the tenant's next one goes on."""
+    (a,) = calls.tenants("a")
+    calls.open(a)
+    (held, other), holders = calls.hold_the_api(fleet)
+    (ended,) = calls.send(fleet, call, a, expires=1 if how == "expired" else None)
+    expiry = time.time() + 1
+    calls.at("api").wait_for_line(1)
+    assert calls.kept_by(f"tenant:{a}") == [ended.id]
+    following = calls.send(fleet, call, a)
+    calls.at(f"tenant:{a}").wait_for_line(1)
+    if how == "expired":
+        wait_for("it has expired", lambda: time.time() > expiry)
+    else:
+        assert len(fleet.revoke(ended.id, reply=True)) == len(fleet.workers)
+    calls.open(held)
+    with pytest.raises(TaskRevokedError):
+        ended.get(timeout=LIMIT)
+    get_all(following)
+    calls.open(other)
+    get_all(holders)
+    assert ended.id not in calls.begun
 
 
 @PREFORK
