@@ -1,7 +1,5 @@
 """The options of a task: what each accepts, and what follows from it."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """Options and settings: what they accept, and what they say when they do not."""
 
-from __future__ import annotations
-
 import math
 import re
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """How the URL of a lock server is spelt, and what a message shows of it."""
 
-from __future__ import annotations
-
 import ssl
 from pathlib import Path
 

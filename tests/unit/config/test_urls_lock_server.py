@@ -1,7 +1,5 @@
 """Where the lock server is found."""
 
-from __future__ import annotations
-
 import pytest
 from celery import Celery
 
