@@ -44,7 +44,7 @@ def _note(kind, place):
         _made.append((ref(self), place))
         return connect(self)
 
-    def note_left(self: Any) -> None:
+    def note_left(self):
         end = getattr(self, place, None)
         if isinstance(end, (socket, StreamWriter)):  # fakeredis has other things there
             if maker := _makers.get((os.getpid(), id(self))):  # a fork has those of its parent
@@ -68,5 +68,5 @@ def pytest_runtest_teardown(item):
         pytest.fail(f"left open for the garbage collector: {'; '.join(left)}", pytrace=False)
 
 
-def _is_held_to(name: str) -> bool:
+def _is_held_to(name):
     return name.startswith(HELD_TO) and ON_PURPOSE not in name
