@@ -50,6 +50,7 @@ from celery_dislock.parking.sweep import Sweep
 from celery_dislock.scripts import HAS_LEFT, NOT_THERE
 from celery_dislock.servers.overrides import BARRED
 from celery_dislock.servers.replies import Granted
+from celery_dislock.servers.waiters import parked_message
 from celery_dislock.tasks.request import release_after_death
 from celery_dislock.tasks.task import terms_said
 from celery_dislock.worker import stalled
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.servers.records import Holder
 
     Step = list[Any]
 
@@ -199,7 +201,7 @@ class History:
         self.excused: set[str] = set()  # tasks that need not have run
         self.tokens: dict[str, list[tuple[float, int, str]]] = {}  # when clients learned of them
         self.limits: dict[str, list[int]] = {}
-        self.paused: dict[str, float] = {}
+        self.paused: dict[str, set[int]] = {}  # tokens of those who held a lock then
         self.skew = 0.0  # seconds by which the server's clock was set back
         self.lost_at = -1.0  # the last time at which the server lost data
         self.freed: set[str] = set()
@@ -512,7 +514,7 @@ class History:
         self.processes[0].store.override(name, limit=limit)
         self.limits.setdefault(name, []).append(limit or 0)
         if limit == 0:
-            self.paused.setdefault(name, self.net.now_ms / 1000)
+            self.paused.setdefault(name, {one.token for one in self.holders(name)})
         else:
             self.paused.pop(name, None)
 
@@ -598,10 +600,12 @@ class History:
         return bool(self.net.send("HEXISTS", f"{lock}:running", ticket)) and not others
 
     def step_put_back(self) -> None:
-        """An operator puts tasks that were set aside back in line."""
-        for key in KEYS:
-            for ticket in self.net.send("HKEYS", f"{lock_name(key)}:aside"):
-                self.processes[0].lines.put_back(lock_name(key), ticket.decode())
+        """An operator of each broker puts its tasks that were set aside back in line."""
+        for process in {one.home: one for one in self.processes}.values():
+            for lock in map(lock_name, KEYS):
+                for ticket, kept in list(process.lines.aside(lock)):
+                    if parked_message(kept)[1] in {None, process.home}:
+                        process.lines.put_back(lock, ticket)
 
     # Threads.
 
@@ -860,10 +864,13 @@ class History:
 
     def check_paused(self) -> None:
         """Check that a lock that is paused has let nobody in."""
-        for name, since in self.paused.items():
-            for holder in self.processes[0].store.holders(name):
-                if self.net.now_ms / 1000 - (holder.held) > since + 0.01:
+        for name, before in self.paused.items():
+            for holder in self.holders(name):
+                if holder.token not in before:
                     self.fail(f"{holder} was let in while {name} was paused")
+
+    def holders(self, name: str) -> Sequence[Holder]:
+        return self.processes[0].store.holders(name)
 
     def fail(self, text: str) -> None:
         self.violation = self.violation or text
