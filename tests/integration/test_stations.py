@@ -15,7 +15,6 @@ from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
-from tests.integration.lua_server import LuaServer
 
 API = name_of("api")
 TTL = 30.0
@@ -520,53 +519,6 @@ def test_whose_turn_has_run_out_is_not_passed_when_a_waiter_gives_up(fleet):
     assert not any(owner.startswith("w1") for owner in fleet.owners(API))
     fleet.lines.sweep([API])
     assert fleet.given() == ["b1"]
-
-
-RULES = {
-    "a newcomer passes those in line": (
-        "return not head or head == member or",
-        "return true or",
-        test_a_newcomer_does_not_pass_who_waits,
-    ),
-    "what comes later is kept": (
-        "at and lease_of(at, member) and nth or nth + 1",
-        "#stations + 1",
-        test_what_comes_later_is_given_back_with_what_was_lost,
-    ),
-    "what is given up is not handed on": (
-        "if at ~= lock and (unit or stood) then hand_on_later(at) end",
-        "",
-        test_what_comes_later_is_given_back_with_what_was_lost,
-    ),
-    "it comes to a line when it was parked": (
-        "joins_at(at)",
-        "parked.joined",
-        test_tenants_take_turns_at_what_they_share,
-    ),
-    "a queue without workers keeps its gates": (
-        "parked.times == 0)",
-        "true)",
-        test_a_queue_without_workers_keeps_nothing_of_a_rate_from_others,
-    ),
-    "somebody behind a circle gives back": (
-        "{unpack(way, seen[one.name])}",
-        "way",
-        test_who_stands_behind_a_circle_keeps_its_place,
-    ),
-    "those at later locks are not the oldest": (
-        "local found = keeping(lock)",
-        "local found = {}",
-        test_the_oldest_makes_room_wherever_it_stands,
-    ),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_broken_rule_is_found(rule):
-    """Without this rule its example fails."""
-    was, is_, example = RULES[rule]
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
-        example(Fleet(LuaServer(lambda text: text.replace(was, is_))))
 
 
 @pytest.mark.parametrize("member", ["x##", "##", "9/ab##", "3/abcd##", "99999999999999999999/x##"])
