@@ -10,7 +10,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import Conflict
-from celery_dislock.servers.replies import Granted, StalledState
+from celery_dislock.servers.replies import StalledState
 from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
@@ -69,16 +69,6 @@ def test_a_refusal_says_whether_the_same_task_is_in_the_way(task, holder, is_cop
     store = LuaServer().store()
     take(store, holder.format(task))
     assert store.acquire([LOCK], f"{task}@w2:2/1", LONG, HOLDER).is_copy is is_copy
-
-
-@pytest.mark.parametrize("terms", [Terms("shared"), Terms("exclusive", 2)], ids=str)
-def test_a_release_ends_no_lease_of_another_owner(terms):
-    """Of those who hold a lock together one is done."""
-    store = LuaServer().store()
-    for owner in ("a/1", "b/1"):
-        assert isinstance(store.acquire([LOCK], owner, LONG, HOLDER, terms=(terms,)), Granted)
-    assert store.release([LOCK], "a/1")
-    assert [one.owner for one in store.holders(LOCK)] == ["b/1"]
 
 
 @pytest.mark.parametrize(("ttl", "lasts"), [(0.0000001, 1), (0.0105, 11), (30.0, 30_000)])
