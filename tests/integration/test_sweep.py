@@ -386,7 +386,7 @@ class TestWhoClaimsNoTurns:
     def test_a_backend_that_tells_nothing_leaves_all_in_line(
         self, shop, unclaimed, caplog, monkeypatch, how
     ):
-        """One that is away is told, without its password; results by messages are their callers'."""
+        """One that is away is told, without its password; results by messages are callers' own."""
         shop.app.backend.store_result("2", None, "FAILURE")
 
         def away(*_):  # redis-py writes connection arguments into some of its messages
