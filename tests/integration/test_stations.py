@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
-from celery_dislock.parking.answers import Full, Parked
+from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
@@ -369,14 +369,6 @@ def test_the_oldest_makes_room_wherever_it_stands(fleet):
     assert fleet.run_all() == ["a2"]
 
 
-def test_a_line_that_is_full_counts_those_at_later_locks(fleet):
-    """Bounds are those of the first lock."""
-    fleet.send("h1", [API])
-    fleet.send("a1", of("a1"), bounds=Bounds(1))
-    assert isinstance(fleet.send("a2", of("a2"), bounds=Bounds(1)), Full)
-    assert isinstance(fleet.send("b1", of("b1"), bounds=Bounds(1)), Parked)
-
-
 def test_a_task_that_was_parked_has_the_locks_of_its_ticket(fleet):
     """A deploy adds or takes away a key: what was in line runs under what it waited for."""
     fleet.send("h1", [tenant("a")])
@@ -484,18 +476,6 @@ def test_a_turn_that_a_lower_limit_has_no_room_for_goes_back_in_line(fleet):
     fleet.given()
     fleet.end("x2")
     assert fleet.run_all() == ["a1"]
-
-
-def test_whose_turn_has_run_out_is_not_passed_when_another_task_gives_up(fleet):
-    """Nobody has looked at this lock since: the task that is dropped has another first lock."""
-    for task in ("x1", "b1", "c1"):
-        fleet.send(task, [API])
-    fleet.send("a1", of("a1"))
-    fleet.end("x1")
-    assert fleet.given() == ["b1"]
-    fleet.server.advance(TTL + 1)
-    fleet.lines.drop(tenant("a"), "a1:0:0", "")
-    assert fleet.given() == ["b1"]
 
 
 def test_whose_turn_has_run_out_is_not_passed_when_a_waiter_gives_up(fleet):

@@ -185,15 +185,6 @@ class TestFencingToken:
             redis_client.expire(LOCK + part, int(LONG))
         assert take(store, "b/1") == future + 1
 
-    def test_it_grows_though_a_dead_lease_was_ended_in_between(self, store, redis_client):
-        """Ending a dead process's lease hands the lock on with a greater token than its."""
-        future = (int(time.time()) + 10**6) * 10**6
-        redis_client.hset(LOCK, "dead/1", f"1 {future // 1000} {future} 500 x {{}}")
-        redis_client.expire(LOCK, int(LONG))
-        store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)
-        store.release_dead([LOCK], "dead/")
-        assert take(store, "b/1") == future + 1
-
 
 class TestPacking:
     def test_commands_are_packed_as_text_alone(self, redis_url, monkeypatch):
