@@ -141,6 +141,12 @@ class TestOfTime:
         wait_for(lambda: server.advance(31) or waiting.join(0.5) or got.is_set(), within=20)
         waiting.join()
 
+    def test_a_lock_that_is_lost_is_told_at_once(self, server, dislock):
+        """As after a failover; no renewal has to be waited for."""
+        with pytest.raises(LockLostError), dislock.lock("k") as lease:
+            server.lose("k")
+            assert not lease.held
+
     @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), None])
     def test_time_goes_on_for_finite_seconds(self, server, seconds):
         """Never back, and never for ever."""
@@ -254,6 +260,19 @@ class TestOfOutages:
 
 
 class TestOfParkedTasks:
+    def test_a_parked_task_runs_when_the_lock_is_free(self, server, declare, ran):
+        """Its message is taken, parked, handed on at the release and taken again."""
+        task = declare("queue")
+        with server.hold("k:7"):
+            first, second = task.delay(7), task.delay(7)
+            server.run_parked()
+            assert server.parked("k:7") == [first.id, second.id]
+            server.assert_waiting("k:7", 2)
+            assert ran == []
+        assert server.run_parked() == 2
+        assert ran == [7, 7]
+        assert first.get() == 7
+
     def test_messages_of_protocol_1(self, server, app, declare, ran):
         """They have their headers in the body: a task is parked, has a countdown, and expires."""
         app.conf.task_protocol = 1
