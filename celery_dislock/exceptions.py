@@ -76,15 +76,18 @@ class LockKeyError(DislockError, ValueError):
         template: The key template, or the name of the callable, as declared.
         argument: The argument at fault; None if it is not a single argument.
         reason: What is wrong with it, and what is allowed.
+        option: ``lock_key``; or ``lock_limit``, ``lock_rate`` or ``lock_cost``, if one of these
+            cannot be told.
     """
 
     template: str
     argument: str | None
     reason: str
+    option: str = "lock_key"
 
     def __str__(self) -> str:
         argument = f", argument <{self.argument}>" if self.argument else ""
-        return f"lock_key {self.template!r}{argument}: {self.reason}"
+        return f"{self.option} {self.template!r}{argument}: {self.reason}"
 
 
 PAUSED = "an operator, who has paused it"  # how a pause is named in place of a holder

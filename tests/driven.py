@@ -341,6 +341,7 @@ class Shop:
         self.dislock = Dislock(self.app)
         self.messages = Messages([self.app], lambda: self.clock() - START)
         self._undo.enter_context(self.messages)
+        self._undo.callback(self.dislock.close)
         return self
 
     def __exit__(self, *_failure: object) -> None:

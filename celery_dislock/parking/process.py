@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from celery._state import get_current_task
 
 from celery_dislock.locks.runtime import Process, Runtime
+from celery_dislock.messages.broker import own_producers
 from celery_dislock.messages.delivery import traced
 from celery_dislock.parking.publisher import Publisher, broker_digest
 from celery_dislock.parking.store import Lines
@@ -41,6 +42,7 @@ class ParkingProcess(Process):
 
     def __init__(self, conf: Mapping[str, Any], settings: AppSettings, app: Celery) -> None:
         super().__init__(conf, settings, home=broker_digest(app), hand_over=self._hand_over)
+        self._app = app
         self.can_park = self.store.lock_server.keeps_lines
         home, prefix = self.store.home, settings.dislock_prefix
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
@@ -49,6 +51,11 @@ class ParkingProcess(Process):
 
     def _hand_over(self, turns: Sequence[Turn]) -> None:
         self.publisher.hand_over(turns)
+
+    def close(self) -> None:
+        """See :meth:`celery_dislock.locks.runtime.Process.close`; those to the broker, too."""
+        super().close()
+        own_producers(self._app).close()
 
     def running(self, *, on_loop: bool) -> tuple[str, object, str | None] | None:
         """See :meth:`celery_dislock.locks.runtime.Process.running`."""

@@ -68,13 +68,17 @@ class CallTerms:
                 the limit or the rate; or what a user's callable raises.
         """
         for term, (name, call) in self._calls.items():
-            told = call(args, kwargs)
+            option = f"lock_{term}"
+            try:
+                told = call(args, kwargs)
+            except LockKeyError as exc:
+                raise LockKeyError(exc.template, exc.argument, exc.reason, option) from exc
             try:
                 terms = terms._replace(**{term: TERMS[term](told)})
             except ValueError as exc:
                 reason = f"{reprlib.repr(told)} is no {term}: {exc}"
-                raise LockKeyError(name, None, reason) from exc
+                raise LockKeyError(name, None, reason, option) from exc
         if terms.too_much:
             reason = f"a cost of {terms.cost} is more than {terms.too_much}"
-            raise LockKeyError(name, None, f"{reason}: it could never start")
+            raise LockKeyError(name, None, f"{reason}: it could never start", option)
         return terms

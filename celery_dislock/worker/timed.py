@@ -72,6 +72,10 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
             self._entry = None
             self.end()
 
+    def terminate(self, worker: WorkController) -> None:
+        """End in a cold shutdown, too."""
+        self.stop(worker)
+
     def begin(self, worker: WorkController) -> float:
         """Make what the work needs; return the seconds until it starts."""
         raise NotImplementedError

@@ -93,18 +93,21 @@ class DrivenServer:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._clients: list[redis.Redis] = []
+        self._clients: list[redis.Redis | Store] = []
         self._client = self.client(decode_responses=True)
         self.begin()
 
     def client(self, **options: Any) -> redis.Redis:
         """Return a client of the server."""
-        self._clients.append(redis.Redis.from_url(self._url, **options))
-        return self._clients[-1]
+        client = redis.Redis.from_url(self._url, **options)
+        self._clients.append(client)
+        return client
 
     def store(self, **options: Any) -> Store:
         """Return a store whose lock server this is."""
-        return Store(self._url, **options)
+        store = Store(self._url, **options)
+        self._clients.append(store)
+        return store
 
     @property
     def now_ms(self) -> int:
@@ -142,6 +145,6 @@ class DrivenServer:
             self._client.delete(name)
 
     def close(self) -> None:
-        """Close all clients; a store is closed by who made it."""
+        """Close all clients and stores."""
         for client in self._clients:
             client.close()

@@ -101,7 +101,7 @@ def test_the_user_of_the_page_can_do_all(url, admin):
     app = Celery("shop", broker="memory://", set_as_current=False)
     app.conf.update(dislock_url=url, dislock_watchdog_timeout=LEASE)
     with Dislock(app) as dislock, ThreadPoolExecutor(1) as thread:
-        lock = dislock.lock("acl")
+        lock, page = dislock.lock("acl"), make_wsgi_app(app)
         with lock as lease:
             waiting = thread.submit(used, url)
             wait_for(lambda: lease.renewals, "a renewal")
@@ -112,7 +112,7 @@ def test_the_user_of_the_page_can_do_all(url, admin):
                 told = CliRunner().invoke(command, words, obj=SimpleNamespace(app=app))
                 assert "NOPERM" not in told.output
                 assert "may not" not in told.output
-            assert scrape(make_wsgi_app(app))["server_up",] == 1
+            assert scrape(page)["server_up",] == 1
         assert other.result(WITHIN)
 
 

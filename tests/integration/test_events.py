@@ -8,6 +8,7 @@ import pytest
 from celery import Celery
 from celery.events.state import State
 
+from celery_dislock.messages.broker import own_producers
 from celery_dislock.messages.events import send_events, tell_revoked
 from tests.holding import wait_for
 
@@ -26,7 +27,9 @@ def make_app():
     with contextlib.ExitStack() as stack:
 
         def make(url):
-            return stack.enter_context(Celery("shop", broker=url, set_as_current=False))
+            app = stack.enter_context(Celery("shop", broker=url, set_as_current=False))
+            stack.callback(own_producers(app).close)
+            return app
 
         yield make
 

@@ -82,9 +82,9 @@ def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client, k
     for number in range(10_000):
         pipe.hset(f"dislock:{{k{number}}}", "o", lease.format(expires))
     pipe.execute()
-    scrape(make_wsgi_app(app))
+    before, page = make_wsgi_app(app), make_wsgi_app(app)
+    scrape(before)
     redis_client.config_resetstat()
-    page = make_wsgi_app(app)
     kept(0.0)
     assert scrape(page)["leases", "t", "w"] == 10_000
     stats = redis_client.info("commandstats")
@@ -96,6 +96,7 @@ def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client, k
     redis_client.config_resetstat()
     assert scrape(page)["leases", "t", "w"] == 10_000  # a reading that took that long is kept
     assert "cmdstat_scan" not in redis_client.info("commandstats")
+    runtime_of(app).close()
 
 
 def test_several_servers_count_together(redis_program, tmp_path):
@@ -114,6 +115,7 @@ def test_several_servers_count_together(redis_program, tmp_path):
         assert counted(page) == 7
         servers[2].kill()
         assert scrape(page) == {("server_up",): 0}
+        runtime_of(app).close()
 
 
 def test_counters_survive_a_failover(redis_program, tmp_path):
@@ -129,3 +131,4 @@ def test_counters_survive_a_failover(redis_program, tmp_path):
         watched.wait_for_master(other_than=master)
         wait_for(lambda: scrape(page)["server_up",] == 1, "the new master", within=LONG)
         assert counted(page) == 3
+        runtime_of(app).close()

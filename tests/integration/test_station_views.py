@@ -27,7 +27,7 @@ A = tenant("a")
 
 @pytest.fixture
 def app(redis_url):
-    app = Celery("shop", broker=redis_url, backend=redis_url, set_as_current=False)
+    app = Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False)
 
     @app.task(base=SingletonTask, name="shop.call", lock_on_conflict="queue", shared=False)
     def call(_): ...

@@ -40,7 +40,8 @@ def app(request, server):
     app.conf.dislock_metrics = getattr(request, "param", True)
     Dislock(app)
     server.use(app)
-    return app
+    yield app
+    runtime_of(app).close()
 
 
 @pytest.fixture
@@ -63,13 +64,13 @@ def scraped(app):
 
     def read():
         runtime_of(app).close()
-        samples = scrape(make_wsgi_app(app))
+        samples = scrape(page)
         return {
             (name, *(label for label in labels if "@" not in label and label != worker)): number
             for (name, *labels), number in samples.items()
         }
 
-    worker = runtime_of(app).process.host
+    page, worker = make_wsgi_app(app), runtime_of(app).process.host
     return read
 
 

@@ -16,6 +16,7 @@ from celery_dislock.words import time_of_day
 ERRORS = [
     exceptions.SettingsError("shop.export", "lock_key", "<x>", "no such argument"),
     exceptions.LockKeyError("export:<x>", "x", "it is a float"),
+    exceptions.LockKeyError("plan_of", None, "0 is no limit", "lock_limit"),
     exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5),
     exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5, 720.0, 3.1),
     Conflict("k", {"task": "t", "id": "1"}, 9.5, 2, 7.0, 1.5, "1@w").error("a hint"),

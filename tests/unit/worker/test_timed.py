@@ -13,6 +13,7 @@ class Counting(TimedStep):
     """Counts how often it has worked."""
 
     times = 0
+    ended = False
 
     def begin(self, _worker):
         return EVERY
@@ -22,7 +23,7 @@ class Counting(TimedStep):
         return EVERY
 
     def end(self):
-        """Close nothing."""
+        self.ended = True
 
 
 @pytest.fixture
@@ -55,9 +56,11 @@ def test_it_goes_on_when_the_broker_is_there_again(worker, step, lock_server, cl
     assert step.times == 5
 
 
-def test_what_was_stopped_does_not_go_on(worker, step, lock_server):
-    """A worker that shuts down may connect once more."""
-    step.stop(worker)
+@pytest.mark.parametrize("shutdown", ["stop", "terminate"])
+def test_what_was_stopped_does_not_go_on(worker, step, lock_server, shutdown):
+    """A worker that shuts down may connect once more; a cold shutdown ends the step, too."""
+    getattr(step, shutdown)(worker)
+    assert step.ended
     connect(worker, 1)
     lock_server.advance(2 * EVERY)
     assert step.times == 0
