@@ -1,17 +1,11 @@
 """``celery dislock ...`` as tests run it: in this process, by its command line."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 from click.testing import CliRunner
 
 from celery_dislock.operating.cli import dislock
-
-if TYPE_CHECKING:
-    from celery import Celery
 
 FOUND, USAGE, AWAY = 1, 2, 3  # exit codes
 HELD, LOST, CANNOT_RUN, NOT_FOUND = 75, 76, 126, 127  # of `run`
@@ -26,11 +20,11 @@ class Dislock:
         args: Arguments before all others.
     """
 
-    def __init__(self, app: Celery, *args: str) -> None:
+    def __init__(self, app, *args):
         self.app = app
         self._args = args
 
-    def __call__(self, *args: str, charset: str = "utf-8", **how: Any) -> Any:
+    def __call__(self, *args, charset="utf-8", **how):
         """Run a command; the answer has ``exit_code``, ``stdout``, ``stderr`` and ``output``."""
         runner, obj = CliRunner(charset=charset), SimpleNamespace(app=self.app)
         answer = runner.invoke(dislock, [*self._args, *args], obj=obj, **how)
@@ -38,12 +32,12 @@ class Dislock:
             raise answer.exception
         return answer
 
-    def json(self, *args: str, **how: Any) -> Any:
+    def json(self, *args, **how):
         """Run a command with ``--json``, and return what it tells; nothing else is in it."""
         answer = self(*args, "--json", **how)
         assert answer.stdout, answer.output
         return json.loads(answer.stdout, parse_constant=_refuse)
 
 
-def _refuse(constant: str) -> None:
+def _refuse(constant):
     raise AssertionError(f"{constant} is no JSON")

@@ -1,13 +1,10 @@
 """What every tier shares: Redis servers of our own, started here and ended here."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import pytest
@@ -23,11 +20,6 @@ from tests.orphans import pytest_configure, pytest_unconfigure  # noqa: F401 -- 
 from tests.programs import find_redis, not_tried
 from tests.redis_server import Client, RedisServer, ServerMissing, find_server
 from tests.unclosed import note_connections, pytest_runtest_teardown  # noqa: F401 -- a hook
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.acceptance.rabbitmq import RabbitServer
 
 TESTS = Path(__file__).parent
 NOT_OF_TESTS = {"celery.app.builtins", "celery_dislock.plugin"}  # modules that extend all apps
@@ -50,7 +42,7 @@ collect_ignore = [] if find_spec("playwright") else ["site"]
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(items):
     """Keep the tests of a file in one process, if several run; the largest groups come first.
 
     Groups are those of pytest-xdist's ``--dist loadgroup``.  The acceptance tests have their own;
@@ -58,12 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     The tests of a file of :data:`PARTS` take long, and are dealt out to several.
     """
 
-    def group(item: pytest.Item) -> str:
+    def group(item):
         mark = item.get_closest_marker("xdist_group")
         return mark.args[0] if mark else item.nodeid
 
     places = {path: path.relative_to(TESTS) for path in {item.path for item in items}}
-    seen: Counter[str] = Counter()
+    seen = Counter()
     for item in items:
         tier = places[item.path].parts[0]
         shown = item.callspec.id.split("-") if hasattr(item, "callspec") else ()
@@ -83,14 +75,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     yield
     sizes = Counter(map(group, items))
 
-    def turn(item: pytest.Item) -> tuple[int, bool, int]:
+    def turn(item):
         on_rabbitmq = group(item).startswith("rabbitmq")
         return TURN[places[item.path].parts[0]], not on_rabbitmq, -sizes[group(item)]
 
     items.sort(key=turn)
 
 
-def pytest_report_header() -> str:
+def pytest_report_header():
     """Say which Redis the tests run."""
     try:
         return f"lock server: {find_server()}"
@@ -98,7 +90,7 @@ def pytest_report_header() -> str:
         return str(exc)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Say what this machine cannot try."""
     if line := not_tried(terminalreporter.stats.get("skipped", [])):
         terminalreporter.write_line(line)
@@ -135,31 +127,28 @@ def warnings_are_the_tests_own():
 
 
 @pytest.fixture(scope="session")
-def redis_program() -> Path:
+def redis_program():
     """The redis-server to run.  Where there is none the test is skipped; in CI it fails."""
     return find_redis()
 
 
 @pytest.fixture(scope="session")
-def redis_server(
-    redis_program: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RedisServer]:
+def redis_server(redis_program, tmp_path_factory):
     """One server for the whole session.  Tests share it: leave it running, and flush nothing."""
     with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
 @pytest.fixture
-def redis_url(request: pytest.FixtureRequest) -> str:
+def redis_url(request):
     """The URL of the session's server, or of fakeredis's if a test asks, with nothing in it."""
     server = memory_server() if is_fake(request) else request.getfixturevalue("redis_server")
     with Client.from_url(server.url) as client:
         client.flushall()
-    url: str = server.url
-    return url
+    return server.url
 
 
-def is_fake(request: pytest.FixtureRequest) -> bool:
+def is_fake(request):
     """Tell whether a test's ``redis_url`` is parametrized, and this time with "fakeredis"."""
     return getattr(request, "param", "redis") == "fakeredis"
 
@@ -168,37 +157,35 @@ BOTH = pytest.mark.parametrize("redis_url", ["redis", "fakeredis"], indirect=Tru
 
 
 @pytest.fixture
-def redis_client(redis_url: str) -> Iterator[Client]:
+def redis_client(redis_url):
     """A client of the flushed database, beside the package's own, that speaks str."""
     with Client.from_url(redis_url, decode_responses=True) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
-def rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
+def rabbitmq(tmp_path_factory):
     """A RabbitMQ for the session.  Where there is none the test is skipped; in CI it fails."""
     with own_rabbitmq(tmp_path_factory.mktemp("broker") / "rabbitmq") as rabbitmq:
         yield rabbitmq
 
 
 @pytest.fixture(scope="module")
-def lock_server(
-    redis_program: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RedisServer]:
+def lock_server(redis_program, tmp_path_factory):
     """A server of this file alone, of which nobody else empties anything."""
     with RedisServer(tmp_path_factory.mktemp("locks")) as server:
         yield server
 
 
 @pytest.fixture
-def own_redis_server(redis_program: Path, tmp_path: Path) -> Iterator[RedisServer]:
+def own_redis_server(redis_program, tmp_path):
     """A server of this test alone, to kill, pause and restart."""
     with RedisServer(tmp_path / "redis") as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
-def no_password_is_told() -> Iterator[None]:
+def no_password_is_told():
     """Fail a test after which a log record or an error of the package has a password in it."""
     watch = Watch()
     with pytest.MonkeyPatch.context() as patch:

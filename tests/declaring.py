@@ -1,29 +1,21 @@
 """Declare the tasks of a test."""
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from celery_dislock import SingletonTask
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from celery import Celery
+def does_nothing(doc=None): ...
 
 
-def does_nothing(doc: Any = None) -> None: ...
-
-
-def never(*_: Any, **__: Any) -> None:
+def never(*_, **__):
     """Be the body of a task that must not run."""
     pytest.fail("its body runs")
 
 
-def declare(app: Celery, body: Callable[..., Any] = does_nothing, **options: Any) -> Any:
+def declare(app, body=does_nothing, **options):
     """
     Declare a task of one app alone, which locks; return it.
 

@@ -5,8 +5,6 @@ the client, from the task to the request to the server.  Nothing waits and no th
 whoever sleeps, or waits in line, lets time pass.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import ExitStack, contextmanager
@@ -14,7 +12,6 @@ from datetime import datetime, timezone
 from functools import partial
 from itertools import count
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from celery import Celery
@@ -42,14 +39,6 @@ from tests.integration.lua_server import START, LuaServer
 from tests.integration.parked import Line
 from tests.unit.deliveries import arrived, deliver, noted
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import pytest
-    from typing_extensions import Self
-
-    from celery_dislock.scripts import Script
-
 MICROSECOND = 1e-6  # what the clock counts in
 KEY = "line"  # of the lock of tests.integration.parked
 AT_LEAST = 0.001  # seconds by which time moves, if a watchdog has something to do
@@ -69,21 +58,21 @@ class LockServer(LuaServer):
 
     name = "redis://driven"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.away = self.mute = False
         self.requests = 0
-        self.frozen: set[int] = set()
-        self._strikes: dict[int, tuple[BaseException, bool]] = {}
-        self._failing: dict[Script | None, list[tuple[BaseException, bool] | None]] = {}
-        self._watchdogs: list[tuple[int, Watchdog]] = []
-        self._timers: list[tuple[float, Callable[[], Any]]] = []
+        self.frozen = set()
+        self._strikes = {}
+        self._failing = {}
+        self._watchdogs = []
+        self._timers = []
         super().__init__()
 
-    def clock(self) -> float:
+    def clock(self):
         """Return the time of all clocks, in seconds."""
         return int(self._lua[b"now"]()) / 1_000_000
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds):
         """Let time pass; the watchdogs do what is due, and what :meth:`after` was given."""
         until = self.clock() + seconds
         while True:
@@ -97,31 +86,31 @@ class LockServer(LuaServer):
                 return
             super().advance(min([left, *(max(wait, AT_LEAST) for wait in due)]))
 
-    def after(self, seconds: float, call: Callable[[], Any]) -> None:
+    def after(self, seconds, call):
         """Call this when so much time has passed."""
         self._timers.append((self.clock() + seconds, call))
         self._timers.sort(key=itemgetter(0))
 
-    def stall(self, seconds: float) -> None:
+    def stall(self, seconds):
         """Let time pass while this process stands still."""
         super().advance(seconds)
 
-    def strike(self, error: BaseException, *, after: bool = False, skip: int = 0) -> None:
+    def strike(self, error, *, after=False, skip=0):
         """Raise an error at the next request but *skip*: before or after it is carried out."""
         self._strikes[self.requests + 1 + skip] = error, after
 
-    def fail_once(self, script: Script, *, done: bool = False, skip: int = 0) -> None:
+    def fail_once(self, script, *, done=False, skip=0):
         """Do not answer the next call of a script but *skip*; *done*: only its reply is lost."""
         error = StoreError(self.name, "no reply") if done else UnreachableError(self.name, "away")
         self._failing[script] = [*[None] * skip, (error, done)]
 
-    def run(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
+    def run(self, script, keys, *arguments):
         """Run a script."""
         return self._ask(partial(super().run, script, keys, *arguments), keys, script)
 
-    def run_many(self, script: Script, calls: Any, *, within: float) -> list[Any]:
+    def run_many(self, script, calls, *, within):
         """Run a script many times; a damaged lock is the answer to one of them."""
-        replies: list[Any] = []
+        replies = []
         for key, *arguments in calls:
             try:
                 replies.append(LockServer.run(self, script, [str(key)], *arguments))
@@ -129,11 +118,11 @@ class LockServer(LuaServer):
                 replies.append(exc)
         return replies
 
-    def send(self, *command: Any) -> Any:
+    def send(self, *command):
         """Run a command."""
         return self._ask(partial(super().send, *command))
 
-    def pop(self, key: str, seconds: float) -> Any:
+    def pop(self, key, seconds):
         """Wait for an element of a list."""
         popped = self.send("LPOP", key)
         if popped is None:
@@ -141,9 +130,7 @@ class LockServer(LuaServer):
             popped = self.send("LPOP", key)
         return popped
 
-    def _ask(
-        self, request: Callable[[], Any], keys: Sequence[str] = (), script: Script | None = None
-    ) -> Any:
+    def _ask(self, request, keys=(), script=None):
         self.requests += 1
         if self.away:
             raise UnreachableError(self.name, "away")
@@ -162,10 +149,10 @@ class LockServer(LuaServer):
             raise StoreError(self.name, "no reply")
         return reply
 
-    def drive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drive(self, monkeypatch):
         """Be the lock server of all URLs, and have the time of all clocks."""
 
-        def watchdog(store: Any, **options: Any) -> Watchdog:
+        def watchdog(store, **options):
             made = Watchdog(store, **{**options, "clock": self.clock, "threaded": False})
             self._watchdogs.append((os.getpid(), made))
             return made
@@ -180,12 +167,12 @@ class LockServer(LuaServer):
         monkeypatch.setattr(time, "monotonic", self.clock)
         monkeypatch.setattr(time, "sleep", self.advance)
 
-    def locks(self) -> list[str]:
+    def locks(self):
         """Return the keys of the locks that somebody has."""
         return sorted(name.partition(":{")[2][:-1] for name in self.contents() if name[-1] == "}")
 
 
-def reservation(task: Any, *args: Any) -> Any:
+def reservation(task, *args):
     """Return the reservation of the task's key, or of its keys; None if they are free."""
     return next((one.reservation for one in task.lock_for(*args).state() if one.reservation), None)
 
@@ -201,12 +188,12 @@ class Sent:
         locks: The keys of the locks that somebody had at that time.
     """
 
-    def __init__(self, body: Any, headers: Any, locks: list[str], options: dict[str, Any]) -> None:
+    def __init__(self, body, headers, locks, options):
         self.headers, self.body, self.locks, self.options = headers, body, locks, options
         self.id, self.notes = headers.get("id"), notes_in(headers)
 
     @property
-    def delay(self) -> float:
+    def delay(self):
         """Seconds until it is due."""
         eta = self.headers.get("eta")
         if eta is None:
@@ -223,15 +210,15 @@ class Broker:
         sent: The messages, in order.
     """
 
-    def __init__(self, lock_server: LockServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, lock_server, monkeypatch):
         self.times_away = 0
-        self.sent: list[Sent] = []
+        self.sent = []
         self._locks = lock_server.locks
         monkeypatch.setattr(
             Producer, "publish", lambda _, *args, **options: self.take(*args, **options)
         )
 
-    def take(self, body: Any, *, headers: Any, **options: Any) -> None:
+    def take(self, body, *, headers, **options):
         """Take a message."""
         if self.times_away:
             self.times_away -= 1
@@ -239,12 +226,12 @@ class Broker:
         self.sent.append(Sent(body, headers, self._locks(), options))
 
     @property
-    def last(self) -> Sent:
+    def last(self):
         """The last message."""
         return self.sent[-1]
 
     @property
-    def ids(self) -> list[str]:
+    def ids(self):
         """The ids of the messages."""
         return [one.id for one in self.sent]
 
@@ -259,27 +246,25 @@ class Child:
 
     pid = os.getpid() + 1
 
-    def __init__(
-        self, app: Celery, headers: Any = None, task_id: str = "1", **options: Any
-    ) -> None:
+    def __init__(self, app, headers=None, task_id="1", **options):
         task = declare(app, _wait, **options)
         self._worker = greenlet(partial(deliver, task, task_id, headers=headers))
         self.request = arrived(task, task_id, **(headers or {}))
         self.request.worker_pid = self.pid
         self.go_on()
 
-    def go_on(self) -> None:
+    def go_on(self):
         """Let the task go on, unless it has ended."""
         with patch.object(os, "getpid", lambda: self.pid):
             if not self._worker.dead:
                 self._worker.switch()
 
 
-def _wait() -> None:
+def _wait():
     getcurrent().parent.switch()
 
 
-def new_app(name: str = "shop") -> Celery:
+def new_app(name="shop"):
     """Make an app whose broker and results are in this process."""
     app = Celery(name, broker="memory://here", backend="cache+memory://", set_as_current=False)
     cache._DUMMY_CLIENT_CACHE.clear()  # else results outlive their app
@@ -288,12 +273,10 @@ def new_app(name: str = "shop") -> Celery:
 
 
 @contextmanager
-def held(
-    app: Celery, key: Any = "k", task_id: Any = "1", body: Any = lambda: None, **options: Any
-) -> Iterator[Any]:
+def held(app, key="k", task_id="1", body=lambda: None, **options):
     """Let a worker run a task that holds the lock while the block runs, and then *body*."""
 
-    def stays() -> Any:
+    def stays():
         getcurrent().parent.switch()
         return body()
 
@@ -321,14 +304,14 @@ class Shop:
         ran: The ids of the tasks whose bodies began, in order.
     """
 
-    def __init__(self, url: str = "", **conf: Any) -> None:
+    def __init__(self, url="", **conf):
         self.server = LockServer()
         self._url = url
         self._conf = conf
-        self.ran: list[str] = []
+        self.ran = []
         self._undo = ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         if not self._url:
             serve = patch("celery_dislock.servers.store.server_for", lambda *_, **__: self.server)
             self._undo.enter_context(serve)
@@ -344,16 +327,12 @@ class Shop:
         self._undo.callback(self.dislock.close)
         return self
 
-    def __exit__(self, *_failure: object) -> None:
+    def __exit__(self, *_failure):
         self._undo.close()
 
     def declare(
-        self,
-        body: Callable[..., object] = lambda *_: None,
-        lock_on_conflict: Any = "queue",
-        name: str = "shop.export",
-        **options: Any,
-    ) -> Any:
+        self, body=lambda *_: None, lock_on_conflict="queue", name="shop.export", **options
+    ):
         """
         Declare a task that may be parked; a second one of its name takes its place.
 
@@ -365,7 +344,7 @@ class Shop:
         """
         self.app.tasks.pop(name, None)
 
-        def export(self: Any, *args: Any) -> object:
+        def export(self, *args):
             ran.append(self.request.id)
             return body(self, *args)
 
@@ -375,77 +354,77 @@ class Shop:
         self.app.finalize()
         return self.app.tasks[name]
 
-    def send(self, task: Any, task_id: str, *args: Any, notes: Any = None, **options: Any) -> Any:
+    def send(self, task, task_id, *args, notes=None, **options):
         """Send a task of this id; *notes* are added to our header."""
         headers = {**options.pop("headers", {})}
         headers |= {} if notes is None else noted(**notes)
         return task.apply_async(args, task_id=task_id, headers=headers, **options)
 
-    def work(self, *, later: float = 0.0) -> int:
+    def work(self, *, later=0.0):
         """Run the messages that are due, or some seconds later; return how many there were."""
         self.server.advance(later)
         return self.messages.run()
 
-    def run(self, task: Any, task_id: str = "2", *args: Any, **options: Any) -> Any:
+    def run(self, task, task_id="2", *args, **options):
         """Send a task and run all messages; return its result."""
         result = self.send(task, task_id, *args, **options)
         self.work()
         return result
 
-    def park(self, task: Any, *task_ids: str) -> Any:
+    def park(self, task, *task_ids):
         """Park tasks, "2" if no other is named, and give the first its turn; return its result."""
         with self.held():
             results = [self.run(task, one) for one in task_ids or ("2",)]
         return results[0]
 
     @contextmanager
-    def held(self, key: str = KEY, **options: Any) -> Iterator[Any]:
+    def held(self, key=KEY, **options):
         """Have a lock held by a program of this app for an hour; its release gives the turns."""
         with self.dislock.lock(key, watchdog_timeout=3600, **options) as lease:
             yield lease
 
     @property
-    def other(self) -> Line:
+    def other(self):
         """Another process, which publishes nothing, and what it sees of the line."""
         return Line(self.server, self.home)
 
     @property
-    def line(self) -> list[str]:
+    def line(self):
         """The ids of the tasks in line."""
         return self.other.line()
 
     @property
-    def home(self) -> str:
+    def home(self):
         """The name of the app's broker on the lock server."""
         return runtime_of(self.app).process.store.home
 
     @property
-    def queue(self) -> Any:
+    def queue(self):
         """The messages that nobody has taken, as the broker keeps them."""
         with self.app.connection_for_read() as connection:
             return connection.default_channel._queue_for(self.app.conf.task_default_queue).queue
 
     @property
-    def sent(self) -> list[dict[str, Any]]:
+    def sent(self):
         """The notes of the messages that nobody has taken, in order."""
         return [message["headers"].get(HEADER, {}) for message in self.queue]
 
     @property
-    def put_off(self) -> list[Any]:
+    def put_off(self):
         """The messages that a worker holds until they are due."""
         return self.messages._waiting
 
-    def sweeper(self, worker: str = "w1@here", **options: Any) -> Sweep:
+    def sweeper(self, worker="w1@here", **options):
         """Return the sweep of one worker."""
         sweep = Sweep(runtime_of(self.app).new_process(), worker, 10.0, **options)
         sweep.says = terms_said(self.app)
         return sweep
 
-    def clock(self) -> float:
+    def clock(self):
         """Return the seconds of the lock server's clock."""
         return self.server.now_ms / 1000
 
-    def sweep(self) -> None:
+    def sweep(self):
         """Let a worker look through the lines once."""
         sweep = self.sweeper()
         sweep.step()

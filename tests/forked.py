@@ -27,10 +27,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
@@ -59,36 +56,36 @@ class Request(NamedTuple):
 class Forked:
     """A program that the template has started."""
 
-    def __init__(self, args: Sequence[str], pid: int, status: int) -> None:
+    def __init__(self, args, pid, status):
         self.args = args
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode = None
         self._status = status  # a pipe: the return code, when it has ended
         self._reading = threading.Lock()
 
-    def poll(self) -> int | None:
+    def poll(self):
         """Return the return code; None while the program runs."""
         return self._read(0)
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         """Wait for the end of the program."""
         if self._read(timeout) is None:
             raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         """Send a signal, if the program still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
+    def terminate(self):
         self.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
+    def kill(self):
         self.send_signal(signal.SIGKILL)
 
-    def _read(self, timeout: float | None) -> int | None:
+    def _read(self, timeout):
         with self._reading:
             if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
                 told = os.read(self._status, 16)
@@ -100,21 +97,11 @@ class Forked:
 class Template:
     """The process that forks, started when it is first needed."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self):
+        self._process = None
         self._asking = threading.Lock()
 
-    def start(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        *,
-        folder: Path,
-        env: Mapping[str, str],
-        out: int,
-        err: int,
-        stdin: int | None = None,
-    ) -> Forked:
+    def start(self, module, arguments, *, folder, env, out, err, stdin=None):
         """Run ``python -m MODULE ARGUMENTS`` with these files; a script's path is no module."""
         request = Request(module, list(arguments), str(folder), dict(env))
         status, told = os.pipe()
@@ -129,14 +116,14 @@ class Template:
                 pid = int(talk.recv(16))
         return Forked([module, *arguments], pid, status)
 
-    def stop(self) -> None:
+    def stop(self):
         """End the template; what it has started goes on."""
         if self._process is not None:
             self._talk.close()
             self._process.wait()
             self._process = None
 
-    def _connected(self) -> socket.socket:
+    def _connected(self):
         if self._process is None:
             self._talk, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._talk.settimeout(TIMEOUT)
@@ -151,17 +138,13 @@ class Template:
 template = Template()
 
 
-def start_celery(
-    arguments: Sequence[str], folder: Path, env: Mapping[str, str], log_file: Path
-) -> Forked | subprocess.Popen[bytes]:
+def start_celery(arguments, folder, env, log_file):
     """Run ``python -m celery`` with these arguments, in that folder, with its output to a file."""
     with log_file.open("wb") as log:
         return start("celery", arguments, folder, env, log.fileno(), log.fileno())
 
 
-def run_python(
-    module: str, *arguments: str, folder: Path, env: Mapping[str, str], timeout: float = TIMEOUT
-) -> subprocess.CompletedProcess[str]:
+def run_python(module, *arguments, folder, env, timeout=TIMEOUT):
     """Run ``python -m MODULE ARGUMENTS`` to its end."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         program = start(module, arguments, folder, env, out.fileno(), err.fileno())
@@ -175,9 +158,7 @@ def run_python(
         return subprocess.CompletedProcess(args, returncode, out.read(), err.read())
 
 
-def start(
-    module: str, arguments: Sequence[str], folder: Path, env: Mapping[str, str], out: int, err: int
-) -> Forked | subprocess.Popen[bytes]:
+def start(module, arguments, folder, env, out, err):
     """Start ``python -m MODULE ARGUMENTS``, by a fork if it can be one."""
     is_other = OTHER_RELEASE in env  # which the template has not imported
     if sys.platform == "linux" and not (PATCHING & set(arguments) or is_other):
@@ -193,14 +174,14 @@ def start(
     )
 
 
-def serve(talk: socket.socket) -> Request | None:
+def serve(talk):
     """Fork for each request; return the request in the fork, and None when nobody asks any more."""
     woken, wake = os.pipe()
     for end in (woken, wake):
         os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    running: dict[int, int] = {}
+    running = {}
     while True:
         ready, _, _ = select.select([talk, woken], [], [])
         if woken in ready:
@@ -229,7 +210,7 @@ def serve(talk: socket.socket) -> Request | None:
         running[pid] = told
 
 
-def tell_ended(running: dict[int, int]) -> None:
+def tell_ended(running):
     """Tell of each program that has ended, with its return code."""
     for pid, told in list(running.items()):
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -239,7 +220,7 @@ def tell_ended(running: dict[int, int]) -> None:
             os.close(running.pop(pid))
 
 
-def become(request: Request, files: list[int]) -> None:
+def become(request, files):
     """Make this process look as the program does when it is started."""
     os.setsid()
     os.chdir(request.folder)
@@ -258,7 +239,7 @@ def become(request: Request, files: list[int]) -> None:
     time.tzset()
 
 
-def main() -> None:
+def main():
     for name in IMPORTED:
         importlib.import_module(name)
     assert threading.active_count() == 1, "a thread would not be there after a fork"

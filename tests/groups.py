@@ -13,15 +13,9 @@ import contextlib
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tests.holding import wait_for
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Iterator
-
-    from tests.forked import Forked
 
 PROC = Path("/proc")
 ESTABLISHED, CLOSE_WAIT, LISTEN = "01", "08", "0A"  # states in /proc/net/tcp
@@ -36,7 +30,7 @@ class Socket(NamedTuple):
     inode: str
 
 
-def kill_group(leader: Forked | subprocess.Popen[bytes]) -> None:
+def kill_group(leader):
     """Kill a process and its group; return when nobody serves them any more."""
     group = leader.pid
     with contextlib.suppress(ProcessLookupError):
@@ -49,7 +43,7 @@ def kill_group(leader: Forked | subprocess.Popen[bytes]) -> None:
     wait_for(lambda: not _served(links), f"the end of the connections of group {group}")
 
 
-def _is_left(group: int) -> bool:
+def _is_left(group):
     """Tell whether a process of the group runs; it outlives its leader."""
     if PROC.is_dir():
         return any(_group_of(pid) == group for pid in _running())
@@ -60,7 +54,7 @@ def _is_left(group: int) -> bool:
     return True
 
 
-def _links(pids: set[int]) -> set[tuple[int, int]]:
+def _links(pids):
     """Return both ports of each connection that these processes have opened."""
     inodes = {inode for pid in pids for inode in _inodes(pid)}
     mine = [one for one in _sockets() if one.inode in inodes]
@@ -68,7 +62,7 @@ def _links(pids: set[int]) -> set[tuple[int, int]]:
     return {(one.port, one.peer) for one in mine if one.peer and one.port not in served}
 
 
-def _served(links: set[tuple[int, int]]) -> set[int]:
+def _served(links):
     """Return the ports of servers that still have one of these, but for servers that are halted."""
     if not links:
         return set()
@@ -85,18 +79,18 @@ def _served(links: set[tuple[int, int]]) -> set[int]:
     return busy - {listeners[inode] for pid in halted for inode in _inodes(pid) & {*listeners}}
 
 
-def _running() -> list[int]:
+def _running():
     """Return the processes that have not ended, zombies left out."""
     pids = [int(path.name) for path in PROC.glob("[0-9]*")]
     return [pid for pid in pids if _stat(pid)[:1] not in ([], ["Z"], ["X"])]
 
 
-def _group_of(pid: int) -> int | None:
+def _group_of(pid):
     stat = _stat(pid)
     return int(stat[2]) if stat else None
 
 
-def _stat(pid: int) -> list[str]:
+def _stat(pid):
     """Return the state, the parent, the group and more; nothing of a process that is gone."""
     try:
         return (PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -104,7 +98,7 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _inodes(pid: int) -> set[str]:
+def _inodes(pid):
     """Return the sockets that a process has open."""
     inodes = set()
     with contextlib.suppress(OSError):
@@ -114,16 +108,10 @@ def _inodes(pid: int) -> set[str]:
     return inodes
 
 
-def _sockets() -> Iterator[Socket]:
+def _sockets():
     for table in (PROC / "net/tcp", PROC / "net/tcp6"):
         with contextlib.suppress(OSError):
             for line in table.read_text().splitlines()[1:]:
-                (
-                    _,
-                    here,
-                    there,
-                    state,
-                    *_,
-                ) = fields = line.split()
+                (_, here, there, state, *_) = fields = line.split()
                 port, peer = (int(one.rpartition(":")[2], 16) for one in (here, there))
                 yield Socket(port, peer, state, fields[9])

@@ -4,19 +4,13 @@ A test that needs a password uses :data:`SECRET`, or one that contains it; the f
 ``tests/conftest.py`` looks for it in each log record and each of the package's errors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import pickle
 import traceback
 from collections import deque
-from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import DislockError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SECRET = "s3cret"  # noqa: S105 -- what no text may contain
 ESCAPED = "se:cr@et", "se%3Acr%40et"  # one with special characters, plain and in a URL
@@ -26,28 +20,28 @@ ERRORS = 500  # that are looked at, the newest
 class Watch(logging.Handler):
     """Collects what is logged and raised."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.setFormatter(logging.Formatter())
-        self.said: list[str] = []
-        self.errors: deque[DislockError] = deque(maxlen=ERRORS)
+        self.said = []
+        self.errors = deque(maxlen=ERRORS)
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         """Keep a record that tells a password, with its traceback."""
         said = self.format(record) if record.exc_info is None else _without_source(record)
         if _leaks(said):
             self.said.append(said)
 
-    def leaks(self) -> Iterator[str]:
+    def leaks(self):
         """Return each text that has a password in it."""
         yield from self.said
         for error in self.errors:
             yield from (said for said in texts_of(error) if _leaks(said))
 
 
-def texts_of(error: BaseException) -> Iterator[str]:
+def texts_of(error):
     """Return what a log, a result backend or a debugger shows of an error, without source lines."""
-    shown: BaseException | None = error
+    shown = error
     while shown is not None:
         yield f"{type(shown).__name__}: {shown}"
         yield repr(shown)
@@ -57,21 +51,21 @@ def texts_of(error: BaseException) -> Iterator[str]:
         yield repr(pickle.dumps(error))
 
 
-def _without_source(record: logging.LogRecord) -> str:
+def _without_source(record):
     error = record.exc_info[1] if record.exc_info else None
     texts = [] if error is None else list(texts_of(error))
     return "\n".join([record.getMessage(), *texts])
 
 
-def _leaks(said: str) -> bool:
+def _leaks(said):
     return any(secret in said for secret in (SECRET, *ESCAPED))
 
 
-def remember(watch: Watch, monkeypatch: Any) -> None:
+def remember(watch, monkeypatch):
     """Let the watch have every error of the package that is made."""
 
-    def made(kind: type[DislockError], *args: Any, **_: Any) -> DislockError:
-        error: DislockError = Exception.__new__(kind, *args)
+    def made(kind, *args, **_):
+        error = Exception.__new__(kind, *args)
         watch.errors.append(error)
         return error
 

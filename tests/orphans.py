@@ -6,8 +6,6 @@ process that waits until its parent is gone and then kills every process with th
 environment.  It finds them in ``/proc``; on a system without that nothing is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -15,18 +13,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import pytest
 
 MARK = "TESTS_STARTED_BY"  # the variable that all children inherit: id of the run's process
 POLL = 0.5  # seconds between two looks at the parent
 
-_guardians: list[subprocess.Popen[bytes]] = []
+_guardians = []
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Mark this process's children, and start the guardian."""
     os.environ[MARK] = str(os.getpid())
     _guardians.append(
@@ -41,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
+def pytest_unconfigure(config):
     """End the guardian: the tests have ended what they started."""
     os.environ.pop(MARK, None)
     while _guardians:
@@ -50,7 +44,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         guardian.wait()
 
 
-def guard(parent: int) -> None:
+def guard(parent):
     """Wait for the end of the parent, and kill all that it has left."""
     while os.getppid() == parent:
         time.sleep(POLL)

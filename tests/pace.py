@@ -6,8 +6,6 @@ all such times are made here, and a slow machine makes them longer: ``DISLOCK_TE
 test``.
 """
 
-from __future__ import annotations
-
 import os
 
 PACE = float(os.environ.get("DISLOCK_TEST_PACE", "1"))  # times as long

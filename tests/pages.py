@@ -1,33 +1,27 @@
 """The page with locks that a test makes up, asked by a test or served to a browser."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from threading import Thread
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from waitress import wasyncore
 from waitress.server import create_server
-from werkzeug.test import Client, TestResponse
+from werkzeug.test import Client
 
 from celery_dislock.operating.web import Page
 from celery_dislock.parking.process import runtime_of
 from tests.staged import Staged, make_app, reach
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 LIMIT = 10.0  # seconds for a server to end
 ORIGIN = "http://127.0.0.1:8765"
 
 
-def ann(_environ: Any) -> str:
+def ann(_environ):
     """Say that ann asks."""
     return "ann"
 
 
-def staged(**options: Any) -> tuple[Page, Staged]:
+def staged(**options):
     """Make a page, and the lock server that it reads."""
     server = Staged()
     with pytest.MonkeyPatch.context() as patch:
@@ -41,18 +35,18 @@ def staged(**options: Any) -> tuple[Page, Staged]:
 class Visitor(Client):
     """A browser on this machine: it keeps cookies, and sends forms as the page does."""
 
-    def open(self, *args: Any, **kwargs: Any) -> TestResponse:
+    def open(self, *args, **kwargs):
         kwargs.setdefault("buffered", True)  # a browser reads to the end
         kwargs.setdefault("base_url", ORIGIN)
         kwargs.setdefault("environ_base", {"REMOTE_ADDR": "127.0.0.1"})
         return super().open(*args, **kwargs)
 
-    def act(self, path: str, **form: str) -> TestResponse:
+    def act(self, path, **form):
         return self.post(path, data=form, headers={"Origin": ORIGIN})
 
 
 @contextmanager
-def serving(application: Any) -> Iterator[str]:
+def serving(application):
     """Serve an application on a free port of this machine; gives its address."""
     server = create_server(application, host="127.0.0.1", port=0, threads=4, ident=None)
     thread = Thread(target=server.run, daemon=True)

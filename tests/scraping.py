@@ -1,8 +1,5 @@
 """The page for Prometheus, asked as Prometheus does."""
 
-from __future__ import annotations
-
-from typing import Any
 from wsgiref.util import setup_testing_defaults
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,11 +7,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.leaks import SECRET
 
 
-def scrape(page: Any) -> dict[Any, float]:
+def scrape(page):
     """Return the samples, by name and the values of its labels in the labels' order of names."""
-    environ: dict[str, Any] = {}
+    environ = {}
     setup_testing_defaults(environ)
-    statuses: list[str] = []
+    statuses = []
     body = b"".join(page(environ, lambda status, _headers: statuses.append(status))).decode()
     assert statuses == ["200 OK"]
     assert SECRET not in body

@@ -1,21 +1,15 @@
 """Run ``python -m celery_dislock.testing``: a server for trying, as users start it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SERVE = (sys.executable, "-m", "celery_dislock.testing")
 
 
 @contextmanager
-def serving(port: int | str = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(port=0):
     """Run the server at a port; yields its process, and the URL that it prints first."""
     process = subprocess.Popen([*SERVE, "--port", str(port)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -1,10 +1,7 @@
 """Locks that a test makes up: their records, as the scripts write them, on a server of bare Lua."""
 
-from __future__ import annotations
-
 import json
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.terms import LIMIT_MOST
 from celery_dislock.messages.message import Message
@@ -16,19 +13,13 @@ from celery_dislock.servers.waiters import Waiter
 from tests.driven import LockServer, new_app
 from tests.holding import name_of
 
-if TYPE_CHECKING:
-    import pytest
-    from celery import Celery
-
-    from celery_dislock.servers.overrides import RateState
-
 FAR = 9 * 10**13  # Redis TIME in ms, of 14 digits: long after each test
 KEPT_MS = 30 * 86_400_000  # of what beats have sent; see _names.lua
 STATES = {"being sent": "s", "waiting": "w", "running": "r", "ended": "d"}
 RESERVED = ReservationState("id-9", "waiting", 3.0, 20.0, "5eed", 7)
 
 
-def holder(number: int = 1, **changes: Any) -> Holder:
+def holder(number=1, **changes):
     """Make a lease of shop.export; who it is in words follows from the rest."""
     known = {
         "owner": f"id-{number}@celery@w1:7/ab.{number}",
@@ -51,7 +42,7 @@ def holder(number: int = 1, **changes: Any) -> Holder:
     return Holder(**{**known, **changes})
 
 
-def place(number: int = 1, **changes: Any) -> Waiter:
+def place(number=1, **changes):
     """Make a place of a parked shop.pay."""
     known = {
         "place": number,
@@ -70,9 +61,9 @@ def place(number: int = 1, **changes: Any) -> Waiter:
     return Waiter(**{**known, **changes})
 
 
-def lock(key: str = "k", **changes: Any) -> LockState:
+def lock(key="k", **changes):
     """Make a lock that nobody holds."""
-    known: dict[str, Any] = dict.fromkeys(LockState._fields)
+    known = dict.fromkeys(LockState._fields)
     known |= dict.fromkeys(("holders", "line", "turns"), ())
     known |= {"waiting": 0, "aside": 0, "limit_note": "", "limit_differs": 0}
     return LockState(**{**known, "key": key, "name": f"dislock:{{{key}}}", **changes})
@@ -93,26 +84,26 @@ class Staged(LockServer):
     name = "redis://locks.example.com:6379/0"
     min_replicas = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.error: Exception | None = None
-        self.info: dict[str, Any] = {"redis_version": "8.0.0", "role": "master"}
+        self.error = None
+        self.info = {"redis_version": "8.0.0", "role": "master"}
         self.home = "here"
         self.scans = 0
-        self.looks: list[str] = []
-        self._known: set[str] = set()
+        self.looks = []
+        self._known = set()
 
     @property
-    def overview(self) -> Overview:
+    def overview(self):
         """What reads it."""
         return Overview(self, "dislock")
 
-    def run(self, script: Any, keys: Any, *arguments: Any) -> Any:
+    def run(self, script, keys, *arguments):
         """Run a script."""
         self.looks += keys
         return super().run(script, keys, *arguments)
 
-    def send(self, *command: Any) -> Any:
+    def send(self, *command):
         """Run a command."""
         name = command[0].decode() if isinstance(command[0], bytes) else command[0]
         if name == "SCAN" and self.error is None:
@@ -123,26 +114,26 @@ class Staged(LockServer):
             return "\n".join(f"{field}:{value}" for field, value in self.info.items()).encode()
         return super().send(name, *command[1:])
 
-    def _ask(self, *request: Any) -> Any:
+    def _ask(self, *request):
         if self.error is not None:
             raise self.error
         return super()._ask(*request)
 
-    def members(self) -> list[Member]:
+    def members(self):
         """Return itself."""
         return [Member(self.name, self.send, None)]  # type: ignore[arg-type]
 
-    def senders(self) -> list[Any]:
+    def senders(self):
         """Return what sends it a command."""
         return [self.send]
 
-    def watchers(self) -> list[tuple[str, str]]:
+    def watchers(self):
         """Return none."""
         return []
 
     # Records.
 
-    def put(self, *states: LockState) -> None:
+    def put(self, *states):
         """Write the records of these locks, in place of what there is of them."""
         for state in states:
             if state.name in self._known:
@@ -164,21 +155,21 @@ class Staged(LockServer):
                 super().send("HSET", f"{state.name}:aside", f"aside-{nth}:0:0", "?")
             self._beside(state)
 
-    def take_away(self, state: LockState) -> None:
+    def take_away(self, state):
         """Delete all records of a lock."""
         ends = ("", "line", "places", "tickets", "handed", "aside", "unique", "limit", "beat")
         ends += ("rate", "starts")
         super().send("DEL", *(f"{state.name}:{end}".rstrip(":") for end in ends))
 
-    def damage(self, key: str) -> None:
+    def damage(self, key):
         """Write something else over the leases of a lock."""
         super().send("SET", f"dislock:{{{key}}}", "?")
 
-    def _since(self, seconds: float) -> int:
+    def _since(self, seconds):
         return self.now_ms - round(seconds * 1000)
 
-    def _lease(self, name: str, one: Holder) -> None:
-        about: dict[str, Any] = {"superseded": one.superseded}
+    def _lease(self, name, one):
+        about = {"superseded": one.superseded}
         about |= {field: getattr(one, field) for field in ("task", "id", "worker", "pid", "host")}
         about |= {"thread": one.thread, "parked": one.turn or None}
         about["waits"] = one.waits and name_of(one.waits)
@@ -189,7 +180,7 @@ class Staged(LockServer):
         record = f"1 {ends} {one.token} {self._since(one.held)} {mode} {written}"
         super().send("HSET", name, f"{'~' * one.expiring}{one.owner}", record)
 
-    def _place(self, state: LockState, nth: int, one: Waiter) -> None:
+    def _place(self, state, nth, one):
         name = state.name
         member = f"{one.ticket}#" if one.parked else f"waiter-{nth:09}"
         if one.beside:
@@ -204,7 +195,7 @@ class Staged(LockServer):
         record = f"1 {FAR} 30000 {_terms(state, one)} {json.dumps(about)}"
         super().send("HSET", f"{name}:places", member, record)
 
-    def _ticket(self, state: LockState, one: Waiter) -> None:
+    def _ticket(self, state, one):
         headers = {"task": one.task, "id": one.id, "argsrepr": one.args, "dislock": {"v": 1}}
         to = str(one.exchange), str(one.routing_key)
         message = Message(*to, headers, "application/json", "utf-8", {}, True, b"[[], {}, {}]")
@@ -216,7 +207,7 @@ class Staged(LockServer):
         record, beside = head.encode() + written, one.beside or state.name
         super().send("HSET", f"{beside}:tickets", one.ticket, record)
 
-    def _beside(self, state: LockState) -> None:
+    def _beside(self, state):
         if (kept := state.reservation) is not None:
             since, ends = self._since(kept.since), self._since(-kept.remaining)
             record = f"1 {STATES[kept.state]} {ends} {kept.id} {since} {since} nonce {kept.number}"
@@ -235,15 +226,13 @@ class Staged(LockServer):
             ttl = KEPT_MS - round(state.ticked * 1000)
             super().send("PEXPIRE", f"{state.name}:beat", ttl)
 
-    def _set(
-        self, name: str, what: str, value: object, since: int, lasts: float | None, note: str
-    ) -> None:
+    def _set(self, name, what, value, since, lasts, note):
         until = 0 if lasts is None else self._since(-lasts)
         line = f"2 {what} {value} {since} {until} {' '.join(note.splitlines())}\n".encode()
         before = super().send("GET", f"{name}:limit") or b""
         super().send("SET", f"{name}:limit", before + line)
 
-    def _rate(self, name: str, one: RateState) -> None:
+    def _rate(self, name, one):
         since = self._since(one.age or 0.0)
         if one.is_set and one.rate:
             self._set(name, "rate", one.rate.word, since, one.remaining, one.note)
@@ -256,7 +245,7 @@ class Staged(LockServer):
             super().send("RPUSH", f"{name}:starts", *starts, kept)
 
 
-def _terms(state: LockState, one: Waiter) -> str:
+def _terms(state, one):
     """Write the terms of a place; the rate is the code's, or seems to be."""
     rate = state.rate and state.rate.rate
     word = f":{rate.word}" if rate else ""
@@ -264,12 +253,12 @@ def _terms(state: LockState, one: Waiter) -> str:
     return f"{one.mode[0].replace('e', 'x')}:{one.limit or LIMIT_MOST}{word}{cost}"
 
 
-def reach(patch: pytest.MonkeyPatch, server: Staged) -> None:
+def reach(patch, server):
     """Let each lock server that a process makes from now on be this one."""
     patch.setattr("celery_dislock.servers.store.server_for", lambda *_, **__: server)
 
 
-def make_app(server: Staged) -> Celery:
+def make_app(server):
     """Make an app whose locks are there while :func:`reach` holds; its broker is in memory."""
     app = new_app()
     app.conf.dislock_url = server.name

@@ -10,47 +10,41 @@ fails, and its error names the one that made the connection.
 Only the tests of :data:`HELD_TO` fail: those of other tiers still leave some.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
 from asyncio import StreamWriter
 from socket import socket
-from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import pytest
 from redis import connection as blocking
 from redis.asyncio import connection as asynchronous
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 HELD_TO = ("tests/unit/", "tests/integration/", "test_run.py::")  # the last tests this module
 ON_PURPOSE = "::test_a_loop_that_was_closed_by_hand_is_forgotten"
 TEST = "PYTEST_CURRENT_TEST"  # in the environment: the test and its phase, set by pytest
 
-_makers: dict[tuple[int, int], str] = {}  # by process and the id of the connection there
-_made: list[tuple[ref[Any], str]] = []  # by the test that runs; where each keeps its socket
-_left: list[str] = []  # appended to in any thread, at any time
+_makers = {}  # by process and the id of the connection there
+_made = []  # by the test that runs; where each keeps its socket
+_left = []  # appended to in any thread, at any time
 
 
-def note_connections() -> None:
+def note_connections():
     """Note which test makes each connection, and those that are collected while they are open."""
     _note(blocking.AbstractConnection, "_sock")
     _note(asynchronous.AbstractConnection, "_writer")
 
 
-def _note(kind: Any, place: str) -> None:
+def _note(kind, place):
     connect = kind.connect
 
-    def note_maker(self: Any) -> Any:
+    def note_maker(self):
         _makers[os.getpid(), id(self)] = os.environ.get(TEST, "no test ()").rpartition(" ")[0]
         _made.append((ref(self), place))
         return connect(self)
 
-    def note_left(self: Any) -> None:
+    def note_left(self):
         end = getattr(self, place, None)
         if isinstance(end, (socket, StreamWriter)):  # fakeredis has other things there
             if maker := _makers.get((os.getpid(), id(self))):  # a fork has those of its parent
@@ -63,7 +57,7 @@ def _note(kind: Any, place: str) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_teardown(item):
     """Fail if a connection was left."""
     yield
     if _is_held_to(item.nodeid) and any(getattr(made(), place, None) for made, place in _made):
@@ -74,5 +68,5 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         pytest.fail(f"left open for the garbage collector: {'; '.join(left)}", pytrace=False)
 
 
-def _is_held_to(name: str) -> bool:
+def _is_held_to(name):
     return name.startswith(HELD_TO) and ON_PURPOSE not in name

@@ -3,14 +3,11 @@
 That pool runs a body where Celery's tracer is not, so there is no ``current_task``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore, Reject
 
@@ -28,17 +25,12 @@ from tests.acceptance.scenarios import (
     reports,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from celery import Task
-
 
 @contextmanager
-def reported(task: Task, key: str) -> Iterator[None]:
+def reported(task, key):
     """Report the begin and the end of a body, and what ended it."""
 
-    def report(what: str, **more: Any) -> None:
+    def report(what, **more):
         event = {"what": what, "id": task.request.id, "pid": os.getpid(), "token": task.lease.token}
         reports.rpush(history_of(key), json.dumps({**event, **more}))
 
@@ -51,7 +43,7 @@ def reported(task: Task, key: str) -> Iterator[None]:
     report("end", error=None)
 
 
-async def stay(self: Task, key: str) -> dict[str, Any]:
+async def stay(self, key):
     """Last until the gate of the key is open."""
     with reported(self, key):
         while not reports.exists(gate_of(key)):  # noqa: ASYNC110 -- a test opens it
@@ -59,7 +51,7 @@ async def stay(self: Task, key: str) -> dict[str, Any]:
         return {"held": self.lease.held, "renewals": self.lease.renewals}
 
 
-def stay_plain(self: Task, key: str) -> dict[str, Any]:
+def stay_plain(self, key):
     """Do so in a thread."""
     with reported(self, key):
         while not reports.exists(gate_of(key)):
@@ -67,13 +59,13 @@ def stay_plain(self: Task, key: str) -> dict[str, Any]:
         return {"held": self.lease.held, "renewals": self.lease.renewals}
 
 
-async def sleep_long(self: Task, key: str) -> None:
+async def sleep_long(self, key):
     """Sleep until somebody stops it."""
     with reported(self, key):
         await asyncio.sleep(ASLEEP)
 
 
-async def end_as(self: Task, key: str, how: str) -> Any:
+async def end_as(self, key, how):
     """Let go of the loop, and end."""
     with reported(self, key):
         await asyncio.sleep(0)
@@ -90,7 +82,7 @@ async def end_as(self: Task, key: str, how: str) -> Any:
         return int(self.request.retries)
 
 
-async def take_again(self: Task, key: str) -> dict[str, Any]:
+async def take_again(self, key):
     """Take the lock of this task again, and let another coroutine try it."""
     with reported(self, key):
         ensure_held()
@@ -104,22 +96,13 @@ async def take_again(self: Task, key: str) -> dict[str, Any]:
             }
 
 
-async def lock_inside(self: Task, key: str) -> list[Any]:
-    """Take a lock in the body, and tell its holder to a coroutine that comes second."""
-    async with dislock.async_lock(key):
-        refused = await asyncio.create_task(dislock.async_lock(key).try_acquire())
-        return [refused.holder["task"], refused.holder["id"]]
-
-
-def locked(name: str, body: Callable[..., Any] = stay, **options: Any) -> Task:
+def locked(name, body=stay, **options):
     """Declare a task with this body."""
     options = {"base": SingletonTask, "bind": True, "lock_key": "<key>", **options}
     return app.task(body, name=f"{__name__}.{name}", **options)
 
 
 hold = locked("hold")
-hold_inside = app.task(lock_inside, name=f"{__name__}.hold_inside", bind=True)
-hold_both = locked("hold_both", lock_inside, lock_key="own:<key>")
 hold_plain = locked("hold_plain", stay_plain)
 hold_renewed = locked("hold_renewed", **BRIEFLY)
 hold_or_wait = locked("hold_or_wait", lock_on_conflict="wait")

@@ -1,7 +1,5 @@
 """The app of several beats; the environment has its settings."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -12,5 +10,5 @@ app.conf.update(json.loads(os.environ["BEAT_CONF"]))
 
 
 @app.task(name="often", ignore_result=True)
-def often() -> None:
+def often():
     """Stay in the queue."""

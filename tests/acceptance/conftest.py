@@ -1,14 +1,11 @@
 """Workers to test with: a pair for each pool that lasts, and such as a test starts for itself."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json
 import re
 import uuid
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,15 +13,6 @@ from tests.acceptance import scenarios
 from tests.acceptance.fleet import CONCURRENCY, Fleet, Scene, Worker, leases_of, wait_for
 from tests.programs import missing
 from tests.redis_server import RedisServer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    import redis
-
-    from tests.acceptance.rabbitmq import RabbitServer
 
 MEANT_TO_STAY = re.compile(
     r"dislock:(sweep:|lines:|epoch:|\{.*\}:(done:|crashes:|(newest|lasted)$))"
@@ -34,7 +22,7 @@ WORKERS = pytest.StashKey[dict[Worker, int]]()  # with the length of its log whe
 
 
 @pytest.fixture(scope="session")
-def server(redis_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def server(redis_program, tmp_path_factory):
     """A server for workers that outlive a test: nobody flushes it."""
     with RedisServer(tmp_path_factory.mktemp("acceptance") / "redis") as server:
         scenarios.app.conf.update(broker_url=server.url, result_backend=server.url)
@@ -44,22 +32,20 @@ def server(redis_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(scope="session")
-def redis_client(server: RedisServer) -> Iterator[redis.Redis]:
+def redis_client(server):
     """A client beside those of the package and of the tasks, which speaks str."""
     with server.client(decode_responses=True) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
-def workers(pytestconfig: pytest.Config) -> dict[Worker, int]:
+def workers(pytestconfig):
     """All workers that run, for the logs that are shown with a failed test."""
     return pytestconfig.stash.setdefault(WORKERS, {})
 
 
 @pytest.fixture(scope="session")
-def start_pair(
-    server: RedisServer, workers: dict[Worker, int], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., AbstractContextManager[Fleet]]:
+def start_pair(server, workers, tmp_path_factory):
     """What starts workers of one pool, and ends them: pool, name, broker URL, options of each.
 
     Mostly two, with --dislock.  They send events, for they may end the tasks of another test: all
@@ -67,20 +53,13 @@ def start_pair(
     """
 
     @contextmanager
-    def start(
-        pool: str,
-        name: str,
-        broker_url: str | None = None,
-        conf: Mapping[str, Any] | None = None,
-        modes: Sequence[str] = ("--dislock", "--dislock"),
-        **kwargs: Any,
-    ) -> Iterator[Fleet]:
+    def start(pool, name, broker_url=None, conf=None, modes=("--dislock", "--dislock"), **kwargs):
         _require(pool)
         folder = tmp_path_factory.mktemp(name)
         queue = f"fleet-{name}"
         options = [*_pool_options(pool), "--queues", queue, "--task-events"]
         env = {**_env(server, broker_url), "SCENARIOS_CONF": json.dumps(conf or {})}
-        pair: list[Worker] = []
+        pair = []
         try:
             for number, mode in enumerate(modes, 1):
                 given = [*options, *mode.split()]
@@ -97,25 +76,21 @@ def start_pair(
 
 
 @pytest.fixture(scope="session")
-def prefork_pair(start_pair: Callable[..., AbstractContextManager[Fleet]]) -> Iterator[Fleet]:
+def prefork_pair(start_pair):
     """The pair of the prefork pool, for all tests of it whose broker is Redis."""
     with start_pair("prefork", "prefork") as pair:
         yield pair
 
 
 @pytest.fixture(scope="session")
-def rabbitmq_pair(
-    start_pair: Callable[..., AbstractContextManager[Fleet]], rabbitmq: RabbitServer
-) -> Iterator[Fleet]:
+def rabbitmq_pair(start_pair, rabbitmq):
     """A pair of the prefork pool whose broker is RabbitMQ."""
     with start_pair("prefork", "rabbitmq", rabbitmq.url) as pair:
         yield pair
 
 
 @pytest.fixture(scope="session", params=list(CONCURRENCY))
-def fleet(
-    request: pytest.FixtureRequest, start_pair: Callable[..., AbstractContextManager[Fleet]]
-) -> Iterator[Fleet]:
+def fleet(request, start_pair):
     """Workers of one pool with --dislock, for all tests of that pool; or of another broker.
 
     Two, but one of a pool of greenlets: it has many slots, and takes long to start.
@@ -130,24 +105,14 @@ def fleet(
 
 
 @pytest.fixture
-def start_fleet(
-    server: RedisServer, workers: dict[Worker, int], tmp_path: Path
-) -> Iterator[Callable[..., Fleet]]:
+def start_fleet(server, workers, tmp_path):
     """Start a worker of this test alone, with its own queue: ``start_fleet(pool, *options)``.
 
     It is killed at the end of the test, when no lock is left.
     """
-    started: list[Worker] = []
+    started = []
 
-    def start(
-        pool: str,
-        *options: str,
-        ready: bool = True,
-        queue: str | None = None,
-        broker_url: str | None = None,
-        conf: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Fleet:
+    def start(pool, *options, ready=True, queue=None, broker_url=None, conf=None, **kwargs):
         _require(pool)
         queue = queue or f"own-{uuid.uuid4().hex[:8]}"
         env = {**_env(server, broker_url), **kwargs.pop("env", {})}
@@ -168,9 +133,7 @@ def start_fleet(
 
 
 @pytest.fixture
-def scene(
-    redis_client: redis.Redis, _nothing_is_left: None, request: pytest.FixtureRequest
-) -> Iterator[Scene]:
+def scene(redis_client, _nothing_is_left, request):
     """A key of this test alone; at its end, the gate of that key is opened."""
     name = getattr(request.node, "originalname", request.node.name)
     scene = Scene(f"{name}-{uuid.uuid4().hex[:8]}", redis_client)
@@ -179,9 +142,7 @@ def scene(
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(
-    redis_client: redis.Redis, workers: dict[Worker, int], start_fleet: Callable[..., Fleet]
-) -> Iterator[None]:
+def _nothing_is_left(redis_client, workers, start_fleet):
     """Check after each test that no lock is left behind.
 
     By then the gate of the test's key is open, and its own workers are still there.  The gates of
@@ -192,7 +153,7 @@ def _nothing_is_left(
         workers[worker] = len(worker.log)
     yield
 
-    def is_over() -> bool:
+    def is_over():
         for lock in (left := left_behind(redis_client)):
             for task_id in holders_of(redis_client, lock):
                 redis_client.set(scenarios.gate_of(task_id), "open")
@@ -207,7 +168,7 @@ def _nothing_is_left(
             redis_client.delete(left)  # the next test is not to blame
 
 
-def left_behind(client: redis.Redis) -> list[Any]:
+def left_behind(client):
     """What locks have left, but for what is meant to stay for a while.
 
     That is the lease of the worker that sweeps, its list of lines, a mark for each task that was
@@ -219,28 +180,28 @@ def left_behind(client: redis.Redis) -> list[Any]:
     return [key for key in keys if not _keeps_numbers(client, key)]
 
 
-def holders_of(client: redis.Redis, lock: str) -> list[str]:
+def holders_of(client, lock):
     """The tasks that hold a lock."""
     if lock.endswith("}") and client.type(lock) == "hash":
         return [lease.holder["id"] for lease in leases_of(client, lock) if "id" in lease.holder]
     return []
 
 
-def _keeps_numbers(client: redis.Redis, key: Any) -> bool:
+def _keeps_numbers(client, key):
     if not key.endswith(":unique"):
         return False
     return (client.get(key) or "").startswith("1 - ")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Let one process run all tests of a fleet, so that each fleet is started once.
 
     A test that starts its own workers may run anywhere.  Most tests are of the prefork fleet: it is
     started twice, and each file of them is for the process that has fewer such tests so far.
     """
     sizes = [0, 0]
-    halves: dict[Path, int] = {}
+    halves = {}
     for item in items:
         if item.get_closest_marker("acceptance") and (group := _group(item)):
             if group == "prefork":
@@ -250,7 +211,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
 
 
-def _group(item: pytest.Item) -> str | None:
+def _group(item):
     if item.get_closest_marker("xdist_group"):
         return None  # it names its own
     asked = set(item.fixturenames)
@@ -266,7 +227,7 @@ def _group(item: pytest.Item) -> str | None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item):
     """Show with a failed test what the workers logged during it."""
     report = yield
     if report.failed:
@@ -275,19 +236,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-def _require(pool: str) -> None:
+def _require(pool):
     module = {"aio": "celery_aio_pool"}.get(pool, pool)
     if pool in {"gevent", "eventlet", "aio"} and importlib.util.find_spec(module) is None:
         missing(module)
 
 
-def _pool_options(pool: str) -> list[str]:
+def _pool_options(pool):
     if pool == "aio":
         return ["--pool", "custom", "--concurrency", "1"]
     return ["--pool", pool, "--concurrency", str(CONCURRENCY[pool])]
 
 
-def _env(server: RedisServer, broker_url: str | None) -> dict[str, str]:
+def _env(server, broker_url):
     return {
         "SCENARIOS_URL": server.url,
         "SCENARIOS_BROKER_URL": broker_url or server.url,
@@ -295,7 +256,7 @@ def _env(server: RedisServer, broker_url: str | None) -> dict[str, str]:
     }
 
 
-def _stop(some: list[Worker], workers: dict[Worker, int]) -> None:
+def _stop(some, workers):
     for worker in some:
         worker.kill()
         workers.pop(worker, None)

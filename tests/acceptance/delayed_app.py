@@ -4,8 +4,6 @@ DELAYED_QUEUES names the kind, DELAYED_LOCKS the Redis of the locks, DELAYED_URL
 reports, and DELAYED_BROKER the broker.  With quorum queues, RabbitMQ delays messages itself.
 """
 
-from __future__ import annotations
-
 import os
 import time
 
@@ -25,7 +23,7 @@ COPIED = [("third", "copied", "copied"), ("fourth", "copied", "copied")]
 DOUBLED = [*COPIED, ("fifth", "fifth", "same"), ("sixth", "sixth", "same")]
 
 
-def made(kind: str, locks: str, url: str, broker: str) -> Celery:
+def made(kind, locks, url, broker):
     """Make the app for queues of a kind: "quorum", "classic", or "redis"."""
     app = Celery("delayed", broker=broker, backend=url, set_as_current=False)
     arguments = {"x-queue-type": "quorum"} if kind == "quorum" else {}
@@ -55,11 +53,11 @@ def made(kind: str, locks: str, url: str, broker: str) -> Celery:
     Dislock(app)
     client = redis.Redis.from_url(url, decode_responses=True)
 
-    def reported(key: str, what: str) -> str:
+    def reported(key, what):
         client.rpush(f"ran:{key}", what)
         return what
 
-    def declared(name: str, body: object, **options: object) -> None:
+    def declared(name, body, **options):
         app.task(
             name=name,
             base=SingletonTask,
@@ -70,15 +68,15 @@ def made(kind: str, locks: str, url: str, broker: str) -> Celery:
             **options,
         )(body)
 
-    def hold(self: SingletonTask, key: str) -> str:
+    def hold(self, key):
         while not client.exists(f"gate:{key}"):
             time.sleep(0.02)
         return "held"
 
-    def run(self: SingletonTask, key: str, what: str = "ran") -> str:
+    def run(self, key, what="ran"):
         return reported(key, what)
 
-    def retry(self: SingletonTask, key: str, times: int = 1) -> str:
+    def retry(self, key, times=1):
         if self.request.retries < times:
             reported(key, "retries")
             raise self.retry(countdown=SHORT)
@@ -109,7 +107,7 @@ def made(kind: str, locks: str, url: str, broker: str) -> Celery:
     return app
 
 
-def close(app: Celery) -> None:
+def close(app):
     """Close all connections of an app; redis-py 5.0 leaves them to the garbage collector."""
     runtime_of(app).close()
     app.backend.result_consumer.stop()

@@ -5,8 +5,6 @@ HANGING_RESULTS are the Redis of the locks and of the results, and HANGING_URL i
 reports, which always answers.
 """
 
-from __future__ import annotations
-
 import os
 import time
 
@@ -20,7 +18,7 @@ TIMEOUT = 3.0  # seconds: of a lock, and of the first turn
 URLS = ("BROKER", "LOCKS", "RESULTS", "URL")
 
 
-def made(kind: str, broker: str, locks: str, results: str, url: str) -> Celery:
+def made(kind, broker, locks, results, url):
     """Make the app for queues of a kind: "quorum" or "topic", or "direct": Celery's default."""
     app = Celery("hanging", broker=broker, backend=results, set_as_current=False)
     app.conf.update(
@@ -42,14 +40,14 @@ def made(kind: str, broker: str, locks: str, results: str, url: str) -> Celery:
     Dislock(app)
     client = redis.Redis.from_url(url, decode_responses=True)
 
-    def report(n: int) -> int:
+    def report(n):
         client.rpush("ran", n)
         return n
 
-    def plain(n: int) -> None:
+    def plain(n):
         client.rpush("probed", n)
 
-    def hold() -> str:
+    def hold():
         while not client.exists("gate"):
             time.sleep(0.02)
         return "held"

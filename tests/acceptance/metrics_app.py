@@ -3,21 +3,15 @@
 METRICS_APP_URL is its Redis; METRICS_APP_PREFIX sets its locks apart from those of other tests.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 import redis
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
-
-if TYPE_CHECKING:
-    from celery import Task
 
 URL = os.environ.get("METRICS_APP_URL", "redis://localhost:6379/0")
 PREFIX = os.environ.get("METRICS_APP_PREFIX", "metrics")
@@ -39,30 +33,30 @@ dislock = Dislock(app)
 reports = redis.Redis.from_url(URL)
 
 
-def ran_in(prefix: str) -> str:
+def ran_in(prefix):
     """Name of the list of what has run."""
     return f"ran:{prefix}"
 
 
-def gate_of(prefix: str) -> str:
+def gate_of(prefix):
     """Name of the gate that lets held locks go."""
     return f"gate:{prefix}"
 
 
-def note(task: Task) -> None:
+def note(task):
     """Note that a body runs, under its lock."""
     about = {"worker": task.request.hostname, "pid": os.getpid(), "at": time.time()}
     reports.rpush(ran_in(PREFIX), json.dumps(about))
 
 
 @app.task(base=SingletonTask, lock_key="step:<n>", bind=True)
-def step(self: Task, n: int) -> None:
+def step(self, n):
     """Do a little."""
     note(self)
 
 
 @app.task(base=SingletonTask, lock_key="<key>", bind=True)
-def hold(self: Task, key: str) -> None:
+def hold(self, key):
     """Hold a lock until the gate is open."""
     note(self)
     while not reports.exists(gate_of(PREFIX)):
@@ -70,6 +64,6 @@ def hold(self: Task, key: str) -> None:
 
 
 @app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", bind=True)
-def in_turn(self: Task, key: str) -> None:
+def in_turn(self, key):
     """Run after those that came before."""
     note(self)

@@ -4,8 +4,6 @@ NEIGHBOUR says which.  Each adds a header named "headers", in which Celery would
 others, or, as OpenTelemetry does, headers of its own.
 """
 
-from __future__ import annotations
-
 import os
 
 NEIGHBOUR = os.environ.get("NEIGHBOUR", "")
@@ -15,7 +13,7 @@ if NEIGHBOUR == "sentry":
     import sentry_sdk
     from sentry_sdk.integrations.celery import CeleryIntegration
 
-    def note(event: dict[str, object], hint: dict[str, object]) -> None:
+    def note(event, hint):
         """Note an error that Sentry would be told of, in place of sending it."""
         app.backend.client.rpush("sentry", repr(hint.get("exc_info")))
 
@@ -35,7 +33,7 @@ from tests.acceptance.delayed_app import app  # noqa: E402 -- they are there bef
 
 
 @app.task(name="send", shared=False)
-def send(sent: list[tuple[str, list[str], dict[str, float]]]) -> list[tuple[str, bool]]:
+def send(sent):
     """Send tasks beside the neighbour; return their ids, and whether they are duplicates."""
     foreign = {"headers": {"headers": {"x": "1"}}} if NEIGHBOUR == "headers" else {}
     results = [app.tasks[name].apply_async(args, **about, **foreign) for name, args, about in sent]
@@ -43,6 +41,6 @@ def send(sent: list[tuple[str, list[str], dict[str, float]]]) -> list[tuple[str,
 
 
 @app.task(name="headers", bind=True, shared=False)
-def headers(self: object) -> list[str]:
+def headers(self):
     """Name all that Celery shows of the message's headers."""
     return sorted(self.request.headers or ())

@@ -14,8 +14,6 @@ SCENARIOS_URL is the Redis of all that: lock server, result backend, reports, an
 SCENARIOS_BROKER_URL names no other.  SCENARIOS_CONF, in JSON, adds to the configuration.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import json
@@ -24,7 +22,6 @@ import signal
 import time
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import redis
 from celery import Celery, current_task
@@ -33,13 +30,6 @@ from celery.exceptions import Ignore, Reject
 from celery_dislock import Dislock, Key, LockLostError, SingletonTask, current_lease
 from celery_dislock.signals import lock_released
 from tests.pace import LEASE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from celery import Task
-
-    from celery_dislock import Lease
 
 LONG = 60.0  # seconds: longer than any test waits for a lock to be free
 BRIEF = LEASE  # seconds: a lease that is renewed about once a second
@@ -70,22 +60,22 @@ dislock = Dislock(app)
 reports = redis.Redis.from_url(URL)
 
 
-def history_of(key: str) -> str:
+def history_of(key):
     """Name of the list that the tasks of this key report to."""
     return f"history:{key}"
 
 
-def releases_of(key: str) -> str:
+def releases_of(key):
     """Name of the list of the signals ``lock_released`` about this key."""
     return f"releases:{key}"
 
 
-def gate_of(key: str) -> str:
+def gate_of(key):
     """Name of the gate of this key: open when it exists."""
     return f"gate:{key}"
 
 
-def report(key: str, what: str, **more: Any) -> None:
+def report(key, what, **more):
     """Add what happens in the current execution to the history of its key."""
     lease = current_lease()
     event = {
@@ -99,7 +89,7 @@ def report(key: str, what: str, **more: Any) -> None:
 
 
 @lock_released.connect
-def report_release(lease: Lease, **_: Any) -> None:
+def report_release(lease, **_):
     """Add a release to the list of its key; in the history its place would be left to chance."""
     if not current_task or current_task.app is not app:
         return
@@ -108,7 +98,7 @@ def report_release(lease: Lease, **_: Any) -> None:
 
 
 @contextmanager
-def reported(key: str, **more: Any) -> Iterator[None]:
+def reported(key, **more):
     """Report the begin and the end of a body, and what ended it, wherever that interrupts it."""
     try:
         report(key, "begin", **more)
@@ -119,17 +109,17 @@ def reported(key: str, **more: Any) -> Iterator[None]:
     report(key, "end", error=None, **more)
 
 
-def rate_of_plan(key: str) -> str:
+def rate_of_plan(key):
     """Tell the rate that a test has written for the key."""
     return str(reports.get(f"plan:{key}").decode())
 
 
-def be_brief(key: str) -> None:
+def be_brief(key):
     """Tell that it has begun."""
     report(key, "begin")
 
 
-def stay(key: str, gate: str | None = None) -> dict[str, Any]:
+def stay(key, gate=None):
     """Last until the gate, mostly that of the key, is open; then tell what became of the lease."""
     with reported(key):
         while not reports.exists(gate_of(gate or key)):
@@ -140,7 +130,7 @@ def stay(key: str, gate: str | None = None) -> dict[str, Any]:
         return {"held": lease.held, "renewals": lease.renewals, "token": lease.token}
 
 
-def lease_in_words() -> dict[str, Any]:
+def lease_in_words():
     """Tell what became of the lease, after asking for it as careful code does."""
     lease = current_lease()
     assert lease is not None
@@ -154,7 +144,7 @@ def lease_in_words() -> dict[str, Any]:
 # Bodies.  Those with ``self`` belong to tasks with ``bind=True``.
 
 
-def call_the_api(key: str, tenant: str, gate: str | None = None) -> dict[str, Any]:
+def call_the_api(key, tenant, gate=None):
     """Work for a tenant until a gate, mostly the tenant's, is open; tell under which locks."""
     lease = current_lease()
     locks = lease.key.split(" + ") if lease else []
@@ -164,12 +154,12 @@ def call_the_api(key: str, tenant: str, gate: str | None = None) -> dict[str, An
         return {"held": lease is not None and lease.held}
 
 
-def lock_inside(key: str, form: str = "one", gate: str | None = None) -> dict[str, Any]:
+def lock_inside(key, form="one", gate=None):
     """Take a lock in the body, and last until the gate is open."""
-    keys: Any = [key, f"{key}-2"] if form == "several" else key
-    terms: Any = {"shared": {"mode": "shared"}, "semaphore": {"limit": 2}}.get(form, {})
+    keys = [key, f"{key}-2"] if form == "several" else key
+    terms = {"shared": {"mode": "shared"}, "semaphore": {"limit": 2}}.get(form, {})
 
-    async def lock_and_stay() -> dict[str, Any]:
+    async def lock_and_stay():
         async with dislock.async_lock(keys):
             return stay(key, gate)
 
@@ -179,7 +169,7 @@ def lock_inside(key: str, form: str = "one", gate: str | None = None) -> dict[st
         return stay(key, gate)
 
 
-def compute_until(key: str, gate: str) -> dict[str, Any]:
+def compute_until(key, gate):
     """Compute until a file is there, and never yield to another greenlet."""
     with reported(key):
         while not os.path.exists(gate):  # noqa: PTH110 -- as short as can be
@@ -187,7 +177,7 @@ def compute_until(key: str, gate: str) -> dict[str, Any]:
         return lease_in_words()
 
 
-def keep_the_gil(key: str, seconds: float) -> dict[str, Any]:
+def keep_the_gil(key, seconds):
     """Let no other thread of this process run for some seconds, whatever signal comes."""
     with reported(key):
         mutex, until = ctypes.create_string_buffer(64), int((time.time() + seconds) * 1e9)
@@ -197,7 +187,7 @@ def keep_the_gil(key: str, seconds: float) -> dict[str, Any]:
         return lease_in_words()
 
 
-def keep_the_gil_for_ever(key: str) -> None:
+def keep_the_gil_for_ever(key):
     """Wait for a mutex of C that this thread has: no signal ends that, and no bytecode follows."""
     with reported(key):
         mutex = ctypes.create_string_buffer(64)
@@ -205,12 +195,12 @@ def keep_the_gil_for_ever(key: str) -> None:
             ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
-def stay_by_itself(self: Task, key: str) -> dict[str, Any]:
+def stay_by_itself(self, key):
     """Last until a gate is open that is this task's alone."""
     return stay(key, gate=self.request.id)
 
 
-def do_little(key: str, seconds: float = 0.0) -> dict[str, Any]:
+def do_little(key, seconds=0.0):
     """Do a little, for these seconds, and succeed."""
     with reported(key):
         time.sleep(seconds)  # as a body that works
@@ -218,19 +208,19 @@ def do_little(key: str, seconds: float = 0.0) -> dict[str, Any]:
         return {"held": lease is not None and lease.held}
 
 
-def raise_error(key: str) -> None:
+def raise_error(key):
     """Fail."""
     with reported(key):
         raise ValueError(key)
 
 
-def leave_process(key: str) -> None:
+def leave_process(key):
     """End the process in the middle of the body, in Python's way."""
     with reported(key):
         raise SystemExit(key)
 
 
-def kill_process(key: str, times: int) -> dict[str, Any]:
+def kill_process(key, times):
     """Kill the process of this body, in so many runs; then succeed."""
     report(key, "begin")
     if reports.llen(history_of(key)) <= times:
@@ -238,7 +228,7 @@ def kill_process(key: str, times: int) -> dict[str, Any]:
     return lease_in_words()
 
 
-def retry_and_succeed(self: Task, key: str) -> int:
+def retry_and_succeed(self, key):
     """Ask for one retry, then succeed."""
     with reported(key):
         if not self.request.retries:
@@ -246,7 +236,7 @@ def retry_and_succeed(self: Task, key: str) -> int:
         return int(self.request.retries)
 
 
-def fail_and_succeed(self: Task, key: str) -> int:
+def fail_and_succeed(self, key):
     """Fail once, then succeed."""
     with reported(key):
         if not self.request.retries:
@@ -254,19 +244,19 @@ def fail_and_succeed(self: Task, key: str) -> int:
         return int(self.request.retries)
 
 
-def raise_ignore(key: str) -> None:
+def raise_ignore(key):
     """Leave without a result."""
     with reported(key):
         raise Ignore
 
 
-def raise_reject(key: str) -> None:
+def raise_reject(key):
     """Refuse the message for good."""
     with reported(key):
         raise Reject(key, requeue=False)
 
 
-def requeue_and_succeed(key: str) -> str:
+def requeue_and_succeed(key):
     """Give the message back to its queue once, then succeed."""
     with reported(key):
         if not reports.exists(gate_of(key)):
@@ -275,7 +265,7 @@ def requeue_and_succeed(key: str) -> str:
         return key
 
 
-def resist_an_error(key: str) -> dict[str, Any]:
+def resist_an_error(key):
     """Go on after any Exception."""
     while True:
         try:
@@ -284,7 +274,7 @@ def resist_an_error(key: str) -> dict[str, Any]:
             report(key, "resisted", error=type(exc).__name__)
 
 
-def resist_all(key: str) -> None:
+def resist_all(key):
     """Go on after any exception at all; only the end of the process ends this body."""
     report(key, "begin")
     while True:
@@ -294,46 +284,19 @@ def resist_all(key: str) -> None:
             report(key, "resisted", error=type(exc).__name__)
 
 
-def ignore_sigterm(key: str) -> dict[str, Any]:
+def ignore_sigterm(key):
     """Go on after the signal that a revoke sends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return stay(key)
 
 
-def sleep_long(key: str) -> None:
+def sleep_long(key):
     """Sleep in one long blocking call."""
     with reported(key):
         time.sleep(ASLEEP)
 
 
-def stay_as_edition(key: str, edition: int) -> int:
-    """Report an edition that begins, and last until the gate is open."""
-    report(key, "ran", edition=edition)
-    stay(key)
-    return edition
-
-
-def retry_with_delay(self: Task, key: str) -> int:
-    """Ask for one retry, and take time to end after that."""
-    with reported(key):
-        if self.request.retries:
-            return int(self.request.retries)
-        try:
-            raise self.retry(countdown=0)
-        finally:
-            time.sleep(PAUSE)
-
-
-def be_replaced(self: Task, key: str, other: dict[str, Any]) -> None:
-    """Let another task take this one's place, and take time to end after that."""
-    with reported(key):
-        try:
-            self.replace(self.app.signature(other))
-        finally:
-            time.sleep(PAUSE)
-
-
-def retry_until_the_gate_is_open(self: Task, key: str) -> int:
+def retry_until_the_gate_is_open(self, key):
     """Ask for retries until the gate is open."""
     with reported(key):
         if reports.exists(gate_of(key)):
@@ -349,7 +312,7 @@ class SlowToEnd(SingletonTask):
 
     abstract = True
 
-    def on_success(self, *_: Any) -> None:
+    def on_success(self, *_):
         """Keep the execution from its end."""
         time.sleep(PAUSE)
 
@@ -359,25 +322,25 @@ class HangsAfterIt(SingletonTask):
 
     abstract = True
 
-    def on_success(self, *_: Any) -> None:
+    def on_success(self, *_):
         """Hang until the gate named after this task's id is open."""
         while not reports.exists(gate_of(self.request.id)):
             time.sleep(GATE_POLL)
 
 
 @app.task
-def gather(results: list[Any]) -> list[Any]:
+def gather(results):
     """End a chord."""
     return results
 
 
 @app.task
-def start(canvas: dict[str, Any]) -> Any:
+def start(canvas):
     """Send a canvas; return its result, written down."""
     return app.signature(canvas).apply_async().as_tuple()
 
 
-def locked(name: str, body: Callable[..., Any] = stay, **options: Any) -> Task:
+def locked(name, body=stay, **options):
     """Declare a task with this body, which mostly stays until the gate of its key is open."""
     options = {"base": SingletonTask, "lock_key": "<key>", **options}
     return app.task(body, name=f"{__name__}.{name}", **options)
@@ -426,9 +389,6 @@ reject_once = locked("reject_once", requeue_and_succeed, **LATE)
 # The body kills its process.
 CRASHES_MOST = 3
 crash = locked("crash", kill_process, lock_crash_limit=CRASHES_MOST, **SURVIVING)
-hold_or_crash_once = locked("hold_or_crash_once", lock_crash_limit=1, **SURVIVING)
-leave_each_time = locked("leave_each_time", leave_process, lock_crash_limit=2, **SURVIVING)
-
 # The lease ends before the body does.
 stop_at_cap = locked("stop_at_cap", lock_on_cap="raise", **CAPPED)
 resist_errors = locked("resist_errors", resist_an_error, lock_on_cap="terminate", **CAPPED)
@@ -438,7 +398,6 @@ sleep_until_loss = locked("sleep_until_loss", sleep_long, lock_on_lost="raise", 
 
 # The second of a key comes again, waits, gives up or asks.
 WAITING = {"lock_on_conflict": "wait", "lock_wait_timeout": LONG}
-hold_or_raise = locked("hold_or_raise", lock_on_conflict="raise")
 hold_or_retry = locked("hold_or_retry", lock_on_conflict="retry")
 hold_or_wait = locked("hold_or_wait", **WAITING)
 hold_or_wait_late = locked("hold_or_wait_late", **WAITING, **LATE)
@@ -448,9 +407,6 @@ hold_or_reject = locked("hold_or_reject", lock_on_conflict="reject", **LATE)
 QUEUE = {"lock_on_conflict": "queue"}
 NEWEST = {**QUEUE, "lock_queue_limit": 1, "lock_queue_overflow": "replace"}
 hold_or_queue = locked("hold_or_queue", **QUEUE)
-limited_or_queue = locked(  # a turn is over before there is another token
-    "limited_or_queue", rate_limit="8/m", lock_watchdog_timeout=5.0, **QUEUE
-)
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
@@ -477,24 +433,17 @@ build_in_c = locked("build_in_c", keep_the_gil_for_ever, **TERMINATED)
 TENANT = "tenant:<tenant>"
 
 
-def calling(name: str, *keys: str | Key, **options: Any) -> Task:
+def calling(name, *keys, **options):
     """Declare a task that calls the API for a tenant under these keys."""
     return locked(name, call_the_api, lock_key=[*keys], **{**QUEUE, **options})
 
 
 call = calling("call", Key("api", limit=2), TENANT)
-call_or_wait = calling("call_or_wait", Key("api", limit=2), TENANT, **WAITING)
 call_and_survive = calling("call_and_survive", Key("api", limit=2), TENANT, **SURVIVING)
 call_rated = calling("call_rated", Key("rated", rate="10/s"), TENANT)
 
-# A key more, one less, and another order, since the release before.
-IS_OLD = os.environ.get("SCENARIOS_RELEASE") == "old"
-BOTH = TENANT, "api"
-grown = calling("grown", *(BOTH[:1] if IS_OLD else BOTH))
-shrunk = calling("shrunk", *(BOTH if IS_OLD else BOTH[:1]))
-turned = calling("turned", Key("left:<tenant>", limit=1 if IS_OLD else 2), "right:<tenant>")
-
 # Another strategy since the release before.
+IS_OLD = os.environ.get("SCENARIOS_RELEASE") == "old"
 build_changed = locked("build_changed", stay_by_itself, **(QUEUE if IS_OLD else CANCEL), **BOUND)
 
 # So often at most.
@@ -510,7 +459,6 @@ rated_or_wait = locked("rated_or_wait", be_brief, lock_rate="10/s", **WAITING)
 # The second of a key is not sent.
 UNTIL_START = {"lock_unique_until": "start"}
 UNTIL_END = {"lock_unique_until": "end"}
-REPLACE = {"lock_on_duplicate": "replace"}
 unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
 unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
 unique_to_a_fixed_end = locked(
@@ -521,13 +469,7 @@ unique_to_a_fixed_end = locked(
     **UNTIL_END,
 )
 unique_and_limited = locked("unique_and_limited", do_little, rate_limit="1/h", **UNTIL_END)
-# The debounce of docs/how-to/send-once.md.
-index = locked("index", stay_as_edition, lock_replace_for=LONG, **UNTIL_START, **REPLACE)
-
 # The task goes on in another execution.
-RAISING = {"lock_on_conflict": "raise", **BOUND}
-retry_and_linger = locked("retry_and_linger", retry_with_delay, **RAISING)
-replace_and_linger = locked("replace_and_linger", be_replaced, **RAISING)
 retry_until_open = locked(
     "retry_until_open",
     retry_until_the_gate_is_open,

@@ -1,7 +1,5 @@
 """The app of the processes that use the server for trying; SERVED_URL is its URL."""
 
-from __future__ import annotations
-
 import os
 import time
 
@@ -14,7 +12,7 @@ LOST_AFTER = 2  # seconds; the messages of a worker that was killed come again
 TICKS = "ticks"  # a list with one item for each message of the beat
 
 
-def made(url: str) -> Celery:
+def made(url):
     """Make the app of a server."""
     app = Celery("served", broker=url, backend=url, set_as_current=False)
     app.conf.update(
@@ -31,30 +29,30 @@ def made(url: str) -> Celery:
     client = redis.Redis.from_url(url, decode_responses=True)
 
     @app.task(name="add", shared=False)
-    def add(*numbers: int) -> int:
+    def add(*numbers):
         return sum(numbers)
 
     @app.task(name="total", shared=False)
-    def total(numbers: list[int]) -> int:
+    def total(numbers):
         return sum(numbers)
 
     @app.task(name="tick", shared=False)
-    def tick() -> None:
+    def tick():
         client.rpush(TICKS, "1")
 
     @app.task(name="again", bind=True, shared=False)
-    def again(self: SingletonTask) -> int:
+    def again(self):
         if self.request.retries < 2:
             raise self.retry(countdown=0.2)
         return self.request.retries
 
-    def hold(key: str) -> str:
+    def hold(key):
         client.rpush(f"ran:{key}", os.getpid())
         while not client.exists(f"gate:{key}"):
             time.sleep(0.02)
         return key
 
-    def step(key: str, number: int) -> int:
+    def step(key, number):
         return client.rpush(f"steps:{key}", number)
 
     locked = {"base": SingletonTask, "lock_key": "<key>", "shared": False}

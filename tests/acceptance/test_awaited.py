@@ -106,14 +106,6 @@ def test_its_lock_is_reentrant_in_the_body_alone(pair, scene):
     assert result.get(timeout=LIMIT) == {"same": True, "refused": result.id, "lost": False}
 
 
-@pytest.mark.parametrize("task", [tasks.hold_inside, tasks.hold_both])
-def test_a_lock_that_a_coroutine_takes_is_its_tasks(pair, scene, task):
-    """Whether the task has a lock_key or not."""
-    result = pair.send(task, scene.key)
-    assert result.get(timeout=LIMIT) == [task.name, result.id]
-    assert scene.is_free
-
-
 def test_a_worker_of_another_pool_does_not_start(start_fleet):
     """It says which task it is, and what to do; a process that sends needs no pool."""
     (worker,) = start_fleet("solo", app=APP, ready=False).workers

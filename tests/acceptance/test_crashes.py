@@ -1,17 +1,11 @@
 """A task that kills its process each time its message comes, in real workers."""
 
-import os
-import signal
-
-import celery
-import pytest
-from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import chord, states
 from celery.exceptions import ChordError
 
 from celery_dislock import TaskCrashedError
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, wait_for
+from tests.acceptance.fleet import BROKERS, LIMIT, Scene, wait_for
 
 OFTEN = 9  # runs in which a body kills its process: more than any limit
 
@@ -43,55 +37,3 @@ def test_it_runs_as_often_as_its_limit_says_and_then_fails(fleet, scene, redis_c
     assert following.get(timeout=LIMIT)["held"] is True
     assert fleet.times_it_says("received", task_id) == scenarios.CRASHES_MOST
     assert fleet.times_it_says("is not delivered again", task_id) == 1
-
-
-@PREFORK
-@pytest.mark.skipif(celery.VERSION < (5, 7), reason="older Celery does not give it back")
-def test_a_body_that_leaves_its_process_counts(fleet, scene):
-    """It calls sys.exit(): its message comes back as if the process was killed."""
-    result = fleet.send(scenarios.leave_each_time, scene.key)
-    with pytest.raises(TaskCrashedError):
-        result.get(timeout=LIMIT)
-    assert len(scene.reported("begin")) == 2
-
-
-def test_nothing_counts_while_its_worker_shuts_down(start_fleet, scene):
-    """Whoever stops a worker may kill all its processes: the task runs again in another one."""
-    first = start_fleet("prefork")
-    result = scene.begin(first, scenarios.hold_or_crash_once)
-    first.worker.terminate()
-    first.worker.wait_until_it_says("Warm shutdown")
-    os.kill(scene.reported("begin")[0]["pid"], signal.SIGKILL)
-    first.worker.wait_until_it_ends()
-    start_fleet("prefork", queue=first.queue)
-    scene.wait_for_report("begin", times=2, id=result.id)
-    assert scene.finish(result)["held"]
-
-
-@PREFORK
-@pytest.mark.parametrize(
-    ("task", "how"),
-    [
-        (scenarios.hold_or_queue, "killed"),
-        (scenarios.hold_or_queue, "time limit"),
-        (scenarios.hold_or_queue_late, "time limit"),
-    ],
-)
-def test_no_copy_runs_of_one_that_was_ended_for_good(fleet, scene, redis_client, task, how):
-    """It was parked, its process is gone, its result says FAILURE: a copy is acknowledged unrun."""
-    holder = scene.hold(fleet)
-    limit = {"time_limit": 2} if how == "time limit" else {}
-    result = scene.park(fleet, task=task, **limit)
-    scene.open_gate(holder.id)
-    begun = scene.wait_for_report("begin", id=result.id)
-    if how == "killed":
-        os.kill(begun["pid"], signal.SIGKILL)
-    with pytest.raises((TimeLimitExceeded, WorkerLostError)):
-        result.get(timeout=LIMIT)
-    mark = f"{scene.lock}:done:{result.id}:0:0"  # it follows the result
-    wait_for("it has left a mark", lambda: redis_client.exists(mark))
-    assert not redis_client.exists(f"{scene.lock}:running")
-    scene.wait_until_free()
-    fleet.send(task, scene.key, task_id=result.id)
-    wait_for("it is a copy", lambda: fleet.says("acknowledged unrun", result.id))
-    assert len(scene.reported("begin", id=result.id)) == 1

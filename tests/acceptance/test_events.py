@@ -89,15 +89,3 @@ def test_what_becomes_of_tasks_is_seen(start_fleet, scene, watcher, pool):
     wait_for("its end is seen", lambda: watcher.state_of(running) == states.SUCCESS)
     scene.wait_for_report("end", times=2 if pool == "prefork" else 1)
     assert len(watcher.of(skipped, "task-revoked")) == 1
-
-
-def test_events_go_over_rabbitmq(start_fleet, scene, rabbitmq):
-    """From the main process and from a pool process, by a connection of its own."""
-    fleet = start_fleet("prefork", "--task-events", broker_url=rabbitmq.url)
-    with watching(rabbitmq.url) as watcher:
-        running = scene.begin(fleet, scenarios.outlive_loss)
-        skipped = fleet.send(scenarios.hold, scene.key)
-        watcher.wait_for(skipped, "task-revoked")
-        scene.lose_the_lock()
-        watcher.wait_for(running, "task-lock-lost")
-        scene.finish(running)

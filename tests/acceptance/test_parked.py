@@ -1,18 +1,14 @@
 """Tasks that are parked in line for their lock: in their order, in no slot, and each to its end."""
 
-import asyncio
 import signal
 import time
 import uuid
-from functools import partial
 
 import pytest
 from celery import chain, chord, group, states
 from celery.exceptions import ChordError, TaskRevokedError
 from celery.result import AsyncResult
 
-from celery_dislock.parking.process import runtime_of
-from celery_dislock.tasks.actions import Actions
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, fleets, wait_for
 from tests.acceptance.rabbitmq import own_rabbitmq
@@ -40,44 +36,6 @@ def test_a_burst_takes_no_slot_and_runs_in_order(fleet, scene):
         assert result.get(timeout=LIMIT)["held"] is True
     assert scene.begun == [holder.id, *(result.id for result in results)]
     scene.assert_exclusive()
-
-
-def test_a_turn_that_waits_for_its_rate_limit_is_not_sent_again(start_fleet, scene):
-    """A worker has its message, and Celery's limit holds it up: a copy would take a token, too."""
-    fleet = start_fleet("prefork")
-    holder = scene.hold(fleet)
-    parked = scene.park(fleet, task=scenarios.limited_or_queue)
-    scene.open_gates(holder)
-    assert parked.get(timeout=LIMIT)["held"] is True
-    assert fleet.times_it_says(parked.id, "received") == 2  # to be parked, and its turn
-    scene.assert_exclusive()
-
-
-@PREFORK
-def test_each_is_told_its_place_until_it_runs(fleet, scene):
-    """A page asks by the id alone; when each starts is reckoned when the first body has ended."""
-    holder = scene.hold(fleet)
-    results = [scene.park(fleet) for _ in range(3)]
-    place = scenarios.dislock.place
-
-    def asked():
-        return [place(result.id) for result in results]
-
-    wait_for("all say PARKED", lambda: {result.state for result in results} == {PARKED})
-    told = [(one.key, one.nth, one.of, one.starts_in) for one in asked()]
-    assert told == [(scene.key, nth, 3, None) for nth in (1, 2, 3)]
-    assert place(holder.id) is None
-    scene.open_gate(holder.id)
-    scene.wait_for_report("begin", id=results[0].id)
-    runs, *waiting = asked()
-    assert runs is None
-    assert [(one.nth, one.of, one.is_estimate) for one in waiting] == [(1, 2, True), (2, 2, True)]
-    assert waiting[0].starts_in <= waiting[1].starts_in
-    assert asyncio.run(scenarios.dislock.async_place(results[2].id)).nth == 2
-    scene.open_gates(holder)
-    for result in results:
-        assert result.get(timeout=LIMIT)["held"] is True
-    assert asked() == [None] * 3
 
 
 # Full lines
@@ -155,29 +113,6 @@ def test_a_damaged_body_is_set_aside(scene, fleet):
         assert result.id not in scene.begun
     assert all(worker.running for worker in fleet.workers)
     scene.redis.delete(aside)
-
-
-@PREFORK
-def test_what_is_put_back_too_early_is_not_lost(scene, fleet):
-    """The workers of its queue lack its task: they set it aside again, until they have it."""
-    holder = scene.hold(fleet)
-    parked = scene.park(fleet)
-    ticket, aside = f"{parked.id}:0:0", f"{scene.lock}:aside"
-    record = scene.redis.hget(f"{scene.lock}:tickets", ticket)
-    known = f'"task":"{scenarios.hold_or_queue.name}"'
-    unknown = known.replace("hold_or_queue", "hold_or_later")  # as long as the other
-    scene.redis.hset(f"{scene.lock}:tickets", ticket, record.replace(known, unknown))
-    actions = Actions(scenarios.app, runtime_of(scenarios.app).process)
-    result = partial(scenarios.app.AsyncResult, parked.id)  # anew: one remembers an end
-    scene.open_gates(holder)
-    wait_for("it is set aside", lambda: fleet.times_it_says("is set aside", ticket) == 1)
-    assert [*actions.put_back(scene.lock)] == [(ticket, "")]
-    wait_for("it is set aside again", lambda: fleet.times_it_says("is set aside", ticket) > 1)
-    wait_for("its caller is told", lambda: result().state == states.FAILURE)
-    scene.redis.hset(aside, ticket, scene.redis.hget(aside, ticket).replace(unknown, known))
-    assert [*actions.put_back(scene.lock)] == [(ticket, "")]
-    wait_for("it ran", lambda: result().state == states.SUCCESS)
-    assert not scene.redis.exists(aside)
 
 
 # The body of a parked task ends in another way

@@ -14,7 +14,7 @@ from celery import chord
 from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
 from tests.acceptance.scenarios import BRIEF, call
 from tests.commands import Dislock
 
@@ -96,23 +96,6 @@ def get_all(results):
 
 
 # One line for each tenant
-
-
-@fleets("prefork", "rabbitmq", "threads", "gevent", "solo")
-def test_a_busy_tenant_holds_nobody_up_and_takes_no_slot(fleet, calls):
-    """While one of A's twenty runs, all of B and C do, and so does another task; then A's."""
-    a, b, c = calls.tenants("abc")
-    calls.open(b, c)
-    busy = calls.send(fleet, call, a, 20)
-    calls.wait_until_begun(a)
-    calls.at(f"tenant:{a}").wait_for_line(19)
-    others = calls.send(fleet, call, b, 3) + calls.send(fleet, call, c, 3)
-    other = fleet.send(scenarios.step, f"{calls.key}-other")
-    get_all([other, *others])
-    assert len(calls.of(a)) == 1
-    calls.open(a)
-    get_all(busy)
-    assert calls.most() == {"api": 2, f"tenant:{a}": 1, f"tenant:{b}": 1, f"tenant:{c}": 1}
 
 
 # A task that does not run, or not to its end
@@ -201,21 +184,6 @@ def test_a_worker_that_dies_with_turns_out_bars_nobody(start_fleet, calls, brief
 # Others who take these locks
 
 
-@PREFORK
-def test_tasks_that_wait_in_their_slots_leave_one_to_a_parked_task(fleet, calls):
-    """They wait for the tenant that it keeps, in all slots but two; it runs, and so do they."""
-    (a,) = calls.tenants("a")
-    held, holders = calls.hold_the_api(fleet)
-    parked = calls.send(fleet, call, a)
-    calls.at("api").wait_for_line(1)
-    waiting = calls.send(fleet, scenarios.call_or_wait, a, 8)
-    name = scenarios.call_or_wait.name
-    wait_for("four have slots", lambda: fleet.times_it_says(name, "received") >= 4)
-    calls.open(a, *held)
-    get_all([*holders, *parked, *waiting])
-    assert calls.most()[f"tenant:{a}"] == 1
-
-
 # Canvas, and releases
 
 
@@ -233,31 +201,3 @@ def test_a_chord_of_tasks_with_several_keys_ends(fleet, calls):
     wait_for("the chord is over", result.ready)
     assert result.get(timeout=LIMIT) == [{"held": True}] * 5
     get_all(holders)
-
-
-@pytest.mark.extra
-def test_tasks_of_a_release_with_other_keys_run(start_fleet, calls, brief):
-    """With a key more, one less or in another order, parked before a deploy or a rollback."""
-    old = start_fleet("prefork", ready=False, env={"SCENARIOS_RELEASE": "old"}, **brief)
-    new = start_fleet("prefork", **brief)
-    old.workers[0].wait_until_ready()
-    a, b, c = tenants = calls.tenants("abc")
-    each = {a: scenarios.grown, b: scenarios.shrunk, c: scenarios.turned}
-    results = [
-        calls.send(new if tenant == c else old, task, tenant)[0] for tenant, task in each.items()
-    ]
-    wait_for("three run", lambda: len(calls.begun) == 3)
-    for fleet in (old, new):
-        for tenant, task in each.items():
-            results += calls.send(fleet, task, tenant, 4)
-    calls.at(f"tenant:{a}").wait_for_line(8)
-    calls.at(f"tenant:{b}").wait_for_line(8)
-    left, right = calls.at(f"left:{c}"), calls.at(f"right:{c}")
-    # A sweep tells the first in line of the new release's limit, by which it may pass.
-    wait_for("eight in both lines", lambda: len(left.line) + len(right.line) == 8)
-    for fleet, other in ((old, new), (new, old)):
-        fleet.serve(other.queue)
-        fleet.leave(fleet.queue)
-    calls.open(*tenants)
-    get_all(results)
-    assert set(calls.most().values()) == {1}

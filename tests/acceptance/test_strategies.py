@@ -12,7 +12,6 @@ from kombu import Connection, Queue
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import (
     BROKERS,
-    CONCURRENCY,
     LIMIT,
     PREFORK,
     REDELIVERY_IS_SLOW,
@@ -41,23 +40,6 @@ def test_those_who_wait_come_in_their_order(fleet, scene):
         assert result.get(timeout=LIMIT)["held"] is True
     began = scene.begun
     assert began[1:] == [result.id for result in waiting]
-    scene.assert_exclusive()
-
-
-@PREFORK
-def test_those_who_wait_leave_a_slot_to_a_parked_task(fleet, scene):
-    """They fill all slots while it has its turn, and would wait for it in vain."""
-    holder = scene.begin(fleet)
-    parked = fleet.send(scenarios.hold_or_queue, scene.key)
-    scene.wait_for_line(1)
-    slots = len(fleet.workers) * CONCURRENCY["prefork"]
-    waiting = [fleet.send(scenarios.hold_or_wait, scene.key) for _ in range(2 * slots)]
-    scene.wait_for_line(1 + slots - 1)  # one slot has the holder
-    scene.open_gate()
-    for result in (holder, parked, *waiting):
-        assert result.get(timeout=LONG / 2)["held"] is True
-    began = scene.begun
-    assert began[:2] == [holder.id, parked.id]
     scene.assert_exclusive()
 
 
@@ -143,26 +125,6 @@ def test_a_rejected_message_is_buried_by_the_broker(rabbitmq, rabbitmq_pair, sce
 
 
 # A task that goes on in another execution
-
-
-@fleets("prefork", "gevent")
-@pytest.mark.parametrize("how", ["retry", "replacement", "chain"])
-def test_what_goes_on_does_not_meet_its_own_lock(fleet, scene, how):
-    """The next message of a task is published when its body has ended and the lock is free."""
-    scene.open_gate()
-    if how == "retry":
-        result = fleet.send(scenarios.retry_and_linger, scene.key)
-        assert result.get(timeout=LIMIT) == 1
-    else:
-        other = fleet.signature(scenarios.hold_or_raise, scene.key)
-        if how == "chain":
-            other |= fleet.signature(scenarios.hold_or_raise, scene.key)
-        result = fleet.send(scenarios.replace_and_linger, scene.key, other)
-        assert result.get(timeout=LIMIT)["held"] is True
-    whats = [event["what"] for event in scene.history]
-    assert whats == ["begin", "end"] * (3 if how == "chain" else 2)
-    assert not fleet.says("put off", result.id)
-    scene.assert_exclusive()
 
 
 @fleets("prefork", "rabbitmq", "gevent")

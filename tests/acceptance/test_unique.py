@@ -1,12 +1,10 @@
 """One message of a key at a time, with real workers: when is the key free for the next?"""
 
-import os
 import signal
 import time
 
 import celery
 import pytest
-from billiard.exceptions import WorkerLostError
 from celery import states
 from celery.exceptions import TaskRevokedError
 
@@ -15,12 +13,6 @@ from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
 from tests.acceptance.scenarios import BRIEF
-
-EDITIONS = 20
-
-
-def editions_run(scene):
-    return [event["edition"] for event in scene.reported("ran")]
 
 
 class TestRevoked:
@@ -97,42 +89,6 @@ def test_what_runs_in_a_worker_that_shuts_down_keeps_its_key(start_fleet, scene,
     fleet.worker.wait_until_it_ends()
     its.wait_until_unreserved()
     assert result.get(timeout=LIMIT)["held"] is True
-
-
-class TestLocksOff:
-    """With --no-dislock there is no guard that frees a key."""
-
-    def test_who_sees_that_a_process_has_died_and_sends_again_is_sent(self, start_fleet, scene):
-        """The main process stores that, and frees the key before."""
-        fleet = start_fleet("prefork", "--no-dislock")
-        first = scene.begin(fleet, scenarios.unique_to_the_end)
-        assert fleet.send(scenarios.unique_to_the_end, scene.key).duplicate is True
-        os.kill(scene.wait_for_report("begin", id=first.id)["pid"], signal.SIGKILL)
-        with pytest.raises(WorkerLostError):
-            first.get(timeout=LIMIT)
-        scene.open_gate()
-        second = fleet.send(scenarios.unique_to_the_end, scene.key)
-        assert second.duplicate is False
-        second.get(timeout=LIMIT)
-
-
-@PREFORK
-class TestReplacing:
-    def test_twenty_editions_are_one_run(self, fleet, scene):
-        """A debounce: the newest runs when its time has come, and the others end as REVOKED."""
-        scene.open_gate()
-        results = [
-            fleet.send(scenarios.index, scene.key, number, countdown=1.5)
-            for number in range(EDITIONS)
-        ]
-        assert results[-1].get(timeout=LIMIT) == EDITIONS - 1
-        for number, older in enumerate(results[:-1], 1):
-            wait_for("an older one ends", older.ready)
-            assert older.state == states.REVOKED
-            assert any(newer.id in str(older.result) for newer in results[number:])
-        assert editions_run(scene) == [EDITIONS - 1]
-        scene.wait_until_unreserved()
-        assert scene.redis.keys(f"{scene.lock}*") == [f"{scene.lock}:unique"]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from celery_dislock.operating.checks import troubles
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, POLL, PREFORK, Fleet, Scene, wait_for
+from tests.acceptance.fleet import LIMIT, POLL, PREFORK, Fleet, wait_for
 from tests.commands import Dislock
 
 pytestmark = [
@@ -79,14 +79,6 @@ def test_it_runs_without_its_lock(fleet, scene):
     scene.finish(holder)
 
 
-def test_it_runs_where_locks_are_off(start_fleet, scene):
-    """Its worker says so."""
-    fleet = start_fleet("prefork", "--no-dislock")
-    holder = scene.begin(fleet, scenarios.hold)
-    told(holder, "locks off", "*runs on *, for ~ so far, without its lock: *")
-    scene.finish(holder)
-
-
 # It waits.
 
 
@@ -122,23 +114,6 @@ def test_it_is_not_due(fleet, scene):
     revoked = dislock.json("why", scheduled.id)  # Celery 5.7 stores its end at once
     assert revoked["state"] in {"revoked", "ended"}
     assert "revoked" in revoked["sentence"]
-
-
-@PREFORK
-def test_it_waits_for_a_free_slot(fleet, scene):
-    """A worker has it, and its pool is busy."""
-    keys = [f"{scene.key}-{number}" for number in range(12)]
-    sent = [fleet.send(scenarios.hold_by_itself, key) for key in keys]
-    others = [Scene(key, scene.redis) for key in keys]
-    running = lambda: [one for one in others if one.reported("begin")]  # noqa: E731
-    wait_for("the slots are taken", lambda: len(running()) == 6)
-    begun = {one.key for one in running()}
-    waiting = next(one for key, one in zip(keys, sent, strict=True) if key not in begun)
-    told_at_last(waiting, "received", "*is with *@here, and waits for a free slot of its pool.")
-    for one in sent:
-        scene.open_gate(one.id)
-    for one in sent:
-        one.get(timeout=LIMIT)
 
 
 @PREFORK

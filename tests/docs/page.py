@@ -54,23 +54,23 @@ class Block:
     said: str = ""
 
     @property
-    def file(self) -> str:
+    def file(self):
         """Name of the file that the block shows, or ""."""
         named = FILE.match(self.code)
         return named[1] if named else ""
 
     @property
-    def is_added(self) -> bool:
+    def is_added(self):
         """Whether the block is added to its file, and does not replace it."""
         named = FILE.match(self.code)
         return bool(named and named[2])
 
 
-def blocks_of(page: Path) -> list[Block]:
+def blocks_of(page):
     """Return the blocks of a page, in order."""
     blocks = []
-    before: list[str] = []  # lines since the block before
-    code: list[str] = []
+    before = []  # lines since the block before
+    code = []
     fence = language = ""
     for number, line in enumerate(page.read_text("utf-8").splitlines(keepends=True), 1):
         if not fence:
@@ -90,7 +90,7 @@ def blocks_of(page: Path) -> list[Block]:
     return blocks
 
 
-def without_code(page: Path) -> str:
+def without_code(page):
     """Return the text of a page without its blocks and comments."""
     text = re.sub(r"<!--.*?-->", "", page.read_text("utf-8"), flags=re.DOTALL)
     return re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)

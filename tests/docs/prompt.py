@@ -8,8 +8,6 @@ A snippet has the line numbers that it has on its page, so a traceback leads the
 what doctest calls an example; ``...`` in its output is any text.
 """
 
-from __future__ import annotations
-
 import doctest
 import io
 import json
@@ -25,7 +23,7 @@ from celery_dislock import Dislock, SingletonTask
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def run(language: str, code: str, line: int, page: str) -> str:
+def run(language, code, line, page):
     """Run one snippet, and return what is wrong with it."""
     if language == "pycon":
         shown = io.StringIO()
@@ -40,7 +38,7 @@ def run(language: str, code: str, line: int, page: str) -> str:
     return ""
 
 
-def names() -> dict[str, object]:
+def names():
     """Return what is there before the first snippet."""
     url = f"redis://localhost:{os.environ['REDIS_PORT']}/0"
     app = Celery("shop", broker=url, backend=url)

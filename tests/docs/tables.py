@@ -16,7 +16,7 @@ from dataclasses import fields
 from functools import cache, partial
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import click
 import yaml
@@ -36,11 +36,6 @@ from celery_dislock.servers.records import Conflict
 from celery_dislock.testing import DislockServer
 from tests.docs.page import DOCS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from celery_dislock.operating.checks.table import Row
-
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "<!-- table: " in page.read_text("utf-8"))
 # What is code in a text for a terminal: a command, an option, a name with an underscore.
@@ -51,14 +46,14 @@ CODE = re.compile(
 )
 
 
-def table(headings: str, rows: Iterable[Sequence[str]]) -> str:
+def table(headings, rows):
     """Return a table; the headings are separated by bars."""
     head = [f"| {headings} |", "|" + "---|" * (headings.count(" | ") + 1)]
     body = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
     return "\n".join([*head, *body])
 
 
-def shown(text: str) -> str:
+def shown(text):
     """Return a text for terminals, or a docstring, as Markdown."""
     parts = re.split(r"(`+[^`]+`+)", " ".join(text.split()))
     for at, part in enumerate(parts):
@@ -69,14 +64,14 @@ def shown(text: str) -> str:
     return "".join(parts)
 
 
-def comment_above(source: str, declared: str) -> str:
+def comment_above(source, declared):
     """Return the comment ``#: ...`` above a declaration."""
     above = re.search(rf"((?:^ *#: .*\n)+) *{declared}", source, re.MULTILINE)
     assert above, declared
     return " ".join(line.strip().removeprefix("#: ") for line in above[1].splitlines())
 
 
-def declared(kind: Any) -> str:
+def declared(kind):
     """Make the table of options or settings: each field, and the comment above it."""
     source, default = inspect.getsource(kind), kind()
     rows = []
@@ -88,17 +83,17 @@ def declared(kind: Any) -> str:
     return table("name | default | meaning", rows)
 
 
-def options_of_a_task() -> str:
+def options_of_a_task():
     """The options of a task."""
     return declared(TaskOptions)
 
 
-def settings_of_an_app() -> str:
+def settings_of_an_app():
     """The settings that no task has."""
     return declared(AppSettings)
 
 
-def metrics() -> str:
+def metrics():
     """The metrics."""
     rows = (
         (
@@ -112,7 +107,7 @@ def metrics() -> str:
     return table("metric | kind | labels | what it says", rows)
 
 
-def alerts() -> str:
+def alerts():
     """The alerts for Prometheus: what happened, and what to do first."""
     (group,) = yaml.safe_load((DOCS.parent / "contrib" / "alerts.yml").read_text("utf-8"))["groups"]
     rows = []
@@ -129,12 +124,12 @@ def alerts() -> str:
 # What docstrings say.
 
 
-def first_sentence(text: str | None) -> str:
+def first_sentence(text):
     """Return the first sentence of a docstring, as Markdown."""
     return shown(re.split(r"(?<=\.)\s", inspect.cleandoc(text or ""), maxsplit=1)[0])
 
 
-def section(text: str | None, heading: str) -> dict[str, str]:
+def section(text, heading):
     """Return what a section of a docstring says of each name."""
     _, _, body = inspect.cleandoc(text or "").partition(f"{heading}:\n")
     body = re.split(r"\n(?=\S)", body)[0]  # up to the next section
@@ -142,13 +137,13 @@ def section(text: str | None, heading: str) -> dict[str, str]:
     return {names: " ".join(about.split()) for names, about in found}
 
 
-def defined(text: str | None) -> Iterator[tuple[str, str]]:
+def defined(text):
     """Yield what a docstring defines: a name in a line of its own, and the text below it."""
     for name, below in re.findall(r"^``(.*)``\n((?:    .*\n)+)", text or "", re.MULTILINE):
         yield f"`{name}`", " ".join(below.split())
 
 
-def signals_of_a_lock() -> str:
+def signals_of_a_lock():
     """The signals: the comment above each."""
     source = inspect.getsource(signals)
     rows = (
@@ -167,14 +162,14 @@ def signals_of_a_lock() -> str:
     return table("signal | arguments | sent when", rows)
 
 
-def events_of_a_task() -> str:
+def events_of_a_task():
     """The events."""
     told = ((name, *text.split(" Fields: ")) for name, text in defined(events.__doc__))
     rows = ((name, shown(when), shown(its_fields)) for name, when, its_fields in told)
     return table("event | when | fields", rows)
 
 
-def errors() -> str:
+def errors():
     """The errors, with those that each is one of."""
     rows = []
     for name, one in vars(exceptions).items():
@@ -206,7 +201,7 @@ OF_A_LEASE = ("key", "owner", "token", "tokens", "held", "remaining", "acquired_
 OF_A_LEASE += ("capped", "superseded", "ensure_held")
 
 
-def lease() -> str:
+def lease():
     """What a body may ask its lease."""
     said = section(Lease.__doc__, "Attributes")
     rows = (
@@ -219,7 +214,7 @@ def lease() -> str:
     return table("name | meaning", rows)
 
 
-def server_of_a_test() -> str:
+def server_of_a_test():
     """What a test may ask of its lock server."""
     said = section(DislockServer.__doc__, "Attributes")
     rows = [(f"`{name}`", shown(text)) for name, text in said.items()]
@@ -231,7 +226,7 @@ def server_of_a_test() -> str:
     return table("method or attribute | what it does", rows)
 
 
-def _called(method: Callable[..., Any]) -> str:
+def _called(method):
     _, *parameters = inspect.signature(method).parameters.values()
     written = {
         Parameter.KEYWORD_ONLY: "{}=",
@@ -242,7 +237,7 @@ def _called(method: Callable[..., Any]) -> str:
     return f"{method.__name__}({', '.join(given)})"
 
 
-def conflict() -> str:
+def conflict():
     """What a conflict says."""
     said = section(Conflict.__doc__, "Attributes")
     said["early"] = first_sentence(Conflict.early.__doc__)
@@ -250,7 +245,7 @@ def conflict() -> str:
     return table("name | meaning", ((f"`.{name}`", shown(said[name])) for name in names))
 
 
-def options_of_a_lock() -> str:
+def options_of_a_lock():
     """The options of a lock in plain Python."""
     said = section(Dislock.lock.__doc__, "Args")
     assert said.keys() == {"key", *PlainOptions.__annotations__}
@@ -258,7 +253,7 @@ def options_of_a_lock() -> str:
     return table("option | meaning", rows)
 
 
-def states() -> str:
+def states():
     """The states that ``why`` tells."""
     rows = ((name, shown(text)) for name, text in defined(why.__doc__))
     return table("`state` | what the sentence says", rows)
@@ -267,21 +262,20 @@ def states() -> str:
 # What doctor and lists look for.
 
 
-def _row(one: Row) -> tuple[str, ...]:
+def _row(one):
     return f"`{one.check}` {_level(one)}", f"{shown(one.what)}.", shown(one.remedy)
 
 
-def _level(one: Row) -> str:
-    level: str = one.finding.args[0]
-    return level
+def _level(one):
+    return one.finding.args[0]
 
 
-def _function(check: str, finds: Callable[..., Any]) -> tuple[str, ...]:
+def _function(check, finds):
     what = first_sentence(finds.__doc__).removeprefix("Find ")
     return f"`{check}`", f"{what[:1].upper()}{what[1:]}", ""
 
 
-def checks(module: Any) -> str:
+def checks(module):
     """What doctor looks for; a function there has findings of its own."""
     found = [_function(*one) for one in module.CHECKS if one[1] not in BY_ROWS]
     found += [_function(*one) for one in getattr(module, "AS_AT_START", {}).items()]
@@ -292,9 +286,9 @@ def checks(module: Any) -> str:
 BY_ROWS = (server.members, workers.each, locks.troubles)  # judge by rows
 
 
-def troubles() -> str:
+def troubles():
     """What can be wrong with a lock."""
-    rows: dict[str, tuple[str, ...]] = {}
+    rows = {}
     for one in TROUBLES:
         rows.setdefault(
             one.name,
@@ -311,7 +305,7 @@ def troubles() -> str:
 # Commands and their options.
 
 
-def _written(one: click.Parameter) -> str:
+def _written(one):
     """Write a parameter as a person types it."""
     names = ", ".join(f"`{name}`" for name in (*one.opts, *one.secondary_opts))
     if not isinstance(one, click.Option) or one.is_flag:
@@ -322,12 +316,12 @@ def _written(one: click.Parameter) -> str:
     return names.removesuffix("`") + f" {one.metavar or choices or named}`"
 
 
-def _help(one: click.Option) -> str:
+def _help(one):
     default = f" Default: `{one.default}`." if one.show_default else ""
     return shown(one.help or "") + default
 
 
-def _usage(command: click.Command) -> str:
+def _usage(command):
     """Write a command with its arguments; its name leads to its section."""
     pieces = []
     for one in command.params:
@@ -343,9 +337,9 @@ TOGETHER = "pause-resume-and-limit"  # have one section
 COMMANDS = dict(group.commands)
 
 
-def _shared() -> dict[tuple[str, str], list[str]]:
+def _shared():
     """Return the options that several commands have in common, and whose they are."""
-    found: dict[tuple[str, str], list[str]] = {}
+    found = {}
     for name, command in COMMANDS.items():
         for one in command.params:
             if isinstance(one, click.Option):
@@ -353,19 +347,19 @@ def _shared() -> dict[tuple[str, str], list[str]]:
     return {option: whose for option, whose in found.items() if len(whose) > 1}
 
 
-def commands() -> str:
+def commands():
     """The commands."""
     rows = ((_usage(one), shown(one.short_help or "")) for one in COMMANDS.values())
     return table("`celery -A proj dislock` | what it does", rows)
 
 
-def shared_options() -> str:
+def shared_options():
     """The options of several commands."""
     rows = ((*option, _named(whose)) for option, whose in _shared().items())
     return table("option | what it does | of", rows)
 
 
-def _named(whose: Sequence[str]) -> str:
+def _named(whose):
     """Name commands, or those few that are left."""
     others = [name for name in COMMANDS if name not in whose]
     few = len(others) < len(whose) / 2
@@ -374,14 +368,14 @@ def _named(whose: Sequence[str]) -> str:
     )
 
 
-def options_of(params: Iterable[click.Parameter]) -> str:
+def options_of(params):
     """The options that a command does not share with another."""
     shared = _shared()
     rows = [(_written(one), _help(one)) for one in params if isinstance(one, click.Option)]
     return table("option | what it does", [row for row in rows if row not in shared])
 
 
-def options_for_celery(command: str) -> str:
+def options_for_celery(command):
     """The options that ``celery worker`` and ``celery beat`` have beside their own."""
     return options_of(plugin._command(command)[1])
 
@@ -407,7 +401,7 @@ class Line(NamedTuple):
     row: int
 
 
-def first_words(node: ast.AST) -> str:
+def first_words(node):
     """Return the first words of the text that a node of a program is, or ""."""
     if isinstance(node, ast.JoinedStr):
         parts = (one.value if isinstance(one, ast.Constant) else "…" for one in node.values)
@@ -421,9 +415,9 @@ def first_words(node: ast.AST) -> str:
 
 
 @cache
-def lines() -> list[Line]:
+def lines():
     """Return all lines that the code describes, in the order of their words."""
-    found: dict[tuple[str, str], Line] = {}
+    found = {}
     for file in sorted(Path(celery_dislock.__file__).parent.rglob("*.py")):
         source = file.read_text("utf-8")
         texts = sorted(
@@ -448,7 +442,7 @@ ABOUT_LINE = re.compile(rf"({LEVELS})(?: `([^`]*)`)?: (.*?)(?= (?:{LEVELS})(?: `
 SUBJECTS = ("Beat", "Command", "Lock", "Task")  # with which lines begin
 
 
-def log_lines(subject: str) -> str:
+def log_lines(subject):
     """The log lines that begin with a word, or with no other of these."""
     rows = []
     for line in lines():
@@ -459,7 +453,7 @@ def log_lines(subject: str) -> str:
     return table("line and level | what it means → what to do", rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
+TABLES = {
     "alerts": alerts,
     "options of a task": options_of_a_task,
     "settings of an app": settings_of_an_app,
@@ -490,12 +484,12 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def fresh(text: str) -> str:
+def fresh(text):
     """Return the text of a page with its tables as the code has them."""
     return BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
 
 
-def main() -> None:
+def main():
     """Write the tables into all pages."""
     for page in PAGES:
         text = page.read_text("utf-8")

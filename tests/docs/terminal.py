@@ -1,7 +1,5 @@
 """Terminals and a Python prompt: what the reader of a page has beside it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -13,12 +11,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.forked import start, template
-
-if TYPE_CHECKING:
-    from tests.forked import Forked
 
 LIMIT = 60.0  # seconds for a command to end, or for a line to appear
 POLL = 0.02  # seconds between two looks
@@ -30,7 +24,7 @@ CHANGES = re.compile(r"(export|cd|\.) ")  # what the commands after it find
 OF_THE_SHELL = re.compile(r"[|&;<>$*]")
 
 
-def pattern_of(shown: list[str]) -> re.Pattern[str]:
+def pattern_of(shown):
     """Return what the output has to match that a page shows."""
     lines = []
     for line in shown:
@@ -50,7 +44,7 @@ class Terminal:
     ``celery`` is started beside the shell, by a fork that has imported it.
     """
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, folder, environment):
         self._folder, self._environment = folder, environment
         shown, self._screen = os.pipe()
         self._shell = subprocess.Popen(
@@ -64,16 +58,16 @@ class Terminal:
             start_new_session=True,
         )
         self._is_as_made = True
-        self._programs: list[Forked | subprocess.Popen[bytes]] = []
-        self._printed: list[str] = []
+        self._programs = []
+        self._printed = []
         self._reader = threading.Thread(target=self._read, args=(shown,), daemon=True)
         self._reader.start()
 
-    def _read(self, shown: int) -> None:
+    def _read(self, shown):
         with os.fdopen(shown) as lines:
             self._printed.extend(iter(lines.readline, ""))
 
-    def _start(self, command: str) -> Forked | subprocess.Popen[bytes] | None:
+    def _start(self, command):
         """Start a command beside the shell; None if the shell has to do it."""
         if CHANGES.match(command):
             self._is_as_made = False
@@ -84,12 +78,12 @@ class Terminal:
         self._programs.append(start(CELERY, words[1:], self._folder, self._environment, out, out))
         return self._programs[-1]
 
-    def _type(self, line: str) -> None:
+    def _type(self, line):
         assert self._shell.stdin is not None
         self._shell.stdin.write(line + "\n")
         self._shell.stdin.flush()
 
-    def run(self, command: str) -> tuple[int, str]:
+    def run(self, command):
         """Type a command, and return its exit status and output when it has ended."""
         begin = len(self._printed)
         if program := self._start(command):
@@ -100,14 +94,14 @@ class Terminal:
         before, _, status = output.rpartition(END)
         return int(status), before
 
-    def start(self, command: str, shown: list[str]) -> None:
+    def start(self, command, shown):
         """Type a command and leave it running; wait until it has printed what a page shows."""
         begin = len(self._printed)
         if not self._start(command):
             self._type(command)
         self._wait(lambda: self.has(shown, begin), "\n".join(shown))
 
-    def _wait(self, condition, what: str) -> None:
+    def _wait(self, condition, what):
         give_up = time.monotonic() + LIMIT
         while not condition():
             assert self._shell.poll() is None, f"the shell has ended:\n{''.join(self._printed)}"
@@ -115,11 +109,11 @@ class Terminal:
             time.sleep(POLL)
 
     @property
-    def printed(self) -> str:
+    def printed(self):
         """All that was printed so far."""
         return "".join(self._printed)
 
-    def interrupt(self, number: int = signal.SIGINT) -> None:
+    def interrupt(self, number=signal.SIGINT):
         """Type Ctrl-C, and wait for the shell's prompt."""
         for process in self._processes():
             _send(process, number)
@@ -127,13 +121,13 @@ class Terminal:
         while self._processes() and time.monotonic() < give_up:
             time.sleep(POLL)
 
-    def has(self, shown: list[str], begin: int = 0) -> bool:
+    def has(self, shown, begin=0):
         """Tell whether these lines have been printed, in this order, others between them or not."""
         lines = iter(self._printed[begin:])
         wanted = [pattern_of([line]) for line in shown if line.strip() != ANYTHING]
         return all(any(want.fullmatch(line) for line in lines) for want in wanted)
 
-    def close(self) -> None:
+    def close(self):
         """End what runs in it, as closing its window does, and make sure of it."""
         self.interrupt(signal.SIGTERM)
         for process in self._processes():
@@ -146,7 +140,7 @@ class Terminal:
         assert self._shell.stdin is not None
         self._shell.stdin.close()
 
-    def _processes(self) -> list[int]:
+    def _processes(self):
         """Return the processes of the terminal, without the shell."""
         sessions = {self._shell.pid, *(program.pid for program in self._programs)}
         found = []
@@ -159,7 +153,7 @@ class Terminal:
         return [pid for pid in found if pid != self._shell.pid]
 
 
-def _send(process: int, number: int) -> None:
+def _send(process, number):
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, number)
 
@@ -167,10 +161,9 @@ def _send(process: int, number: int) -> None:
 class Prompt:
     """A Python that runs the snippets of one page, one after the other."""
 
-    def __init__(self, python: Path, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, python, folder, environment):
         asked, ask = os.pipe()
         answer, answered = os.pipe()
-        self._python: Forked | subprocess.Popen[bytes]
         if str(python) == sys.executable and sys.platform == "linux":
             self._python = template.start(
                 str(PROMPT), [], folder=folder, env=environment, stdin=asked, out=answered, err=2
@@ -183,7 +176,7 @@ class Prompt:
         os.close(answered)
         self._ask, self._answers = os.fdopen(ask, "w"), os.fdopen(answer)
 
-    def run(self, language: str, code: str, line: int, page: Path) -> str:
+    def run(self, language, code, line, page):
         """Run a snippet; return what is wrong with it, or ""."""
         asked = {"language": language, "code": code, "line": line, "page": str(page)}
         self._ask.write(json.dumps(asked) + "\n")
@@ -192,7 +185,7 @@ class Prompt:
         assert answer, f"Python ended in line {line} of {page.name}"
         return json.loads(answer)
 
-    def close(self) -> None:
+    def close(self):
         """End it."""
         self._ask.close()
         try:

@@ -5,8 +5,6 @@ Every page counts, with its code, but those for contributors and sceptics in ``d
 the list of changes.  Tables that are made from the code and pictures do not count.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 
@@ -26,12 +24,12 @@ USERS = [
 ]
 
 
-def words_of(text: str) -> int:
+def words_of(text):
     """Count the words of a page, without comments, pictures, and what is made from the code."""
     return len(NOT_READ.sub("", text).split())
 
 
-def main() -> None:
+def main():
     """Print the words of each page by its section, and their sum."""
     sections = defaultdict(list)
     for page in USERS:

@@ -7,8 +7,6 @@ the lock must be free, or become free within its timeout; the thread must be abl
 nothing may be watched.  Prints what came of the rounds as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -16,7 +14,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
@@ -25,46 +22,43 @@ from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DislockError
 from tests.pace import LEASE
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 KEY = "interrupted"
 TIMEOUT = LEASE
 SLACK = 30.0  # seconds; far beyond what an idle machine needs
 
 
-def rounds(dislock: Dislock, app: Celery) -> dict[str, Callable[[], Any]]:
+def rounds(dislock, app):
     """Return what is interrupted, by its name."""
     kept = dislock.lock(KEY)
 
-    def acquire_and_release() -> None:
+    def acquire_and_release():
         if kept.acquire():
             try:
                 pass
             finally:
                 kept.release()
 
-    def try_acquire() -> None:
+    def try_acquire():
         if kept.try_acquire():
             try:
                 pass
             finally:
                 kept.release()
 
-    def block() -> None:
+    def block():
         with dislock.lock(KEY):
             pass
 
-    def kept_block() -> None:
+    def kept_block():
         with kept:
             pass
 
-    def nested_block() -> None:
+    def nested_block():
         with dislock.lock(KEY), kept:
             pass
 
     @app.task(base=SingletonTask, lock_key=KEY, shared=False)
-    def task() -> None:
+    def task():
         """Nothing: the guard around it is what is interrupted."""
 
     return {
@@ -77,7 +71,7 @@ def rounds(dislock: Dislock, app: Celery) -> dict[str, Callable[[], Any]]:
     }
 
 
-def main(url: str, mode: str, strikes: int, seed: int) -> Counter[str]:
+def main(url, mode, strikes, seed):
     """Go on until *strikes* rounds were interrupted, and count what came of all of them."""
     logging.disable(logging.WARNING)
     random.seed(seed)
@@ -87,7 +81,7 @@ def main(url: str, mode: str, strikes: int, seed: int) -> Counter[str]:
     call = rounds(dislock, app)[mode]
     process = dislock.runtime.process
 
-    def strike(*_args: object) -> None:
+    def strike(*_args):
         if armed:  # else the signal came late, perhaps by way of another thread
             raise SoftTimeLimitExceeded
 
@@ -99,7 +93,7 @@ def main(url: str, mode: str, strikes: int, seed: int) -> Counter[str]:
         call()
     lasts = (time.perf_counter() - began) / 100
 
-    seen: Counter[str] = Counter()
+    seen = Counter()
     while seen["struck"] < strikes:
         try:
             try:
@@ -118,7 +112,7 @@ def main(url: str, mode: str, strikes: int, seed: int) -> Counter[str]:
     return seen
 
 
-def check(dislock: Dislock, process: Any, seen: Counter[str]) -> None:
+def check(dislock, process, seen):
     """Find what the round has left behind."""
     lock = dislock.lock(KEY)
     if lock.lease is not None:  # struck before the first instruction of release(): held as before

@@ -3,15 +3,9 @@
 It reads what this release writes, and writes a higher version with a field that is new.
 """
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING
 
 import celery_dislock
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HERE = celery_dislock.__path__[0]
 IS_LATER = "is_later = version and version ~= '1'"
@@ -44,7 +38,7 @@ CHANGES = {
 }
 
 
-def next_release(folder: Path) -> Path:
+def next_release(folder):
     """Make it in this folder; return what must come first on the path of Python."""
     root = folder / "next"
     package = root / "celery_dislock"

@@ -6,7 +6,6 @@ import json
 import os
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 
@@ -14,15 +13,6 @@ from tests.acceptance.fleet import ROOT, Worker
 from tests.forked import OTHER_RELEASE
 from tests.holding import name_of, wait_for
 from tests.pace import LEASE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from celery import Signature
-
-    from tests.acceptance.rabbitmq import RabbitServer
-    from tests.redis_server import RedisServer
 
 LIMIT = 60.0  # seconds until a condition must hold
 TIMEOUT = 1.2 * LEASE  # lock_watchdog_timeout: all lines are looked at about once a second
@@ -52,20 +42,13 @@ class Site:
         after: Where the next release is.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        server: RedisServer,
-        *,
-        rabbitmq: RabbitServer | None = None,
-        after: Path | None = None,
-    ) -> None:
+    def __init__(self, folder, server, *, rabbitmq=None, after=None):
         self.folder = folder
         self.redis = server.client(decode_responses=True)
         self._rabbitmq = rabbitmq
         broker = rabbitmq.url if rabbitmq else server.url
         self.queue = f"parked-{uuid.uuid4().hex[:8]}"
-        self.workers: list[Worker] = []
+        self.workers = []
         self._client = Celery("parked-client", broker=broker, set_as_current=False)
         self._env = {
             "PARKED_FOLDER": str(folder),
@@ -76,7 +59,7 @@ class Site:
         self._started = 0
         self._after = after
 
-    def close(self) -> None:
+    def close(self):
         """End all workers, and the connections."""
         for worker in self.workers:
             worker.kill()
@@ -85,7 +68,7 @@ class Site:
 
     # Workers
 
-    def start(self, *, ready: bool = True, is_next: bool = False) -> Worker:
+    def start(self, *, ready=True, is_next=False):
         """Start a worker, of this release or of the next."""
         self._started += 1
         name = f"{self.queue}-{self._started}"
@@ -104,7 +87,7 @@ class Site:
             worker.wait_until_ready()
         return worker
 
-    def start_pair(self) -> list[Worker]:
+    def start_pair(self):
         """Have two workers that run."""
         while len(self.running) < 2:
             self.start(ready=False)
@@ -113,10 +96,10 @@ class Site:
         return self.running
 
     @property
-    def running(self) -> list[Worker]:
+    def running(self):
         return [worker for worker in self.workers if worker.running]
 
-    def children(self, worker: Worker) -> list[int]:
+    def children(self, worker):
         """Process ids of a worker's pool."""
         pid = worker.process.pid
         try:
@@ -125,27 +108,27 @@ class Site:
         except OSError:
             return []
 
-    def log(self) -> str:
+    def log(self):
         """All that the workers have said."""
         return "".join(worker.log for worker in self.workers)
 
-    def says(self, *words: str) -> int:
+    def says(self, *words):
         """Count the lines of the logs with all these words."""
         return sum(all(word in line for word in words) for line in self.log().splitlines())
 
     # Tasks
 
-    def send(self, task: str, key: str, task_id: str, **kwargs: Any) -> str:
+    def send(self, task, key, task_id, **kwargs):
         """Send a task of this id."""
         self._client.send_task(task, (key,), kwargs, task_id=task_id, queue=self.queue, retry=False)
         return task_id
 
-    def signature(self, task: str, *args: Any, task_id: str, **kwargs: Any) -> Signature:
+    def signature(self, task, *args, task_id, **kwargs):
         """Make a signature that ignores the result before it."""
         options = {"task_id": task_id, "queue": self.queue}
         return self._client.signature(task, args, kwargs, options=options, immutable=True)
 
-    def revoke(self, task_ids: Sequence[str]) -> None:
+    def revoke(self, task_ids):
         """Tell the workers, and wait until all of them have answered."""
         names = [f"{worker.name}@here" for worker in self.running]
         answers = self._client.control.revoke(
@@ -153,21 +136,21 @@ class Site:
         )
         assert len(answers) == len(names)
 
-    def arm(self, place: str, task_id: str, victim: str) -> None:
+    def arm(self, place, task_id, victim):
         """Let a process, or its whole worker, die where it comes there with that task."""
         temporary = self.folder / f"arm-{place}-{task_id}"
         temporary.write_text(victim)
         temporary.rename(self.folder / f"die-{place}-{task_id}")
 
-    def open_gate(self, task_id: str) -> None:
+    def open_gate(self, task_id):
         (self.folder / f"gate-{task_id}").touch()
 
-    def state(self, task_id: str) -> str | None:
+    def state(self, task_id):
         """The state in the result backend."""
         meta = self.redis.get(f"celery-task-meta-{task_id}")
         return json.loads(meta)["status"] if meta else None
 
-    def raw(self, task: str, key: str, task_id: str, **kwargs: Any) -> str:
+    def raw(self, task, key, task_id, **kwargs):
         """Return the message that send() would publish, on a broker that is Redis."""
         aside = f"{self.queue}-aside"
         self._client.send_task(task, (key,), kwargs, task_id=task_id, queue=aside, retry=False)
@@ -175,7 +158,7 @@ class Site:
         assert message
         return message.replace(aside, self.queue)
 
-    def publish(self, *raws: str, ticket: Sequence[str] | None = None) -> None:
+    def publish(self, *raws, ticket=None):
         """Publish messages at once; with this note, if any, in their headers."""
         messages = [json.loads(raw) for raw in raws]
         for message in messages:
@@ -184,19 +167,19 @@ class Site:
                 message["headers"]["dislock"] = {"v": 1, "ticket": ticket}
         self.redis.lpush(self.queue, *map(json.dumps, messages))
 
-    def unfinished(self) -> int:
+    def unfinished(self):
         """Count the messages that the broker has, those with a worker included; takes a second."""
         if self._rabbitmq is None:
             return self.redis.llen(self.queue) + self.redis.hlen("unacked")
         listed = self._rabbitmq.control("list_queues", "--no-table-headers", "name", "messages")
         return int(dict(line.split() for line in listed.splitlines())[self.queue])
 
-    def wait_until_no_message_is_left(self) -> None:
+    def wait_until_no_message_is_left(self):
         wait_for(lambda: not self.unfinished(), "all messages are acknowledged", LIMIT)
 
     # What happened
 
-    def events(self, what: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
+    def events(self, what=None, task_id=None):
         """What was recorded, in its order."""
         try:
             written = (self.folder / "events").read_text()
@@ -210,10 +193,10 @@ class Site:
             if what in {None, event["what"]} and task_id in {None, event["id"]}
         ]
 
-    def runs(self, task_id: str | None = None) -> list[Run]:
+    def runs(self, task_id=None):
         """The runs of a task, or of all."""
-        found: list[Run] = []
-        open_runs: dict[tuple[int, str], Run] = {}
+        found = []
+        open_runs = {}
         for event in self.events(task_id=task_id):
             at = (event["pid"], event["id"])
             if event["what"] == "begin":
@@ -226,17 +209,16 @@ class Site:
                 open_runs[at].released = True
         return found
 
-    def wait_for_event(self, what: str, task_id: str, times: int = 1) -> dict[str, Any]:
+    def wait_for_event(self, what, task_id, times=1):
         """Wait until this was recorded so often."""
         wait_for(
             lambda: len(self.events(what, task_id)) >= times,
             f"{times} x {what!r} of {task_id}",
             LIMIT,
         )
-        event: dict[str, Any] = self.events(what, task_id)[times - 1]
-        return event
+        return self.events(what, task_id)[times - 1]
 
-    def wait_until_it_dies(self, task_id: str, victim: str) -> None:
+    def wait_until_it_dies(self, task_id, victim):
         """Wait until the process that was to die with this task is dead, or its whole worker.
 
         The note comes half a second before the death of a worker.
@@ -245,14 +227,14 @@ class Site:
         if victim == "worker":
             wait_for(lambda: len(self.running) < 2, "the end of its worker", LIMIT)
 
-    def is_in_line(self, key: str, task_id: str) -> bool:
+    def is_in_line(self, key, task_id):
         """Whether a task waits for its turn."""
         return self.redis.zscore(f"{name_of(key)}:line", f"{task_id}:0:0#") is not None
 
-    def wait_until_in_line(self, key: str, task_id: str) -> None:
+    def wait_until_in_line(self, key, task_id):
         wait_for(lambda: self.is_in_line(key, task_id), f"{task_id} is in line", LIMIT)
 
-    def wait_until_free(self, key: str) -> None:
+    def wait_until_free(self, key):
         """Wait until nobody holds the lock or waits for it."""
         name = name_of(key)
         names = [name, *(f"{name}:{part}" for part in ("line", "tickets", "handed"))]

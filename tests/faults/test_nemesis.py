@@ -5,16 +5,13 @@ import sys
 
 import pytest
 import redis
-from click.testing import CliRunner
 
-from proof.__main__ import main
 from proof.checker import check
 from proof.clocks import Clocks, can_be_set
 from proof.history import History, read
 from proof.previous import unpack
 from proof.processes import Processes
 from proof.proxy import Proxy
-from proof.run import NO_BROKER, run
 from proof.site import Site
 from tests.acceptance.fleet import wait_for
 from tests.programs import NOT_HERE
@@ -88,23 +85,3 @@ def test_an_address_is_told_as_that_of_the_proxy(redis_server):
             client.eval(moved, 0)
         assert client.echo("40001") == b"40001"
         client.close()
-
-
-@pytest.mark.extra
-def test_without_rabbitmq_locks_alone_are_tried(redis_program, tmp_path, monkeypatch):
-    """The proof runs on a machine that has no broker; one line says what it leaves out."""
-    monkeypatch.setattr("proof.run.find_rabbitmq", lambda: None)
-    said = []
-    verdict = run(tmp_path / "run", seconds=3.0, seed=1, say=said.append)
-    assert [line for line in said if "RabbitMQ" in line] == [NO_BROKER]
-    assert verdict.counts["outcome: ok"] > 0
-    assert {"task", "tick"}.isdisjoint(one.what for one in read(tmp_path / "run" / "history"))
-
-
-@pytest.mark.parametrize("option", ["--controls", "--peers", "--record"])
-def test_what_needs_a_broker_says_so(redis_program, monkeypatch, option):
-    """Half of these would pass for the whole."""
-    monkeypatch.setattr("proof.__main__.find_rabbitmq", lambda: None)
-    done = CliRunner().invoke(main, [option])
-    assert done.exit_code == 1
-    assert "needs RabbitMQ" in done.output

@@ -142,21 +142,6 @@ def declared(broker, lock_server):
 
 
 class TestWorkers:
-    def test_no_lock_server_where_locks_are_off(self, client, lock_server, start_worker):
-        """What was reserved runs, though nobody can be told that it does."""
-        with Proxy(lock_server.port) as proxy:
-            with declared(lock_server.url, lock_server) as edit:
-                for number in range(3):
-                    edit.delay(number)
-            client.set("gate", 1)
-            proxy.black_hole()
-            worker = start_worker(
-                proxy.url, lock_server.url, "--no-dislock", UNIQUE_NOTES=lock_server.url
-            )
-            wait_for(lambda: client.llen("ran") == 3, "three runs", LIMIT)
-            assert reserved(client, "dislock:{edit:1}")[0] == "waiting"
-            worker.kill()
-
     def test_a_worker_that_dies_with_many_messages(
         self, client, lock_server, rabbitmq, start_worker
     ):

@@ -1,11 +1,8 @@
 """What a worker does with a message, and a producer that is not there."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
 from billiard.einfo import ExceptionInfo
@@ -17,18 +14,13 @@ from kombu.utils.imports import symbol_by_name
 from celery_dislock.messages.headers import HEADER, VERSION, with_notes
 from celery_dislock.messages.message import AS_IT_CAME
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-
-def noted(**notes: Any) -> dict[str, Any]:
+def noted(**notes):
     """Return our header with these notes, by their names."""
     return {HEADER: {"v": VERSION, **notes}}
 
 
-def deliver(
-    task: Any, task_id: str = "1", *args: Any, headers: Any = None, notes: Any = None, **about: Any
-) -> Any:
+def deliver(task, task_id="1", *args, headers=None, notes=None, **about):
     """
     Run the task as a worker does: traced, not eager.
 
@@ -48,7 +40,7 @@ def deliver(
     return tracer(task_id, args, {}, {**headers, "hostname": "w1", **about, "delivery_info": info})
 
 
-def arrived(task: Any, task_id: str = "1", /, *args: Any, **headers: Any) -> Any:
+def arrived(task, task_id="1", /, *args, **headers):
     """Make the worker's request of a message that has come."""
     message = Message(
         body=json.dumps([args, {}, {}]),
@@ -61,13 +53,13 @@ def arrived(task: Any, task_id: str = "1", /, *args: Any, **headers: Any) -> Any
     return symbol_by_name(task.Request)(message, app=task.app, task=task, hostname="w1")
 
 
-def run(task: Any, request: Any) -> Any:
+def run(task, request):
     """Run the task as a pool process does that was sent a request."""
     tracer = build_tracer(task.name, task, app=task.app)
     return tracer(request.id, request.args, request.kwargs, request.request_dict)
 
 
-def lose_process(request: Any) -> None:
+def lose_process(request):
     """Tell a request what billiard tells the main process of a child that was killed."""
     try:
         Mock(side_effect=WorkerLostError("x"))()
@@ -85,17 +77,17 @@ class Producer:
         sent: What was published: body, options.
     """
 
-    def __init__(self, kind: str = "amqp") -> None:
+    def __init__(self, kind="amqp"):
         self.connection = SimpleNamespace(transport=SimpleNamespace(driver_type=kind))
-        self.away: Exception | None = None
-        self.sent: list[tuple[bytes, dict[str, Any]]] = []
+        self.away = None
+        self.sent = []
 
     @contextmanager
-    def acquired(self) -> Iterator[Producer]:
+    def acquired(self):
         """Stand for producer_or_acquire."""
         yield self
 
-    def publish(self, body: bytes, **options: Any) -> None:
+    def publish(self, body, **options):
         if self.away is not None:
             raise self.away
         self.sent.append((body, options))

@@ -1,6 +1,7 @@
 """What decides about messages is wrapped for every app: sending them, revoking and ending them."""
 
 import threading
+from contextlib import suppress
 from datetime import datetime, timezone
 from types import SimpleNamespace
 from unittest.mock import MagicMock as Mock
@@ -251,38 +252,56 @@ def seen(app, lock_server, monkeypatch):
     return seen
 
 
-ENDS = {
+ENDS = {  # what is stored, what the body raises, and whether its message has ended by that
     "value": ("SUCCESS", None, True),
     "error": ("FAILURE", ValueError, True),
     "ignore": (None, Ignore, True),
     "reject": (None, Reject, True),
     "retry": ("RETRY", Retry, False),
     "requeue": (None, Reject(requeue=True), False),
+    "exit": (None, SystemExit, False),  # it comes again, under its reservation
 }
+LOCKS = {"none": {"lock_limit": None}, "several": {"lock_key": ["k", "l"]}}
 
 
-@pytest.mark.parametrize("to", ["caller", "chord", "nobody"])
+@pytest.mark.parametrize(
+    ("until", "to"),
+    [*((one, "chord") for one in ("start", "end", "expiry")), ("end", "caller"), ("end", "nobody")],
+)
 @pytest.mark.parametrize("way", ENDS)
-@pytest.mark.parametrize("locks", ["on", "off", "no guard"])
-def test_a_key_is_free_when_the_end_of_its_task_can_be_seen(app, broker, seen, locks, way, to):
-    """Who has the result and sends again is sent; what comes again keeps its key."""
+@pytest.mark.parametrize("locks", ["one", *LOCKS, "off", "no guard"])
+def test_a_key_is_free_when_the_end_of_its_task_can_be_seen(
+    app, broker, seen, locks, way, until, to
+):
+    """Who has the result and sends again is sent; what comes again keeps its key.
+
+    Also where locks are off, and where a deploy has made a task of it that does not lock.
+    """
     state, error, ends = ENDS[way]
 
     def body(self):
+        seen.append(reservation(app.tasks["shop.t"]))
         if error is Retry:
             self.retry()
         if error is not None:
             raise error
 
-    task = (plain if locks == "no guard" else unique)(app, body, ignore_result=to == "nobody")
+    ignored, options = to == "nobody", {"lock_unique_until": until, **LOCKS.get(locks, {})}
+    task = unique(app, body, ignore_result=ignored, **options)
     headers = sent(app, broker)
+    if locks == "no guard":
+        task = declare(app, body, name="plain", base=Task, lock_key=None, ignore_result=ignored)
     app.conf.dislock_enabled = False if locks == "off" else None
-    chord = {"task": "t"} if to == "chord" else None
-    deliver(task, "1", headers=headers, chord=chord)
-    stored = state is not None and to != "nobody"
+    with suppress(SystemExit):
+        deliver(task, "1", headers=headers, chord={"task": "t"} if to == "chord" else None)
+    begun, *stored = seen
+    assert (begun and begun.state) == (None if until == "start" else "running")
     told = to == "chord" and state in {"SUCCESS", "FAILURE"}
-    assert seen == [(state, ends)] * (stored + told)
-    assert (reservation(app.tasks["shop.t"]) is None) == ends
+    is_free = until != "expiry" and (ends or until == "start")
+    assert stored == [(state, is_free)] * ((state is not None and not ignored) + told)
+    left = reservation(app.tasks["shop.t"])
+    assert (left is None) is is_free
+    assert left is None or (left.state == "ended") is ends
 
 
 @pytest.mark.parametrize(("strategy", "state"), [("skip", "REVOKED"), ("raise", "FAILURE")])

@@ -156,40 +156,6 @@ def test_a_task_that_was_bound_before_is_looked_at_again(app, worker, reachable)
         LockStep(worker, dislock=True, dislock_url=SEVERAL)
 
 
-@pytest.mark.parametrize(
-    ("option", "remedy"),
-    [
-        ("limi", "no such option; did you mean 'limit'?"),
-        ("watchdog_timout", "no such option; did you mean 'watchdog_timeout'?"),
-        ("lock_limit", "no such option; did you mean 'limit'?"),
-        *(
-            (name, f"no such option: {what}, or give expire for a fixed expiry")
-            for name, what in [
-                ("ttl", "leave it out, as locks end by themselves"),
-                ("lock_ttl", "leave it out, as locks end by themselves"),
-                ("lease_time", "leave it out, as leases are renewed"),
-                ("auto_renewal", "leave it out, as leases are renewed"),
-            ]
-        ),
-        ("blocking_timeout", "no such option: give timeout"),
-        ("wait_timeout", "no such option: give timeout"),
-        ("blocking", "no such option: give timeout=0, or call try_acquire()"),
-        (
-            "sleep",
-            "no such option: leave it out: a release wakes the next in line, and nobody polls",
-        ),
-        ("expires", "no such option; did you mean 'expire'?"),
-        ("shared", "no such option"),
-    ],
-)
-def test_a_lock_has_no_other_options(app, option, remedy):
-    """A misspelt option of dislock.lock() is not taken in silence."""
-    with pytest.raises(SettingsError) as refused:
-        Dislock(app).lock("k", **{option: 5})
-    assert (refused.value.option, refused.value.value) == (option, 5)
-    assert refused.value.remedy == remedy
-
-
 class Mine(SingletonTask):
     """A class of one's own."""
 

@@ -1,24 +1,16 @@
 """An app with tasks of the other libraries and of ours.  What is not installed skips its tests."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
-from tests.docs.migrating.libraries import HOUR, Library, export
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from celery import Task
+from tests.docs.migrating.libraries import HOUR, export
 
 
 @pytest.fixture
-def app(redis_url: str) -> Iterator[Celery]:
+def app(redis_url):
     """An app for all libraries: broker and locks on one server, results in memory."""
     with Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False) as app:
         settings = {"url": redis_url, "default_timeout": HOUR}
@@ -28,7 +20,7 @@ def app(redis_url: str) -> Iterator[Celery]:
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def fresh(monkeypatch):
     """Make the libraries forget the clients that they keep for ever."""
     for module, name in (
         ("celery_once.backends.redis", "redis"),
@@ -40,10 +32,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.fixture
-def theirs(app: Celery, fresh: pytest.MonkeyPatch) -> Callable[..., Task]:
+def theirs(app, fresh):
     """Declare a task of another library; the test is skipped without it."""
 
-    def declare(library: Library, options: dict[str, Any], body: Any = export, **more: Any) -> Task:
+    def declare(library, options, body=export, **more):
         module, name = library.base.split(":")
         base = getattr(pytest.importorskip(module), name)
         return app.task(base=base, **{"name": "theirs", "shared": False, **options, **more})(body)
@@ -52,10 +44,10 @@ def theirs(app: Celery, fresh: pytest.MonkeyPatch) -> Callable[..., Task]:
 
 
 @pytest.fixture
-def ours(app: Celery) -> Callable[..., Task]:
+def ours(app):
     """Declare a task of ours that is unique when sent."""
 
-    def declare(body: Any = export, **options: Any) -> Task:
+    def declare(body=export, **options):
         options = {"name": "ours", "lock_unique_until": "end", **options}
         return app.task(base=SingletonTask, shared=False, **options)(body)
 

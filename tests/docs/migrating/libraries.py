@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from celery.contrib.testing.worker import start_worker
 from celery.signals import setup_logging
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import redis
-    from celery import Celery
 
 LIMIT = 30.0  # seconds for what takes milliseconds
 NEVER = -1  # what Redis answers for the time to live of a key without an expiry
@@ -60,15 +54,15 @@ class Library:
     by_corp: dict[str, Any] = field(hash=False)
     expiry: int
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.base.partition(":")[0].replace("_", "-")
 
 
 @contextmanager
-def worker(app: Celery, **options: Any) -> Iterator[None]:
+def worker(app, **options):
     """Run a worker in a thread; at the end it finishes what it has begun."""
 
-    def leave_alone(**_: Any) -> None:
+    def leave_alone(**_):
         """Set up no logging: Celery would take the handlers of the tests away."""
 
     # Else it hears up to a second later that it may stop.
@@ -81,7 +75,7 @@ def worker(app: Celery, **options: Any) -> Iterator[None]:
         setup_logging.disconnect(leave_alone)
 
 
-def corp_of(args: Any, kwargs: Any) -> str:
+def corp_of(args, kwargs):
     """Return the key of a call, as celery-heimdall asks for it."""
     return f"export:{args[0] if args else kwargs['corp_id']}"
 
@@ -117,7 +111,7 @@ CELERY_HEIMDALL = Library(
 ALL = [CELERY_SINGLETON, CELERY_ONCE, CELERY_HEIMDALL]
 
 
-def of(*libraries: Library) -> pytest.MarkDecorator:
+def of(*libraries):
     """Run a test once with each of these libraries."""
     return pytest.mark.parametrize("library", libraries, ids=str)
 
@@ -125,43 +119,43 @@ def of(*libraries: Library) -> pytest.MarkDecorator:
 of_all = of(*ALL)
 
 
-def of_each(name: str, values: list[Any]) -> pytest.MarkDecorator:
+def of_each(name, values):
     """Run a test with each library, and with what is expected of it."""
     expected = list(zip(ALL, values, strict=True))
     return pytest.mark.parametrize(("library", name), expected, ids=map(str, ALL))
 
 
-def export(corp_id: int, kind: str = "csv") -> int:
+def export(corp_id, kind="csv"):
     return corp_id
 
 
-def messages(client: redis.Redis) -> int:
+def messages(client):
     """Count the messages in the queue."""
     return client.llen(QUEUE)
 
 
-def locks_of(client: redis.Redis, library: Library) -> list[str]:
+def locks_of(client, library):
     """Return the names of a library's locks."""
     return client.keys(f"{library.prefix}*")
 
 
-def reservations(client: redis.Redis) -> list[str]:
+def reservations(client):
     """Return the names of our reservations, without those that keep numbers alone."""
     names = client.keys("dislock:*:unique")
     return [name for name in names if not (client.get(name) or "").startswith("1 - ")]
 
 
-def expiry_of(client: redis.Redis, names: list[str]) -> int:
+def expiry_of(client, names):
     """Return the seconds until the one key of these names ends; NEVER if it does not."""
     (name,) = names
     return client.ttl(name)
 
 
-def about(seconds: int) -> Any:
+def about(seconds):
     """Equal a time to live of at most these seconds, of which some have passed."""
     return seconds if seconds == NEVER else pytest.approx(seconds - LIMIT / 2, abs=LIMIT / 2)
 
 
-def database(url: str, number: int) -> str:
+def database(url, number):
     """Return the URL of another database of a server."""
     return urlsplit(url)._replace(path=f"/{number}").geturl()

@@ -1,8 +1,6 @@
 """What the pages say of sending: the same calls with the other library, and with ours."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import redis
@@ -28,9 +26,6 @@ from tests.docs.migrating.libraries import (
 )
 from tests.holding import wait_for
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 pytestmark = LIBRARIES_WARN
 
 
@@ -38,10 +33,10 @@ class Sends(NamedTuple):
     """Calls, and how many of them are sent: there, by each library or by all of them, and here."""
 
     what: str
-    theirs: int | list[int]
+    theirs: object
     ours: int
-    send: Callable[[Celery, Any], Any]
-    ours_options: Mapping[str, str] = {}
+    send: object
+    ours_options: object = None
 
 
 SENDS = [
@@ -104,7 +99,7 @@ class TestWhenSending:
         options = library.by_corp if case.ours_options else library.drops
         for task, number in (
             (theirs(library, options), there),
-            (ours(**case.ours_options), case.ours),
+            (ours(**(case.ours_options or {})), case.ours),
         ):
             redis_client.flushdb()
             app.finalize()

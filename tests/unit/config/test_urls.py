@@ -1,8 +1,7 @@
 """How the URL of a lock server is spelt, and what a message shows of it."""
 
-from __future__ import annotations
-
 import ssl
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,46 +11,11 @@ from celery_dislock.config import urls
 
 
 @pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("redis://u:s3cret@a", "redis://u:***@a"),
-        ("redis://s3cret@a", "redis://***@a"),
-        ("redis://s3cret:@a", "redis://***@a"),
-        ("redis://s3/cret:x@a", "redis://***"),
-        ("redis://user:s3cret", "redis://***"),
-        ("redis://:12345/0", "redis://***"),
-        ("redis://u:12/s3cret@a:1/0", "redis://***"),
-        ("redis://a/s3cret", "redis://***"),
-        ("redis://a:1/0#s3cret", "redis://***"),
-        ("redis://a:6379?password=s3cret", "redis://a:6379"),
-        ("redis://[::1]:1/0", "redis://[::1]:1/0"),
-        ("redis://", "redis://***"),
-        ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock"),
-        ("unix://:s3cret@/run/redis.sock", "unix://:***@/run/redis.sock"),
-        ("unix://:s3cret/run/redis.sock", "unix://***"),
-        ("redis+socket://u:s3cret@/run/redis.sock", "redis+socket://u:***@/run/redis.sock"),
-        ("sentinel://u:s3cret@a;b:2/3", "sentinel://u:***@a;b:2/3"),
-        ("sentinel://a;sentinel://u:s3cret@b", "sentinel://***"),
-        ("sentinel://u:12;s3cret@a", "sentinel://***"),
-        ("redis+cluster://u:12,s3cret@a", "redis+cluster://***"),
-        ("redis+cluster://a,", "redis+cluster://***"),
-        ("http://u:s3cret@a/0", "http://u:***@a/0"),
-        ("u:s3cret@a", "***"),
-        ("", ""),
-        ("localhost:6379", "localhost:6379"),
-        ("redis.example.com", "redis.example.com"),
-        ("redis:/localhost:6379/0", "redis:/localhost:6379/0"),
-        ("redis//localhost:6379", "redis//localhost:6379"),
-        ("/run/redis.sock", "/run/redis.sock"),
-        ("/s3cret", "***"),
-        ("s3cret", "***"),
-        ("redis:s3cret", "***"),
-        ("u:s3cret/0", "***"),
-        ("REDIS://:s3cret@h", "REDIS://:***@h"),
-    ],
+    "line", ["", *(Path(__file__).parent / "shown.txt").read_text().splitlines()]
 )
-def test_a_message_shows_what_stands_in_its_place(url, shown):
+def test_a_message_shows_what_stands_in_its_place(line):
     """Of a URL in which a password may stand anywhere, only the scheme is shown, or nothing."""
+    url, _, shown = line.partition(" -> ")
     assert urls.without_password(url) == shown
 
 

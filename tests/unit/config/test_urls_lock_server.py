@@ -1,7 +1,5 @@
 """Where the lock server is found."""
 
-from __future__ import annotations
-
 import pytest
 from celery import Celery
 
@@ -11,6 +9,10 @@ from celery_dislock.exceptions import SettingsError
 
 MASTER = {"master_name": "m"}
 CA = {"ssl_ca_certs": "ca.pem"}
+SECURED = {"broker_url": "rediss://b", "broker_use_ssl": CA}
+WATCHED = {"broker_transport_options": {"master_name": "b", "visibility_timeout": 1}}
+OF_BOTH = "sentinel://a;sentinel://b", {"master_name": "b"}
+OF_RESULTS = {"result_backend": "sentinel://c", "result_backend_transport_options": MASTER}
 
 
 @pytest.mark.parametrize(
@@ -25,36 +27,12 @@ CA = {"ssl_ca_certs": "ca.pem"}
         ({"broker_url": ["redis://b", "redis://c"]}, "redis://b", {}),
         ({"broker_write_url": "redis://w", "broker_url": "redis://b"}, "redis://w", {}),
         # Of the transport options those are taken over that say where the master is.
-        (
-            {
-                "broker_url": ["sentinel://a", "sentinel://b"],
-                "broker_transport_options": {**MASTER, "visibility_timeout": 1},
-            },
-            "sentinel://a;sentinel://b",
-            MASTER,
-        ),
-        (
-            {
-                "broker_url": "amqp://b",
-                "broker_transport_options": {"master_name": "wrong"},
-                "result_backend": "sentinel://a",
-                "result_backend_transport_options": MASTER,
-            },
-            "sentinel://a",
-            MASTER,
-        ),
+        ({**WATCHED, "broker_url": ["sentinel://a", "sentinel://b"]}, *OF_BOTH),
+        ({**WATCHED, **OF_RESULTS, "broker_url": "amqp://b"}, "sentinel://c", MASTER),
         # The broker has its options, named explicitly or not; another server has none of them.
-        ({"broker_url": "rediss://b", "broker_use_ssl": CA}, "rediss://b", CA),
-        (
-            {"dislock_url": "rediss://b", "broker_url": "rediss://b", "broker_use_ssl": CA},
-            "rediss://b",
-            CA,
-        ),
-        (
-            {"dislock_url": "rediss://a", "broker_url": "rediss://b", "broker_use_ssl": CA},
-            "rediss://a",
-            {},
-        ),
+        (SECURED, "rediss://b", CA),
+        ({**SECURED, "dislock_url": "rediss://b"}, "rediss://b", CA),
+        ({**SECURED, "dislock_url": "rediss://a"}, "rediss://a", {}),
         # As in kombu: where broker_use_ssl is on, no lock goes over the wire in the clear.
         ({"broker_url": "redis://b", "broker_use_ssl": True}, "redis://b", {"ssl": True}),
         ({"broker_url": "redis://b", "broker_use_ssl": CA}, "redis://b", {"ssl": True, **CA}),

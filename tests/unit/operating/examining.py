@@ -2,6 +2,7 @@
 
 import json
 from importlib.metadata import version
+from pathlib import Path
 
 from redis import ResponseError
 
@@ -90,3 +91,9 @@ def member(server, name, info, ahead=0.0):
         return "\n".join(f"{field}:{value}" for field, value in info.items()).encode()
 
     return Member(name, send, None)
+
+
+def told_in(name):
+    """Return what is told in each case, line by line, as a file of texts has it."""
+    blocks = (Path(__file__).parent / "texts" / name).read_text("utf-8").strip().split("\n\n")
+    return {case: lines for case, *lines in map(str.splitlines, blocks)}

@@ -21,7 +21,7 @@ from celery_dislock.parking.store import Lines
 from celery_dislock.scripts.names import sweep_lock
 from celery_dislock.servers.overrides import RateState
 from tests.staged import RESERVED, holder, lock, place
-from tests.unit.operating.examining import EXPORT, MASTER, ONLINE, member
+from tests.unit.operating.examining import EXPORT, MASTER, ONLINE, member, told_in
 
 HOUR, MINUTES = 3600.0, 400.0
 
@@ -32,11 +32,18 @@ CANCEL = {"lock_on_conflict": "cancel"}
 FORGETFUL = {**MASTER, "aof_enabled": "0"}
 EVICTING = {**MASTER, "maxmemory_policy": "volatile-ttl", "maxmemory": "100"}
 KEPT = ONLINE | {"min_slaves_good_slaves": "1"}
-ONE, FEW = {"replicas": 1}, ("replicas", "serious", "Fewer replicas")
-ALONE = ("replicas", "warning", "No replica follows")
-CUT_OFF = ("replicas", "warning", "cut off from its Sentinels")
-PARKED = ("persistence", "warning", "parked tasks")
-LEASES = ("persistence", "warning", "forgotten its leases")
+ONE, FEW = {"replicas": 1}, "replicas serious: Fewer replicas"
+ALONE = "replicas warning: No replica follows"
+CUT_OFF = "replicas warning: cut off from its Sentinels"
+PARKED = "persistence warning: parked tasks"
+LEASES = "persistence warning: forgotten its leases"
+
+
+def assert_found(doctor, expected):
+    """Check what doctor finds: each a check, its level, and words of the finding."""
+    found, expected = doctor.found(), [one.split(": ", 1) for one in expected]
+    assert [f"{check} {level}" for check, level, _ in found] == [head for head, _ in expected]
+    assert all(words in what for (*_, what), (_, words) in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -54,14 +61,14 @@ def test_who_starts_a_lock_server_again_is_told_when(doctor, server, kind, infos
     ("kind", "infos", "options", "expected"),
     [
         ("single", [MASTER], {}, []),
-        ("single", [None], {}, [("server", "serious", "is away")]),
-        ("quorum", [None, *[MASTER] * 4], {}, [("server", "warning", "1 more may fail")]),
-        ("quorum", [None] * 2 + [MASTER] * 3, {}, [("server", "warning", "No other may fail")]),
-        ("quorum", [None] * 3 + [MASTER] * 2, {}, [("server", "serious", "is away")]),
-        ("cluster", [None, MASTER], {}, [("server", "serious", "slots of these nodes"), ALONE]),
-        ("single", [EVICTING], {}, [("eviction", "serious", "evict")]),
-        ("single", [{"role": "slave"}], {}, [("role", "serious", "replica")]),
-        ("single", ["NOPERM INFO"], {}, [("settings", "note", "INFO is refused")]),
+        ("single", [None], {}, ["server serious: is away"]),
+        ("quorum", [None, *[MASTER] * 4], {}, ["server warning: 1 more may fail"]),
+        ("quorum", [None] * 2 + [MASTER] * 3, {}, ["server warning: No other may fail"]),
+        ("quorum", [None] * 3 + [MASTER] * 2, {}, ["server serious: is away"]),
+        ("cluster", [None, MASTER], {}, ["server serious: slots of these nodes", ALONE]),
+        ("single", [EVICTING], {}, ["eviction serious: evict"]),
+        ("single", [{"role": "slave"}], {}, ["role serious: replica"]),
+        ("single", ["NOPERM INFO"], {}, ["settings note: INFO is refused"]),
         ("single", [FORGETFUL], {}, []),
         ("single", [{"role": "master"}], QUEUE, []),  # not known
         ("single", [FORGETFUL], QUEUE, [PARKED]),
@@ -88,9 +95,7 @@ def test_a_lock_server(doctor, server, kind, infos, options, expected):
     doctor.declare(**task)
     known = differing(task_options("export", task, {}))
     doctor.answers = {"w1": doctor.described(tasks={"export": known})}
-    found = doctor.found()
-    assert [one[:2] for one in found] == [one[:2] for one in expected]
-    assert all(words in one[2] for one, (*_, words) in zip(found, expected, strict=True))
+    assert_found(doctor, expected)
 
 
 @pytest.mark.parametrize(
@@ -162,94 +167,66 @@ MINUTE = Rate(100, 60.0)
 RATED = RateState(MINUTE, 0.0, is_set=True, note="by ana: 429", age=7200.0)
 LATER = {"waiting": 1, "line": [place(waiting=900.0)]}  # for longer than STUCK_LONG
 BUSY = {"waiting": 1, "line": [place(parked=False, ticket="")]}
+BACK = RateState(None, 0.0, held_back=90.0, age=9.0)
+TOLD = told_in("doctor-locks.txt")
 
 
-@pytest.mark.parametrize(
-    ("given", "finding"),
-    [
-        ({"holders": [holder(renewed=25.0, remaining=5.0)]}, ("leases", "warning", "k.")),
-        ({"holders": [holder(**RENEWED)]}, None),
-        ({"holders": [holder(renewed=None)]}, None),  # an older version, or a fixed expiry
-        (
-            {"holders": [holder(**RENEWED, held=601.0)], **BUSY},
-            (
-                "leases",
-                "warning",
-                "k (for 10 min by shop.export[id-1] on celery@w1 (pid 7), with 1 w",
-            ),
-        ),
-        ({"holders": [holder(**RENEWED, held=599.0)], **BUSY}, None),
-        ({"holders": [holder(**RENEWED, held=601.0)]}, None),  # it bothers nobody
-        # Of several beats one leads for months.
-        ({"holders": [holder(**RENEWED, held=601.0, thread="beat")], **BUSY}, None),
-        ({"ticked": 240.0}, ("beats", "warning", "k (last tick 4 min ago)")),
-        ({"ticked": 240.0, "holders": [holder(**RENEWED)]}, None),
-        (
-            {"ticked": 240.0, "limit": 0, **NOTE},  # on purpose
-            ("limits", "note", "k (paused; by ana: reindex; for 2 h 00 min so far)"),
-        ),
-        (
-            {"holders": [holder()], "line": [place(turns=3, routing_key="pay")], "waiting": 1},
-            ("lines", "warning", "k (ticket parked-1:0:0, queue pay)"),
-        ),
-        ({"holders": [holder()], "turns": [place(turns=2)]}, None),
-        (
-            {"waiting": 1, "line": [place(waiting=9.0)]},
-            ("lines", "warning", "k (the first waits for 9.0 s)"),
-        ),
-        ({"waiting": 1, "line": [place(waiting=1.0)]}, None),  # it has only just come
-        ({"aside": 2}, ("set aside", "warning", "k (2 tasks)")),
-        ({"reservation": OLD}, ("reservations", "warning", "k (for 1 h 06 min)")),
-        ({"reservation": OLD._replace(since=9.0)}, None),
-        ({"reservation": OLD._replace(state="running")}, None),
-        (
-            {"limit": 0, **NOTE, "waiting": 4},
-            ("limits", "warning", "k (paused; by ana: reindex; for 2 h 00 min so far; 4 waiting)"),
-        ),
-        (
-            {"limit": 3, **NOTE, "waiting": 4, "holders": [holder(**RENEWED)]},
-            ("limits", "warning", "k (to 3 at a time; by ana: reindex; for 2 h 00 min so far; 4"),
-        ),
-        ({"limit": 3, **NOTE}, ("limits", "note", "k (to 3 at a time; by ana: reindex; for 2 h 0")),
-        # Only the time is in the way.
-        ({"rate": RateState(MINUTE, 12.0), **LATER}, None),
-        ({"rate": RateState(MINUTE, 12.0), **LATER, "holders": [holder(held=601.0)]}, None),
-        ({"rate": RateState(MINUTE, 0.0), **LATER}, ("lines", "warning", "the first waits for 15")),
-        (
-            {"rate": RateState(None, 0.0, held_back=90.0, back_note="429", age=9.0), **LATER},
-            ("limits", "note", "k (for 90 s more; 429; for 9.0 s so far; 1 waiting)."),
-        ),
-        (
-            {"rate": RateState(None, 0.0, held_back=90.0, age=9.0)},
-            ("limits", "note", "k (for 90 s more; for 9.0 s so far)."),
-        ),
-        (
-            {"rate": RATED._replace(early=12.0), **LATER},
-            ("limits", "warning", "k (to 100 a minute; by ana: 429; for 2 h 00 min so far; 1 wai"),
-        ),
-        ({"rate": RATED}, ("limits", "note", "k (to 100 a minute; by ana: 429; for 2 h 00 min s")),
-        (
-            {"rate": RATED, "limit": 3, "limit_age": 9.0},
-            ("limits", "note", "k (to 3 at a time; for 9.0 s so far, and to 100 a minute; by ana"),
-        ),
-        (
-            {"waiting": 1, "holders": [holder()], "line": [place(broker="b")]},
-            ("sweep", "warning", "k."),
-        ),
-    ],
-    ids=str,
-)
-def test_what_may_be_wrong_with_a_lock(doctor, server, dislock, given, finding):
+WRONG = {
+    "overdue": {"holders": [holder(renewed=25.0, remaining=5.0)]},
+    "held for long": {"holders": [holder(**RENEWED, held=601.0)], **BUSY},
+    "no leader": {"ticked": 240.0},
+    "no leader on purpose": {"ticked": 240.0, "limit": 0, **NOTE},
+    "unclaimed": {"line": [place(turns=3, routing_key="pay")], "holders": [holder()], "waiting": 1},
+    "stuck": {"waiting": 1, "line": [place(waiting=9.0)]},
+    "aside": {"aside": 2},
+    "a reservation": {"reservation": OLD},
+    "paused": {"limit": 0, **NOTE, "waiting": 4},
+    "limited": {"limit": 3, **NOTE, "waiting": 4, "holders": [holder(**RENEWED)]},
+    "limited, nobody waits": {"limit": 3, **NOTE},
+    "stuck in spite of its rate": {"rate": RateState(MINUTE, 0.0), **LATER},
+    "held back": {"rate": BACK._replace(back_note="429"), **LATER},
+    "held back, nobody waits": {"rate": BACK},
+    "a rate": {"rate": RATED._replace(early=12.0), **LATER},
+    "a rate, nobody waits": {"rate": RATED},
+    "a rate and a limit": {"rate": RATED, "limit": 3, "limit_age": 9.0},
+    "of another broker": {"waiting": 1, "holders": [holder()], "line": [place(broker="b")]},
+}
+WELL = {
+    "renewed": {"holders": [holder(**RENEWED)]},
+    "an older version, or a fixed expiry": {"holders": [holder(renewed=None)]},
+    "not held for long": {"holders": [holder(**RENEWED, held=599.0)], **BUSY},
+    "held for long, nobody waits": {"holders": [holder(**RENEWED, held=601.0)]},
+    "a beat leads for months": {"holders": [holder(**RENEWED, held=601.0, thread="beat")], **BUSY},
+    "a beat leads": {"ticked": 240.0, "holders": [holder(**RENEWED)]},
+    "a second turn": {"holders": [holder()], "turns": [place(turns=2)]},
+    "has only just come": {"waiting": 1, "line": [place(waiting=1.0)]},
+    "a new reservation": {"reservation": OLD._replace(since=9.0)},
+    "a task runs": {"reservation": OLD._replace(state="running")},
+    "only the time is in the way": {"rate": RateState(MINUTE, 12.0), **LATER},
+    "so it is, and one runs": {"rate": RateState(MINUTE, 12.0), **LATER, "holders": [holder()]},
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_may_be_wrong_with_a_lock(doctor, server, dislock, case):
     """Each trouble has its words; what lists call trouble is what doctor finds."""
+    found, listed = looked_at(doctor, server, dislock, WRONG[case])
+    assert [*found, *listed] == TOLD[case]
+
+
+@pytest.mark.parametrize("case", WELL)
+def test_what_is_well(doctor, server, dislock, case):
+    """Neither doctor nor the lists say anything of it."""
+    assert looked_at(doctor, server, dislock, WELL[case]) == ([], ["ls:"])
+
+
+def looked_at(doctor, server, dislock, given):
+    """Return what doctor finds, and what `ls` calls trouble."""
     sweep = sweep_lock("dislock", server.home)
     server.put(lock(**given), lock("swept", name=sweep, holders=[holder()]), lock("healthy"))
     doctor.declare(**EXPORT)
-    found = doctor.found()
-    assert [one[:2] for one in found] == ([finding[:2]] if finding else [])
-    assert all(finding[2] in what for *_, what in found)
-    [listed, *_] = dislock.json("ls")
-    is_note = finding is not None and finding[1] == "note" and given.get("limit") != 0
-    assert len(listed["troubles"]) == (finding is not None and not is_note)
+    troubles = ", ".join(dislock.json("ls")[0]["troubles"])
+    return [" ".join(one) for one in doctor.found()], [f"ls: {troubles}".rstrip()]
 
 
 def test_locks_that_cannot_be_read(doctor, server):

@@ -111,6 +111,8 @@ def test_a_worker_tells_of_one_task(worker, monkeypatch):
     assert told["eta"] == datetime.fromisoformat(LATER).timestamp()
     assert told["task"] == "export"
     json.dumps(told)
+    monkeypatch.setattr(state, "reserved_requests", [later])
+    assert inspect_task(asked, "9")["is"] == "reserved"
 
 
 def test_tasks_without_a_lock_are_left_out(worker):

@@ -1,5 +1,6 @@
 """Which lock a command is about, and which app's."""
 
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from celery_dislock import Dislock, SettingsError, SingletonTask
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.parking.process import runtime_of
 from tests.commands import USAGE
+from tests.unit.operating.examining import told_in
 
 
 @pytest.mark.parametrize(
@@ -78,30 +80,25 @@ def test_a_key_or_a_task_names_locks(dislock, tasks, args, keys):
     assert [one["key"] for one in (told if len(keys) > 1 else [told])] == keys
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ([], "Give KEY, or --task"),
-        (["k", "--task", "shop.export"], "Give KEY, or --task"),
-        (["k", "--kwargs", "{}"], "are the arguments of --task"),
-        (["--task", "shop.expor"], "Did you mean 'shop.export'?"),
-        (["--task", "x"], "Does -A name the right app?"),
-        (["--task", "shop.open"], "takes no lock"),
-        (["--task", "shop.export"], "corp"),
-        (["--task", "shop.export", "--args", "{}"], "--args must be a list"),
-        (["--task", "shop.export", "--kwargs", "[]"], "--kwargs must be an object"),
-        (["--task", "shop.export", "--args", "["], "--args is no JSON"),
-        (["--task", "shop.export", "--args", "[" * 100_000], "--args is no JSON"),
-        (["{k}"], "which no key may"),
-        ([""], "the key is empty"),
-    ],
-)
-def test_what_names_no_lock_is_wrong_usage(dislock, tasks, server, args, words):
-    """The message says what is missing; nothing is asked of the server."""
-    answer = dislock("show", *args)
-    assert answer.exit_code == USAGE
-    assert words in answer.stderr
-    assert server.looks == []
+TOLD = told_in("wrong-usage.txt")
+
+
+@pytest.mark.parametrize("command", TOLD)
+def test_wrong_usage_is_told_with_the_remedy(dislock, tasks, server, command):
+    """Nothing is asked of the server, and nothing is set by halves or on another lock."""
+    answer = dislock(*shlex.split(command)[3:])
+    assert (answer.exit_code, answer.stdout) == (USAGE, "")
+    assert [answer.stderr.partition("Error: ")[2].strip()] == TOLD[command]
+    assert server.looks == [] or "pattern" in answer.stderr
+    assert server.contents() == {}
+
+
+def test_what_nobody_could_read_is_wrong_usage(dislock, tasks, server):
+    """Arguments that are nested too deep for a parser, and a limit that no script could compare."""
+    answer = dislock("show", "--task", "shop.export", "--args", "[" * 100_000)
+    assert (answer.exit_code, "--args is no JSON" in answer.stderr) == (USAGE, True)
+    assert dislock("limit", "k", "1000000001").exit_code == USAGE
+    assert server.contents() == {}
 
 
 def test_it_takes_an_app_or_its_dislock(app):

@@ -5,11 +5,7 @@ import json
 import pytest
 
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.servers.view import (
-    ReservationState,
-    parse_reservation,
-    state_of,
-)
+from celery_dislock.servers.view import ReservationState, parse_reservation, state_of
 from celery_dislock.servers.waiters import parked_message
 from celery_dislock.words import for_people
 
@@ -218,8 +214,7 @@ def test_a_record_of_a_reserved_key(state, now, known):
 
 
 @pytest.mark.parametrize(
-    "record",
-    [b"", written(b"-"), written(ends=3000), b"1 w 1000", written() + b"\n"],
+    "record", [b"", written(b"-"), written(ends=3000), b"1 w 1000", written() + b"\n"]
 )
 def test_a_key_that_is_free_has_none(record):
     """Its numbers may be kept, its time may be over, or somebody has written it by hand."""

@@ -508,16 +508,3 @@ def test_the_wait_of_a_task_that_was_put_off_counts_from_its_first_conflict(
     found = counts()
     assert found["acquisitions put_off shop.t"] == 1
     assert found["wait sum shop.t"] // 1_000_000 == waited
-
-
-def test_a_parked_task_that_was_replaced_gives_up_its_turn(app, lock_server, broker):
-    """A newer message of its key came meanwhile: at its turn it ends, and the lock is free."""
-    unique = {"lock_unique_until": "end", "lock_on_duplicate": "replace"}
-    task = declare(app, never, lock_on_conflict="queue", **unique)
-    task.apply_async(task_id="older")
-    with held(app, "k"):
-        deliver(task, "older", headers=broker.last.headers)
-        task.apply_async(task_id="newer")
-    assert (broker.ids, lock_server.locks()) == (["older", "newer", "older"], ["k"])
-    deliver(task, "older", headers=broker.last.headers)
-    assert (app.AsyncResult("older").state, lock_server.locks()) == ("REVOKED", [])

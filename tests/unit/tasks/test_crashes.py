@@ -9,7 +9,6 @@ from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import states, worker
 from celery.exceptions import Reject
 from celery.signals import task_failure
-from celery.worker.request import Request
 
 from celery_dislock import TaskCrashedError, scripts
 from celery_dislock.tasks import request as recovery
@@ -20,17 +19,6 @@ CRASHES = "dislock:{k}:crashes:1:0:0"
 KILLED = WorkerLostError("Worker exited prematurely: signal 9 (SIGKILL) Job: 3.")
 WEEK = 7 * 86400 * 1000  # milliseconds
 COMES_BACK = {"acks_late": True, "reject_on_worker_lost": True}
-
-
-class Users(Request):
-    """A Request class that a user set; notes what monitors hear."""
-
-    def __init__(self, *args, **kwargs):
-        self.heard = []
-        super().__init__(*args, **kwargs)
-
-    def send_event(self, *event, **_):
-        self.heard += event
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +33,10 @@ def dies(app):
 
     def die(exc=KILLED, headers=None, **options):
         app.tasks.pop("shop.t", None)
-        task = declare(app, Request=Users, **{**COMES_BACK, "lock_crash_limit": 3, **options})
+        task = declare(app, **{**COMES_BACK, "lock_crash_limit": 3, **options})
         request = arrived(task, **(headers or {}))
-        request.worker_pid, die.heard, given_back = os.getpid() + 1, request.heard, []
+        request.worker_pid, die.heard, given_back = os.getpid() + 1, [], []
+        request.send_event = lambda *event, **_: die.heard.extend(event)
         request._on_ack = lambda *_: given_back.append(False)
         request._on_reject = lambda *args: given_back.append(args[-1])
         request.on_failure(SimpleNamespace(exception=exc, exc_info=None, traceback=""))

@@ -9,7 +9,6 @@ from contextlib import suppress
 from socket import gethostname
 
 import pytest
-from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_dislock import (
@@ -28,13 +27,12 @@ from celery_dislock import (
     signals,
 )
 from celery_dislock.hooks import guard_tasks
-from celery_dislock.keys.names import reserved_lock
 from celery_dislock.locks import interruption
 from celery_dislock.messages.headers import HEADER
 from celery_dislock.tasks import task as task_module
 from tests.declaring import declare, never
 from tests.driven import held, new_app, reservation
-from tests.unit.deliveries import arrived, deliver
+from tests.unit.deliveries import deliver
 
 
 def test_the_body_runs_under_the_lock_and_the_lock_is_gone_after(app, lock_server):
@@ -160,16 +158,6 @@ def test_a_task_may_take_several_keys_all_or_none(app, lock_server, by_one):
             task.apply((2, 1)).get()
         assert raised.value.key == "account:2"
         assert lock_server.locks() == ["account:2"]
-
-
-def test_a_reservation_of_several_keys_is_not_left_to_the_watchdog(app):
-    """It renews a reservation with the lease if the callable has returned one key."""
-    task = declare(app, lambda n: n, lock_key=lambda n: [f"k{m}" for m in range(n)])
-    guard = task.dislock_guard
-    for many, kept in ((1, 2 * guard.timeout), (2, guard.options.lock_unique_for)):
-        lock = reserved_lock(guard.runtime.lock_names(guard.keys((many,), {})))
-        request = arrived(task, "1", many, dislock={"v": 1, "unique": [lock, "end"]})
-        assert guard.reservation_of(Context(request.request_dict)).ttl == kept
 
 
 def test_tasks_take_the_very_same_lock(app):
@@ -592,6 +580,7 @@ def test_a_running_task_keeps_its_reservation_until_it_is_renewed(app, broker):
             ({"lock_watchdog_timeout": 10}, 20.0),
             ({"lock_limit": None}, 100.0),
             ({"lock_key": ("k", "all")}, 100.0),
+            ({"lock_key": lambda: ["k", "all"]}, 100.0),
             ({"lock_expire": 5}, 100.0),
         ]
     ):
@@ -694,47 +683,6 @@ def test_a_replaced_task_gives_up_its_place_in_line_when_its_result_is_stored(
     deliver(task, headers=broker.last.headers)
     assert (lock_server.locks() == []) is stores
     assert app.AsyncResult("1").state == ("REVOKED" if stores else "FAILURE")
-
-
-ENDS = {
-    "value": (None, True),
-    "error": (ValueError, True),
-    "ignore": (Ignore, True),
-    "reject": (Reject, True),
-    "exit": (SystemExit, False),  # it comes again, under its reservation
-    "requeue": (Reject(requeue=True), False),
-}
-
-
-@pytest.mark.parametrize("until", ["start", "end", "expiry"])
-@pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("locks", ["one", "none", "several", "off", "no guard"])
-def test_a_reserved_task_frees_its_key_however_it_ends(app, broker, locks, how, until):
-    """Also where locks are off, and where a deploy has made a task of it that does not lock."""
-    options = {"none": {"lock_limit": None}, "several": {"lock_key": ["k", "l"]}}.get(locks, {})
-    error, ends = ENDS[how]
-    seen = []
-
-    def end():
-        seen.append(reservation(sent))
-        if error is not None:
-            raise error
-
-    task = sent = unique(app, end, lock_unique_until=until, **options)
-    task.apply_async(task_id="1")
-    if locks == "no guard":
-        task = declare(app, end, name="plain", base=app.Task, lock_key=None)
-    if locks == "off":
-        app.conf.dislock_enabled = False
-    with suppress(SystemExit):
-        deliver(task, headers=broker.last.headers)
-    assert [one and one.state for one in seen] == [None if until == "start" else "running"]
-    left = reservation(sent)
-    if until == "expiry":
-        assert left.state == ("ended" if ends else "running")
-    else:
-        assert left is None or (until, ends, left.state) == ("end", False, "running")
-        assert (left is None) == (until == "start" or ends)
 
 
 @pytest.mark.parametrize("lock_server_is", ["replaced", "away", "not configured"])

@@ -192,7 +192,7 @@ def test_each_key_that_a_callable_returns_has_its_terms():
     keys = TaskKeys("t", Body, options, SimpleNamespace(conf={}))
     names, terms = keys.in_order(keys.of([7], {}), options.terms)
     assert [(one, its.limit) for one, its in zip(names, terms, strict=True)] == [
-        *(("all", 2), ("repo:7", 3), ("other", 1)),
+        *(("all", 2), ("repo:7", 3), ("other", 1))
     ]
 
 

@@ -200,11 +200,7 @@ def test_what_another_task_replaces_leaves_its_key_to_that_or_free(app, broker, 
     """One task id has one reservation: that of the message which was sent last."""
     options = {"lock_unique_until": "end"} if unique else {}
     other = declare(app, does_nothing, name="shop.other", lock_key="other", **options)
-    task = declare(
-        app,
-        lambda self: self.replace(other.si()),
-        lock_unique_until="end",
-    )
+    task = declare(app, lambda self: self.replace(other.si()), lock_unique_until="end")
     sent = task.delay()
     deliver(task, sent.id, headers=broker.last.headers)
     assert (state_of(task), state_of(other)) == (None, (sent.id, "waiting") if unique else None)

@@ -332,12 +332,13 @@ def test_a_method_that_does_not_take_what_the_task_takes_is_refused(app, takes):
         # A coroutine would be no key, and no strategy.
         ({"lock_key": coroutine}, "is not awaited"),
         ({"lock_on_conflict": coroutine}, "is not awaited"),
+        ({"lock_on_conflict": len}, "takes the task and the conflict"),
         # A function that is given to the decorator is no method.
         ({"body": body, "lock_key": by_method}, r"this one takes \(self, corp_id\)$"),
     ],
     ids=[
         *("key", "lock", "timeout", "ttl", "misspelt", "lock_for", "a key that nobody awaits"),
-        *("a strategy that nobody awaits", "a method"),
+        *("a strategy that nobody awaits", "no strategy", "a method"),
     ],
 )
 def test_an_option_that_a_task_cannot_have_is_refused(app, options, words):
