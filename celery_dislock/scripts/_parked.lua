@@ -339,7 +339,7 @@ local function go_on(lock, ticket, parked)
   local stations = parked.stations
   if nth then
     local at, member = station_of(lock, ticket, stations, nth)
-    redis.call('ZREM', lock.handed, ticket)  -- it claims a turn of which a lease was lost
+    if is_claimer(lock, ticket) then redis.call('ZREM', lock.handed, ticket) end  -- a lease of its turn was lost
     keep_units(lock, ticket, stations, nth, KEPT_UNIT_MS, parked.times == 0, nth > 1 and stations[nth].name)
     give_up(lock, ticket, stations, at and lease_of(at, member) and nth or nth + 1)
     local joins = at and not redis.call('ZSCORE', at.line, member)
