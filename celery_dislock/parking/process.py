@@ -53,7 +53,7 @@ class ParkingProcess(Process):
         self.publisher.hand_over(turns)
 
     def close(self) -> None:
-        """See :meth:`celery_dislock.locks.runtime.Process.close`; those to the broker, too."""
+        """Close the connections to the broker, too; see :meth:`Process.close`."""
         super().close()
         own_producers(self._app).close()
 
