@@ -57,7 +57,7 @@ class Fleet:
 
 def epoch(shop):
     """Return what a worker that starts now knows of the server."""
-    return Epoch(shop.server, "dislock", shop.home)
+    return Epoch(shop.server, "dislock", shop.broker)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_damaged_record_is_no_loss_and_stops_no_sweep(shop, fleet, record):
     """It is written anew, whatever its type."""
     fleet.park("1")
     fleet.step()
-    name = epoch_of("dislock", shop.home)
+    name = epoch_of("dislock", shop.broker)
     shop.server.send("DEL", name)
     shop.server.send(*(("RPUSH", name, "x") if record == "list" else ("SET", name, record)))
     assert fleet.step() == fleet.step() == []
@@ -219,7 +219,7 @@ def test_the_record_lives_as_long_as_lines_do(shop, fleet):
     """Each look keeps it, so that it does not end while a worker remembers it."""
     fleet.park("1")
     fleet.step()
-    name = epoch_of("dislock", shop.home)
+    name = epoch_of("dislock", shop.broker)
     shop.server.advance(20 * 86400)
     epoch(shop).look()
     assert shop.server.ttls()[name] == 30 * 86400 * 1000
@@ -229,8 +229,8 @@ def test_a_server_without_memory_keeps_the_record(own_redis_server):
     """The sweep goes on there, so its record is written, too."""
     with Shop(url=own_redis_server.url) as shop, own_redis_server.client() as client:
         server = runtime_of(shop.app).process.store.lock_server
-        known = Epoch(server, "dislock", shop.home)
+        known = Epoch(server, "dislock", shop.broker)
         assert known.look(1) is None
         client.config_set("maxmemory", 1)
         assert known.look(2) is None
-        assert client.get(epoch_of("dislock", shop.home)).split()[3] == b"2"
+        assert client.get(epoch_of("dislock", shop.broker)).split()[3] == b"2"

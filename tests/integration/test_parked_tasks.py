@@ -947,10 +947,10 @@ class TestWhoLostItsPlace:
 class TestWhichBroker:
     """A task goes back to where it came from; each broker has lines of its own."""
 
-    def home(self, url="redis://h:6379/0", write_url=None, **transport):
+    def broker(self, url="redis://h:6379/0", write_url=None, **transport):
         conf = {"broker_url": url, "broker_write_url": write_url or url}
         with Shop(broker_transport_options=transport, **conf) as shop:
-            return shop.home
+            return shop.broker
 
     @pytest.mark.parametrize(
         ("one", "other"),
@@ -965,8 +965,8 @@ class TestWhichBroker:
     )
     def test_two_logins_of_one_broker_are_one_home(self, one, other):
         """Who logs in, and how, says nothing about where the messages are."""
-        assert self.home(one) == self.home(other, visibility_timeout=60)
-        assert set(self.home(one)) <= set("0123456789abcdef")
+        assert self.broker(one) == self.broker(other, visibility_timeout=60)
+        assert set(self.broker(one)) <= set("0123456789abcdef")
 
     def test_two_places_are_two_homes(self):
         """Host, database, virtual host, prefix, folder."""
@@ -974,11 +974,11 @@ class TestWhichBroker:
         urls = [f"redis://{at}" for at in ("h:6379/0", "h:6379/1", "h:6380/0", "g:6379/0")]
         urls += ["amqp://h:6379/0", f"{urls[0]};redis://g:6379/0", "amqp://h/a", "amqp://h/b"]
         urls += [f"redis+socket:///r.sock?virtual_host={number}" for number in (1, 2)]
-        homes = [self.home(url) for url in urls]
-        homes.append(self.home(write_url="redis://writer:6379/0"))
+        digests = [self.broker(url) for url in urls]
+        digests.append(self.broker(write_url="redis://writer:6379/0"))
         for option in (*options, "master_name", "region"):
-            homes += [self.home(**{option: value}) for value in "ab"]
-        assert len(set(homes)) == len(homes)
+            digests += [self.broker(**{option: value}) for value in "ab"]
+        assert len(set(digests)) == len(digests)
 
     @pytest.mark.parametrize("strategy", ["skip", "retry"])
     def test_where_nothing_can_be_parked_no_turn_is_put_off(self, shop, strategy):
@@ -986,4 +986,4 @@ class TestWhichBroker:
         shop.server.keeps_lines = False
         task = shop.declare(lock_on_conflict=strategy)
         shop.run(task, notes={**TURN, "store": "f" * 16})
-        assert (shop.ran, shop.home) == (["2"], "")
+        assert (shop.ran, shop.broker) == (["2"], "")

@@ -30,7 +30,7 @@ class Fleet:
     def __init__(self, server):
         self.server = server
         self.out = []
-        self.store = server.store(home="here", hand_over=self._publish)
+        self.store = server.store(broker="here", hand_over=self._publish)
         self.lines = Lines(self.store.lock_server, "dislock", "here", self._publish)
         self.locks, self.homes = {}, {}
         self.times = 0
