@@ -118,7 +118,7 @@ class Tenants:
         self._app = Celery(broker=server.url, set_as_current=False)
         self._client: redis.Redis = server.client()
         self._turns: list[Turn] = []
-        self._store = Store(server.url, home="bench", hand_over=self._turns.extend)
+        self._store = Store(server.url, broker="bench", hand_over=self._turns.extend)
         self._lines = Lines(self._store.lock_server, "dislock", "bench", self._turns.extend)
         assert isinstance(self._ask([BLOCKED_TENANT, API], str(uuid.uuid4())), Granted)
         began = time.monotonic()

@@ -50,7 +50,7 @@ STRETCH_LIMIT = 5.0  # ms
 
 def fill(url: str) -> None:
     """Make the locks."""
-    store = Store(url, home="bench")
+    store = Store(url, broker="bench")
     lines = Lines(store.lock_server, "dislock", "bench", lambda _turns: None)
     for n in range(LOCKS):
         lock, task_id = f"dislock:{{listing:{n}}}", str(uuid.uuid4())

@@ -171,7 +171,7 @@ class Bench:
             nonlocal turn
             page = pages[turn % len(pages)]
             commands = [
-                self._wire.pack_command("EVALSHA", SWEEP.sha, 1, lock, self._process.store.home)
+                self._wire.pack_command("EVALSHA", SWEEP.sha, 1, lock, self._process.store.broker)
                 for lock in page
             ]
             self._wire.send_packed_command([b"".join(map(b"".join, commands))])

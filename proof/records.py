@@ -174,10 +174,10 @@ class Records:
         if lasts != first - now:
             self.fail(f"{mine} is told that {owner} has {name} for {lasts} ms: {first - now}")
 
-    def _handed_on(self, name: str, script: Script, home: str) -> None:
+    def _handed_on(self, name: str, script: Script, broker: str) -> None:
         """Judge that a sweep of the same broker would find nothing to hand on."""
         if self._line(name):
-            _, after = self.net.tried(scripts.SWEEP, [name], home, "[]")
+            _, after = self.net.tried(scripts.SWEEP, [name], broker, "[]")
             if new := {one.decode() for one in after.get(name, ())} - set(self.net.leases(name)):
                 self.fail(f"{script.text.split()[1]} does not hand {name} on to {new}")
 

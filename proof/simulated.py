@@ -269,19 +269,21 @@ class Process(Runtime[Any]):
         number: int,
         told: Callable[[Lease, float], None],
         durations: Durations,
-        home: str,
+        broker: str,
     ) -> None:
         super().__init__(dict)
-        self.home = home
+        self.broker = broker
         self.net, self.number, self.name = net, number, f"p{number}"
         self.frozen = self.dead = False
         self.watched, self.channel = Watched(told, durations), Channel()
         self.channel.watchers, self.channel.watched = [self.watched], True
-        self.store = self.store_here = Store("redis://nowhere", home=home, hand_over=self.publish)
+        self.store = self.store_here = Store(
+            "redis://nowhere", broker=broker, hand_over=self.publish
+        )
         server: Any = net
         self.store.lock_server = server
         self.store.reservations = Reservations(server)
-        self.lines = Lines(server, "dislock", home, self.publish)
+        self.lines = Lines(server, "dislock", broker, self.publish)
         self.watchdog = SimulatedWatchdog(
             self.store, clock=net.clock, threaded=False, channel=self.channel
         )

@@ -90,7 +90,7 @@ DAMAGE_MOST = 0.1  # in these the server loses single keys
 DAMAGED = (":line", ":handed", ":starts", ":places", "}")  # names of those that it may lose
 WITHDRAWS_MOST = 0.3  # in these some workers know no lock of a task, or not the task
 TWO_HOMES_MOST = 0.3  # these have two brokers, each with workers of its own
-HOMES = ("here", "there")
+BROKERS = ("here", "there")
 SEVERAL_MOST = 0.5  # of the histories with tasks that park: these have tasks of two keys
 ONE = {"lock_limit": 1}  # which a rate alone does not have
 SPENT = (0, 0, 1, 2, 3)  # what a start with a cost has really cost
@@ -246,7 +246,7 @@ class History:
         withdraws = random.Random(f"{seed} withdraws").random()
         self.withdraws = not self.several and withdraws < WITHDRAWS_MOST
         two = random.Random(f"{seed} homes").random() < TWO_HOMES_MOST
-        self.homes = HOMES if two else HOMES[:1]
+        self.brokers = BROKERS if two else BROKERS[:1]
         self.net.linked = [lock_name(key) for key in (*KEYS, WIDE)] if self.several else []
         self.kinds = [
             self.kind_of_task(rng, several=self.several and (not nth or rng.random() < 0.5))
@@ -395,7 +395,9 @@ class History:
 
     def deliver(self, number: int, process: Process, rng: random.Random) -> None:
         """A worker gets a message."""
-        due = [one for one in self.queue if one.due <= self.net.time and one.home == process.home]
+        due = [
+            one for one in self.queue if one.due <= self.net.time and one.broker == process.broker
+        ]
         if not due:
             return
         copy = rng.choice(due)
@@ -570,7 +572,7 @@ class History:
         if turns:
             copy = turns[nth % len(turns)]
             self.queue.remove(copy)
-            process = next(one for one in self.processes if one.home == copy.home)
+            process = next(one for one in self.processes if one.broker == copy.broker)
             name = f"{self.steps} {how}"
             self.begin(name, process, partial(self.withdrawing, process, copy, how)).copy = copy
 
@@ -610,8 +612,8 @@ class History:
     # Threads.
 
     def process(self, number: int, nth: int = 0) -> Process:
-        home = self.homes[nth % len(self.homes)]
-        return Process(self.net, number, self.check, self.durations, home)
+        broker = self.brokers[nth % len(self.brokers)]
+        return Process(self.net, number, self.check, self.durations, broker)
 
     def worker(self, nth: int) -> Worker:
         worker = worker_of(nth)

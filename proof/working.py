@@ -67,7 +67,7 @@ class Copy:
 
     headers: dict[str, Any]
     body: bytes
-    home: str  # the broker that has it
+    broker: str  # the broker that has it
     due: float = 0.0
     redelivered: bool = False
 
@@ -159,7 +159,7 @@ class Worker:
     def begin(
         self,
         process: Process,
-        broker: Callable[[Copy], None],
+        enqueue: Callable[[Copy], None],
         told: Callable[[str, str, Any], None],
         commands: Callable[[str, str], None],
         body: Callable[[Any], None],
@@ -169,19 +169,19 @@ class Worker:
 
         Args:
             process: The process.
-            broker: Called with each message that is published.
+            enqueue: Called with each message that is published.
             told: Called with a task's id, each of its states, and what is stored with it.
             commands: Called with a worker's name and the id of a task that it is to look at.
             body: The body of all tasks, called with the task.
         """
-        self.net, self.home, self.broker, self.body = process.net, process.home, broker, body
+        self.net, self.broker, self.enqueue, self.body = process.net, process.broker, enqueue, body
         self.commands = commands
         self.results.told = told
         self.runtime.inside = process
         process.parking = parking = WorkerProcess(self.app.conf, AppSettings(), self.app)
         parking.store = parking.loop_store = parking.__dict__["quick_store"] = process.store
         parking.lines = parking.publisher.lines = process.lines
-        parking.sweep_name = sweep_lock(parking.settings.dislock_prefix, process.home)
+        parking.sweep_name = sweep_lock(parking.settings.dislock_prefix, process.broker)
         parking.watchdog = process.watchdog
         parking.channel = process.channel
         vars(parking).update(pid=process.number, owner_name=process.owner_name)
@@ -259,7 +259,7 @@ class Worker:
     def publish(self, body: bytes, *, headers: dict[str, Any], **_: Any) -> None:
         """Publish a message again, as kombu's producer does; the process may die before."""
         stop_if_actor(Wait())
-        self.broker(Copy(headers, body, self.home, due(headers)))
+        self.enqueue(Copy(headers, body, self.broker, due(headers)))
 
     def _send(
         self,
@@ -273,7 +273,7 @@ class Worker:
         """Publish a message of a task."""
         stop_if_actor(Wait())
         headers = {**message.headers, **(headers or {})}
-        self.broker(Copy(headers, json.dumps(message.body).encode(), self.home, due(headers)))
+        self.enqueue(Copy(headers, json.dumps(message.body).encode(), self.broker, due(headers)))
 
 
 def due(headers: dict[str, Any]) -> float:

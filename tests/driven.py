@@ -386,7 +386,7 @@ class Shop:
     @property
     def other(self):
         """Another process, which publishes nothing, and what it sees of the line."""
-        return Line(self.server, self.home)
+        return Line(self.server, self.broker)
 
     @property
     def line(self):
@@ -394,9 +394,9 @@ class Shop:
         return self.other.line()
 
     @property
-    def home(self):
+    def broker(self):
         """The name of the app's broker on the lock server."""
-        return runtime_of(self.app).process.store.home
+        return runtime_of(self.app).process.store.broker
 
     @property
     def queue(self):

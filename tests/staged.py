@@ -76,7 +76,7 @@ class Staged(LockServer):
     Attributes:
         error: Raised in place of each answer.
         info: What it tells of itself.
-        home: Broker of the parked tasks.
+        broker: Broker of the parked tasks.
         scans: How often the names of all keys were read.
         looks: Names of the locks that were looked at one by one.
     """
@@ -88,7 +88,7 @@ class Staged(LockServer):
         super().__init__()
         self.error = None
         self.info = {"redis_version": "8.0.0", "role": "master"}
-        self.home = "here"
+        self.broker = "here"
         self.scans = 0
         self.looks = []
         self._known = set()
@@ -200,10 +200,10 @@ class Staged(LockServer):
         to = str(one.exchange), str(one.routing_key)
         message = Message(*to, headers, "application/json", "utf-8", {}, True, b"[[], {}, {}]")
         joined, terms = self._since(one.waiting) * 1000, _terms(state, one)
-        home, written = one.broker or self.home, message.to_bytes()
+        broker, written = one.broker or self.broker, message.to_bytes()
         if one.stations:
             terms = json.dumps([[name_of(key), terms, str(joined)] for key in one.stations])
-        head = f"1 {joined} {one.turns} 60000 {home} {len(written)} {terms} "
+        head = f"1 {joined} {one.turns} 60000 {broker} {len(written)} {terms} "
         record, beside = head.encode() + written, one.beside or state.name
         super().send("HSET", f"{beside}:tickets", one.ticket, record)
 
@@ -262,5 +262,5 @@ def make_app(server):
     """Make an app whose locks are there while :func:`reach` holds; its broker is in memory."""
     app = new_app()
     app.conf.dislock_url = server.name
-    server.home = runtime_of(app).process.store.home
+    server.broker = runtime_of(app).process.store.broker
     return app

@@ -201,7 +201,7 @@ class Process:
     Args:
         conf: The app's configuration.
         settings: The checked settings of the app.
-        home: See :class:`celery_dislock.servers.store.Store`.
+        broker: See :class:`celery_dislock.servers.store.Store`.
         hand_over: See :class:`celery_dislock.servers.store.Store`.
 
     Attributes:
@@ -222,7 +222,7 @@ class Process:
         conf: Mapping[str, Any],
         settings: AppSettings,
         *,
-        home: str = "",
+        broker: str = "",
         hand_over: Callable[[Sequence[Turn]], None] | None = None,
     ) -> None:
         url, options = lock_server(conf)
@@ -236,7 +236,7 @@ class Process:
         self._patched = patched_by()
         self._url = url
         self._options = options
-        self.store = Store(url, options, home=home, hand_over=hand_over)
+        self.store = Store(url, options, broker=broker, hand_over=hand_over)
         self._hand_over = hand_over
         self._loop_stores: dict[AbstractEventLoop, tuple[Store, AsyncGenerator[None, None]]] = {}
         self._nonce = token_hex(4)  # process ids and thread ids are reused
@@ -291,7 +291,7 @@ class Process:
             made = Store(
                 *(self._url, self._options),
                 driver=ON_LOOP,
-                home=self.store.home,
+                broker=self.store.broker,
                 hand_over=partial(in_thread, self._hand_over) if self._hand_over else None,
             )
             closing = _closing(made, self.watchdog)

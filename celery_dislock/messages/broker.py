@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -192,8 +193,9 @@ class OwnProducers:
 
     def close(self) -> None:
         """Close the connections that are idle."""
-        while self._idle:
-            self._idle.pop().connection.collect()
+        with suppress(IndexError):  # another thread may take the last one
+            while True:
+                self._idle.pop().connection.collect()
 
 
 def own_producers(app: Celery) -> OwnProducers:

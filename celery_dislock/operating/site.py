@@ -64,14 +64,14 @@ class Site:
         self._unique: list[UniqueTask] | None = None
         self._waiting: dict[str, int | None] = {}
 
-    def is_swept(self, home: str) -> bool:
+    def is_swept(self, broker: str) -> bool:
         """Tell whether a worker sweeps the lines of a broker; True if that cannot be read."""
-        if home not in self._swept:
-            self._swept[home] = True
+        if broker not in self._swept:
+            self._swept[broker] = True
             with suppress(StoreError):
-                found = self.overview.lock(sweep_lock(self.overview.prefix, home), most=0)
-                self._swept[home] = bool(found.holders)
-        return self._swept[home]
+                found = self.overview.lock(sweep_lock(self.overview.prefix, broker), most=0)
+                self._swept[broker] = bool(found.holders)
+        return self._swept[broker]
 
     def tasks_of(self, key: str) -> list[UniqueTask]:
         """Return the unique tasks of the app that may have this key."""

@@ -55,15 +55,15 @@ class Epoch:
     Args:
         server: The lock server; one that keeps lines.
         prefix: Prefix of the locks' names in Redis.
-        home: Name of the broker.
+        broker: Name of the broker.
 
     Attributes:
         is_known: Whether this worker has seen a record, so that it would notice a loss.
     """
 
-    def __init__(self, server: Server, prefix: str, home: str) -> None:
+    def __init__(self, server: Server, prefix: str, broker: str) -> None:
         self._server = server
-        self._name = epoch_of(prefix, home)
+        self._name = epoch_of(prefix, broker)
         self._seen: tuple[str, int] = "", 0  # id, and when the lines were swept
         self._parked = 0
 

@@ -41,19 +41,19 @@ class ParkingProcess(Process):
     """
 
     def __init__(self, conf: Mapping[str, Any], settings: AppSettings, app: Celery) -> None:
-        super().__init__(conf, settings, home=broker_digest(app), hand_over=self._hand_over)
+        super().__init__(conf, settings, broker=broker_digest(app), hand_over=self._hand_over)
         self._app = app
         self.can_park = self.store.lock_server.keeps_lines
-        home, prefix = self.store.home, settings.dislock_prefix
-        self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
+        broker, prefix = self.store.broker, settings.dislock_prefix
+        self.lines = Lines(self.store.lock_server, prefix, broker, self._hand_over)
         self.publisher = Publisher(app, self.lines)
-        self.sweep_name = sweep_lock(prefix, home)
+        self.sweep_name = sweep_lock(prefix, broker)
 
     def _hand_over(self, turns: Sequence[Turn]) -> None:
         self.publisher.hand_over(turns)
 
     def close(self) -> None:
-        """See :meth:`celery_dislock.locks.runtime.Process.close`; those to the broker, too."""
+        """Close the connections to the broker, too; see :meth:`Process.close`."""
         super().close()
         own_producers(self._app).close()
 

@@ -88,7 +88,7 @@ class Lines:
     Args:
         server: The lock server.
         prefix: Prefix of the locks' names in Redis.
-        home: Name of the broker, without spaces.
+        broker: Name of the broker, without spaces.
         hand_over: See :class:`celery_dislock.servers.store.Store`.
     """
 
@@ -96,13 +96,13 @@ class Lines:
         self,
         server: Server,
         prefix: str,
-        home: str,
+        broker: str,
         hand_over: Callable[[Sequence[Turn]], None],
     ) -> None:
         self._server = server
-        self._home = home
+        self._broker = broker
         self._hand_over = hand_over
-        self._names = index_of_lines(prefix, home)
+        self._names = index_of_lines(prefix, broker)
         # In a cluster the index is on another node than most locks.
         self._is_apart = len(server.together(APART)) > 1
 
@@ -144,7 +144,7 @@ class Lines:
             "ttl": milliseconds(ttl),
             "holder": holder,
             "terms": terms_text(ticket.terms),
-            "its_home": self._home,
+            "from_broker": self._broker,
             "ticket": ticket.name,
             "marked": int(ticket.marked),
             "message": ticket.message,
@@ -191,7 +191,7 @@ class Lines:
             NOT_THERE: none of these.
         """
         delivery = [f"{ticket}@{token_hex(8)}"] if how == RUNS else []
-        call = (self._home, ticket, how, _written(task), *delivery)
+        call = (self._broker, ticket, how, _written(task), *delivery)
         (state,) = self._published(self._server.run(scripts.LEAVE, [lock], *call))
         return int(state)
 
@@ -211,7 +211,7 @@ class Lines:
         Returns:
             What was dropped; None if the task is not in line: it runs, is done, or was dropped.
         """
-        reply, resent = self._server.exchange(scripts.DROP, [lock], self._home, ticket, note)
+        reply, resent = self._server.exchange(scripts.DROP, [lock], self._broker, ticket, note)
         state, *rest = self._published(reply)
         if rest:
             message, ours = rest
@@ -231,7 +231,7 @@ class Lines:
             cannot be read, but its message may be.
         """
         self.enlist(lock)
-        reply, _ = self._server.exchange(scripts.PUT_BACK, [lock], self._home, ticket)
+        reply, _ = self._server.exchange(scripts.PUT_BACK, [lock], self._broker, ticket)
         (state,) = self._published(reply)
         return {2: UNREAD, 3: "it is in line or runs, by another message"}.get(state, "")
 
@@ -360,7 +360,7 @@ class Lines:
         if not locks:
             return {}
         calls: list[tuple[Any, ...]] = [
-            (lock, self._home, dumps((newer or {}).get(lock, []))) for lock in locks
+            (lock, self._broker, dumps((newer or {}).get(lock, []))) for lock in locks
         ]
         replies = self._server.run_many(scripts.SWEEP, calls, within=SOCKET_TIMEOUT)
         found: dict[str, Swept | DamagedLockError] = {}

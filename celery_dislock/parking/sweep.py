@@ -143,8 +143,8 @@ class Sweep:
         self._looks_first = looks_first
         self.tell: Callable[[Mapping[str, str]], None] = lambda _replaced: None
         self.says: Callable[[str, str], Terms | None] = lambda _task, _key: None
-        server, home = process.store.lock_server, process.store.home
-        self._epoch = Epoch(server, process.settings.dislock_prefix, home)
+        server, broker = process.store.lock_server, process.store.broker
+        self._epoch = Epoch(server, process.settings.dislock_prefix, broker)
         self._round: Round | None = None  # None: a round begins with the next step
         self._sweeps = False  # whether this worker has the lease
 

@@ -1,5 +1,5 @@
 -- _epoch.lua: by what workers know that the server has lost data: it came back empty, or with older data.
---   <prefix>:epoch:<home>   string: "1 id swept_ms parked before lost_ms was left how"
+--   <prefix>:epoch:<broker>   string: "1 id swept_ms parked before lost_ms was left how"
 --     1          version of this format.  Later ones begin with the same four fields
 --     id         of this epoch: random; another one since the last loss
 --     swept_ms   Redis TIME of the last sweep of all lines, or more if the clock was set back: it only grows

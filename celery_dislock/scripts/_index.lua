@@ -1,5 +1,5 @@
 -- _index.lua: how the sweep knows which lines there are.
---   <prefix>:lines:<home>   hash: lock -> a number that grows each time the line is listed: Redis TIME in
+--   <prefix>:lines:<broker>   hash: lock -> a number that grows each time the line is listed: Redis TIME in
 --                           microseconds, or more if the clock was set back, so that no number comes again
 --
 -- A line that is not listed is never swept: behind a holder that died it would stand still.  park.lua lists the line

@@ -93,7 +93,7 @@ end
 
 -- Parse a parked task's record; see _parked.lua.  Returns nothing if it cannot be read, or there is none.
 local function parse_ticket(record)
-  local version, joined, times, ttl, home, length, rest =
+  local version, joined, times, ttl, broker, length, rest =
     string.match(record or '', '^(%d+) (%d+) (%d+) (%d+) (%S+) (%d+) (.*)$')
   if not joined or #joined > JOINED_DIGITS or #times > NUMBER_DIGITS or #ttl > TIME_DIGITS then return nil end
   local starts = #rest - length  -- of the message, after a space
@@ -102,7 +102,7 @@ local function parse_ticket(record)
   local stations = is_later and {{terms = ALONE, arrived = tonumber(joined)}} or parse_stations(between, tonumber(joined))
   if not stations or string.sub(rest, starts, starts) ~= ' ' then return nil end
   return {
-    version = version, joined = tonumber(joined), times = tonumber(times), ttl = tonumber(ttl), home = home,
+    version = version, joined = tonumber(joined), times = tonumber(times), ttl = tonumber(ttl), broker = broker,
     between = is_later and between, stations = stations, message = string.sub(rest, starts + 1), is_later = is_later,
   }
 end

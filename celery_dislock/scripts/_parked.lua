@@ -1,5 +1,5 @@
 -- _parked.lua: how parked tasks are written.  Included by the scripts that can give parked tasks their turn: these
--- return {lock, ticket, message, delay_ms, ...} for the caller to publish, and know the caller's broker as home.
+-- return {lock, ticket, message, delay_ms, ...} for the caller to publish, and know the caller's broker.
 --
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."  The ticket passes
 -- its locks one after the other, in the order of its record.  Each lock is a station.  The ticket stands in the line of
@@ -7,7 +7,7 @@
 -- or member_elsewhere() makes.  All other keys are those of its first lock:
 --   <lock>:line        the ticket's member, while the ticket waits to pass this lock; see _line.lua
 --   <lock>             a lease of that member, once the ticket has passed this lock: the unit that is kept for it
---   <lock>:tickets     ticket -> "1 joined_us times ttl_ms home length stations message" until its turn is claimed
+--   <lock>:tickets     ticket -> "1 joined_us times ttl_ms broker length stations message" until its turn is claimed
 --                      "bytes" -> length of all these records together
 --   <lock>:handed      ticket -> Redis TIME in ms at which its turn ends: it has passed all, and its message is out
 --   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms stations", from its claim until the task is done
@@ -21,7 +21,7 @@
 --     ttl_ms     of the task's leases, and of the first turn; each later turn is twice as long
 --     settles_ms IN_BODY while the body runs; then until when its result and what follows are on their
 --                way: a copy that comes meanwhile waits, one that comes later finds that the process died
---     home       the broker that the message came from: only a worker of that broker can publish it
+--     broker     the broker that the message came from: only a worker of that broker can publish it
 --     1          version of this format.  Later ones begin with the same fields, up to the length or settles_ms
 --     length     of the message, which is last
 --     stations   the locks and their terms, on which the leases are granted even if the task's code has changed: of
@@ -46,7 +46,7 @@ local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose
 local IN_BODY = 0                -- settles_ms of a claim
 local TOTAL = 'bytes'            -- the field beside the tickets
 
-local home                      -- the caller's broker; nothing or empty: the caller cannot publish
+local broker                    -- the caller's broker; nothing or empty: the caller cannot publish
 local turns = {}                -- given by this script: lock, ticket, message, delay_ms, ...  Without a message the
                                 -- record was damaged and is set aside (empty), or is gone (false)
 local claimer                   -- {lock, ticket} that claims its turn here: its message need not be published
@@ -93,7 +93,7 @@ local function read_ticket(lock, ticket) return parse_ticket(redis.call('HGET', 
 
 local function write_ticket(lock, ticket, parked)
   local record = string.format('%s %.0f %.0f %.0f %s %d ', parked.version or '1', parked.joined, parked.times,
-    parked.ttl, parked.home, #parked.message) .. (parked.between or write_stations(parked.stations)) .. ' ' .. parked.message
+    parked.ttl, parked.broker, #parked.message) .. (parked.between or write_stations(parked.stations)) .. ' ' .. parked.message
   local before = redis.call('HSTRLEN', lock.tickets, ticket)
   redis.call('HSET', lock.tickets, ticket, record)
   redis.call('HINCRBY', lock.tickets, TOTAL, #record - before)
@@ -268,7 +268,7 @@ local function next_station(lock, ticket, parked)
     else
       if not is_in_front(at, member, station.arrived) then return nth end
       follow(at, station, parked)
-      local can_publish = nth < #parked.stations or is_claimer(lock, ticket) or parked.home == home and #turns < 4 * TURNS_MOST
+      local can_publish = nth < #parked.stations or is_claimer(lock, ticket) or parked.broker == broker and #turns < 4 * TURNS_MOST
       if not (can_publish and may_pass(at, station.terms)) then return nth end
       early = math.max(early, at.early or 0)
     end
@@ -339,7 +339,7 @@ local function go_on(lock, ticket, parked)
   local stations = parked.stations
   if nth then
     local at, member = station_of(lock, ticket, stations, nth)
-    redis.call('ZREM', lock.handed, ticket)  -- it claims a turn of which a lease was lost
+    if is_claimer(lock, ticket) then redis.call('ZREM', lock.handed, ticket) end  -- a lease of its turn was lost
     keep_units(lock, ticket, stations, nth, KEPT_UNIT_MS, parked.times == 0, nth > 1 and stations[nth].name)
     give_up(lock, ticket, stations, at and lease_of(at, member) and nth or nth + 1)
     local joins = at and not redis.call('ZSCORE', at.line, member)

@@ -1,7 +1,7 @@
 -- drop.lua: take a parked task out of line at a person's command, or take its turn away.
 --
 -- KEYS[1]   lock
--- ARGV      home     the caller's broker
+-- ARGV      broker   the caller's broker
 --           ticket
 --           note     why: a member of a JSON object, which is put into the first line of the message
 --
@@ -14,7 +14,7 @@
 -- include: _parked
 
 local ticket, note
-home, ticket, note = unpack(ARGV)
+broker, ticket, note = unpack(ARGV)
 local lock = open_whole(KEYS[1])
 
 local function with_note(message)
@@ -35,4 +35,4 @@ write_first(lock.name)
 replace(lock, ticket, message)
 withdraw(lock, ticket)
 recall_and_hand_off(lock)
-return {1, turns, message, parked.home == home and 1 or 0}
+return {1, turns, message, parked.broker == broker and 1 or 0}

@@ -3,7 +3,7 @@
 -- KEYS[1]   lock
 -- ARGV      owner      of the lease
 --           token      of the lease
---           home       the caller's broker; empty: it cannot publish
+--           broker     the caller's broker; empty: it cannot publish
 --           or_older   1: also end a lease with an older token: of several servers each has a token of its own, and
 --                      the newest one is given
 --
@@ -14,7 +14,7 @@
 -- include: _parked
 
 local owner, token, or_older
-owner, token, home, or_older = unpack(ARGV)
+owner, token, broker, or_older = unpack(ARGV)
 token = tonumber(token)
 local lock = open_whole(KEYS[1])
 

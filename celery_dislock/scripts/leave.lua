@@ -1,7 +1,7 @@
 -- leave.lua: take a parked task out of line for good, and hand its turn on.
 --
 -- KEYS[1]   lock
--- ARGV      home     the caller's broker
+-- ARGV      broker   the caller's broker
 --           ticket
 --           how      over: the task has ended, and no copy of it must run, even if it has claimed its turn
 --                    ended: the task has ended, and has not claimed its turn; it may have sent itself again, so
@@ -25,7 +25,7 @@
 local NOT_THERE, HAS_LEFT, LEFT_BEFORE = 0, 1, 2  -- __init__.py has the same numbers
 
 local ticket, how, task, delivery
-home, ticket, how, task, delivery = unpack(ARGV)
+broker, ticket, how, task, delivery = unpack(ARGV)
 local lock = open_whole(KEYS[1])
 if delivery and is_done(lock, delivery) then
   recall_and_hand_off(lock)

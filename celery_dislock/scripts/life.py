@@ -53,12 +53,12 @@ class Life:
 
     def __init__(self, prefix: str, tag: str) -> None:
         self._lock = lock = f"{prefix}:{{{tag}}}"
-        self._home = home = f"{{{tag}}}"
+        self._broker = broker = f"{{{tag}}}"
         self.news = wake_list(lock, "b")
         self._counts = f"{index_of_counts(prefix, tag)}:of"
-        self._lines = index_of_lines(prefix, home)
+        self._lines = index_of_lines(prefix, broker)
         self._sweep = sweep_lock(prefix, tag)
-        self._epoch = epoch_of(prefix, home)
+        self._epoch = epoch_of(prefix, broker)
         self._index = index_of_counts(prefix, tag)
 
     def keys(self) -> list[str]:
@@ -74,7 +74,7 @@ class Life:
 
     def steps(self) -> Iterator[Step]:
         """Yield the calls of the scripts, in their order.  The first takes its key alone, too."""
-        lock, home = [self._lock], self._home
+        lock, broker = [self._lock], self._broker
         yield scripts.MARK, [mark_of(self._lock, "t")], ("x", TTL_MS)
         yield scripts.CRASH, [crashes_of(self._lock, "t:0:0")], ("x", TTL_MS)
         yield scripts.COUNT, [self._index], (self._counts, TTL_MS, 9, 9, "field", 1)
@@ -94,23 +94,23 @@ class Life:
         yield scripts.FIND, lock, ("a*", 0, 1)
         # A waiter that is handed the lock.
         yield scripts.ACQUIRE, lock, ("b", *TERMS, TTL_MS, 1)
-        yield scripts.RELEASE_DEAD, lock, ("a", 0, home)
+        yield scripts.RELEASE_DEAD, lock, ("a", 0, broker)
         # Two tasks are parked, and leave the line.
         yield self._parking(scripts.PARK, "t")
         yield self._parking(scripts.PARK, "u")
-        yield scripts.FREE, lock, ("b", ABOVE_TOKENS, home, 1)
+        yield scripts.FREE, lock, ("b", ABOVE_TOKENS, broker, 1)
         yield scripts.KNOWS, lock, ("t:0:0",)
         yield scripts.WHERE, lock, ("t:0:0#",)
         yield scripts.KEEP_TURN, lock, ("t:0:0",)
         yield scripts.GIVE_BACK, lock, ("t:0:0",)
         yield scripts.PUT_BACK, lock, ("", "t:0:0")
-        yield scripts.SWEEP, lock, (home, "[]")
-        yield scripts.DROP, lock, (home, "t:0:0", '"note":1')
-        yield scripts.LEAVE, lock, (home, "u:0:0", "aside", "")
+        yield scripts.SWEEP, lock, (broker, "[]")
+        yield scripts.DROP, lock, (broker, "t:0:0", '"note":1')
+        yield scripts.LEAVE, lock, (broker, "u:0:0", "aside", "")
         yield scripts.ASIDE, lock, (0, 1, "u:0:0")
         # Some starts of a lock with rates of a few starts and of many.
-        yield scripts.OVERRIDE, lock, (home, TTL_MS, "", "rate", "1/1000", "pause", "-")
-        yield scripts.OVERRIDE, lock, (home, 0, "", "rate", "", "pause", "")
+        yield scripts.OVERRIDE, lock, (broker, TTL_MS, "", "rate", "1/1000", "pause", "-")
+        yield scripts.OVERRIDE, lock, (broker, 0, "", "rate", "", "pause", "")
         for owner, terms in zip("efg", RATED, strict=True):
             yield scripts.ACQUIRE, lock, (owner, TTL_MS, "{}", terms, 0, 1)
         yield scripts.SPENT, lock, ("g", 4, RATED[2])
@@ -124,14 +124,14 @@ class Life:
         yield scripts.BEGIN, unique, (*begins, 0)
         yield scripts.ACQUIRE_UNIQUE, lock, ("d", *TERMS, 0, 1, *begins)
         yield self._parking(scripts.PARK_UNIQUE, "v", *begins)
-        yield scripts.RELEASE_UNIQUE, lock, ("d", 0, home, "v:0:0", 0, *message, "end")
+        yield scripts.RELEASE_UNIQUE, lock, ("d", 0, broker, "v:0:0", 0, *message, "end")
         yield scripts.UNRESERVE, unique, (*message, "end")
 
     def _parking(self, script: Script, task: str, *begins: Argument) -> Step:
         asked = {
             **dict(zip(("ttl", "holder", "terms"), TERMS, strict=True)),
             "owner": f"{task}@1",
-            "its_home": self._home,
+            "from_broker": self._broker,
             "ticket": f"{task}:0:0",
             "marked": 0,
             "message": MESSAGE,

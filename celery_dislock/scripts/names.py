@@ -53,19 +53,19 @@ def aside_of(lock: str) -> str:
     return f"{lock}{ASIDE}"
 
 
-def index_of_lines(prefix: str, home: str) -> str:
+def index_of_lines(prefix: str, broker: str) -> str:
     """Name the index of the locks that have parked tasks of one broker."""
-    return f"{prefix}:lines:{home}"
+    return f"{prefix}:lines:{broker}"
 
 
-def sweep_lock(prefix: str, home: str) -> str:
+def sweep_lock(prefix: str, broker: str) -> str:
     """Name the lock under which one worker at a time sweeps the lines of one broker."""
-    return f"{prefix}:sweep:{{{home}}}"
+    return f"{prefix}:sweep:{{{broker}}}"
 
 
-def epoch_of(prefix: str, home: str) -> str:
+def epoch_of(prefix: str, broker: str) -> str:
     """Name the record by which workers know that the lock server has lost the lines of a broker."""
-    return f"{prefix}:epoch:{home}"
+    return f"{prefix}:epoch:{broker}"
 
 
 def index_of_counts(prefix: str, tag: str = "counts") -> str:

@@ -1,7 +1,7 @@
 -- override.lua: set something for a lock in place of what its code says, or take that back.
 --
 -- KEYS[1]   lock
--- ARGV      home     the caller's broker; empty: it cannot publish
+-- ARGV      broker   the caller's broker; empty: it cannot publish
 --           ttl_ms   > 0: how long it lasts   0: until it is taken back
 --           note     text for people, in one line
 --           name, value, ...   as in _override.lua; an empty value takes it back
@@ -14,7 +14,7 @@
 -- include: _shown
 
 local ttl_ms, note
-home, ttl_ms, note = unpack(ARGV)
+broker, ttl_ms, note = unpack(ARGV)
 local lock = open(KEYS[1])
 opened[KEYS[1]] = lock
 line_exists(lock)  -- or an error, before anything is done

@@ -2,7 +2,7 @@
 --
 -- KEYS      the task's locks, in the order in which the task passes them; its ticket is kept beside the first
 -- ARGV      owner, ttl_ms, holder, terms   as for acquire.lua
---           home, ticket
+--           from_broker, ticket
 --           marked     0: the message does not say that it was parked   1: it does; if nothing is known of
 --                      the task, as after a failover, the task runs or is parked again
 --           message    empty: only ask
@@ -37,7 +37,7 @@
 -- include: _states
 -- include: _free
 
-local owner, ttl, holder, terms, its_home, ticket, marked, message, most, most_bytes,
+local owner, ttl, holder, terms, from_broker, ticket, marked, message, most, most_bytes,
   overflow, task, heeded, sent, index, listed = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
@@ -58,7 +58,7 @@ end
 -- include: _parked
 -- include: _index
 
-home, most, most_bytes = its_home, tonumber(most), tonumber(most_bytes)
+broker, most, most_bytes = from_broker, tonumber(most), tonumber(most_bytes)
 
 local canceller = sent ~= '' and {sent = math.min(tonumber(sent), now_us), terms = terms, task = id_of(ticket)}
 
@@ -152,11 +152,11 @@ end
 -- Whether the line may be missing from the index: the client has not listed it, or too long ago.
 local function is_unlisted() return index == '' and now_us >= listed + LISTED_US end
 
-local function put_in_line(joined, stations, its_home, its_message)
+local function put_in_line(joined, stations, from_broker, its_message)
   if index ~= '' then list_line(index, name) end
   if canceller then become_newest(lock, canceller, 'waits') end
   stations[1].arrived = joined
-  local parked = {joined = joined, times = 0, ttl = ttl, home = its_home, stations = stations, message = its_message}
+  local parked = {joined = joined, times = 0, ttl = ttl, broker = from_broker, stations = stations, message = its_message}
   write_ticket(lock, ticket, parked)
   go_on(lock, ticket, parked)
   return in_line()
@@ -262,7 +262,7 @@ local function parked_before(record)
   end
   forget(lock, ticket)
   if parked and (early > 0 or is_over_limit(stations)) then  -- an operator has changed a limit or a rate
-    return put_in_line(parked.joined, stations, parked.home, parked.message)
+    return put_in_line(parked.joined, stations, parked.broker, parked.message)
   end
   local answer = claim(parked and parked.joined or now_us, stations)
   recall_and_hand_off(lock)  -- shared tasks leave the line together
@@ -288,7 +288,7 @@ local function ran_before(record)
   if message == '' then return about_lock(REFUSED, its, waiting() + 1) end
   if is_unlisted() then return {UNLISTED, turns, string.format('%.0f', now_us)} end
   redis.call('HDEL', lock.running, ticket)
-  return put_in_line(before.joined, before.stations, home, message)
+  return put_in_line(before.joined, before.stations, broker, message)
 end
 
 -- Nothing is known of this task.  *otherwise* is called if the task does not get its locks at once.
@@ -320,7 +320,7 @@ local function new(otherwise)
     replace(lock, ticket, message)
     return in_line()
   end
-  return put_in_line(joins_at(lock), asked, home, message)
+  return put_in_line(joins_at(lock), asked, broker, message)
 end
 
 -- The owner has the locks already: the request was sent twice.

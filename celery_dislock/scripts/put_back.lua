@@ -1,7 +1,7 @@
 -- put_back.lua: put a ticket that was set aside back in line, at the end.
 --
 -- KEYS[1]   lock
--- ARGV      home     the caller's broker
+-- ARGV      broker   the caller's broker
 --           ticket
 --
 -- Returns   {state, turns}   1 it is in line, or has its turn   0 it is not there any more
@@ -12,7 +12,7 @@
 -- include: _parked
 
 local ticket
-home, ticket = unpack(ARGV)
+broker, ticket = unpack(ARGV)
 local lock = open_whole(KEYS[1])
 local record = redis.call('HGET', lock.name .. ASIDE, ticket)
 if not record then return {0, turns} end

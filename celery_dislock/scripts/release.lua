@@ -3,7 +3,7 @@
 -- KEYS      the locks
 -- ARGV[1]   owner
 -- ARGV[2]   at_least_ms   integer >= 0: hold on until this time after the acquisition
--- ARGV[3]   home          the caller's broker; left out: it cannot publish
+-- ARGV[3]   broker        the caller's broker; left out: it cannot publish
 -- ARGV[4]   ticket        of a task that may have been parked, and has ended; empty: none
 -- ARGV[5]   settles_ms    > 0: its result is on its way for this time   0: it is done   < 0: its message is
 --                         rejected, and may come back, so no mark says that it is done
@@ -103,7 +103,7 @@ if #more == 0 then return released end
 -- include: _lasted
 
 local settles_ms = tonumber(ARGV[5])
-home = ARGV[3]
+broker = ARGV[3]
 
 for _, found in ipairs(more) do opened[found.lock.name] = found.lock end
 for _, found in ipairs(more) do

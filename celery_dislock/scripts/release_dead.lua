@@ -4,7 +4,7 @@
 -- ARGV[1]   start of the owner: all of it but the counter of its acquisition
 -- ARGV[2]   at_least_ms   integer >= 0: hold on until this time after the acquisition;
 --                         -1: leave its leases to expire, and end only its places in line
--- ARGV[3]   home          the caller's broker; left out: it cannot publish
+-- ARGV[3]   broker        the caller's broker; left out: it cannot publish
 -- ARGV[4]   ticket        of its task; if the task was parked, the locks that the ticket names are released, too
 -- ARGV[5]   settles_ms    as for release.lua: the claim of that ticket ends; empty: its message may come again
 --
@@ -15,7 +15,7 @@
 -- include: _parked
 
 local start, at_least_ms, ticket, settles_ms = ARGV[1], tonumber(ARGV[2]), ARGV[4], tonumber(ARGV[5])
-home = ARGV[3]
+broker = ARGV[3]
 
 local locks, ended = {}, 0
 

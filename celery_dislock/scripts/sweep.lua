@@ -2,7 +2,7 @@
 -- process that died did not publish.
 --
 -- KEYS[1]   lock
--- ARGV      home    the caller's broker
+-- ARGV      broker  the caller's broker
 --           newer   JSON: [[lock, task, was, terms], ...]: if the first in line of that lock is still a ticket of this
 --                   task, with the terms *was*, it goes by these terms, which the task's code says by now
 --
@@ -96,7 +96,7 @@ local function turns_unclaimed(lock)
 end
 
 local newer
-home, newer = unpack(ARGV)
+broker, newer = unpack(ARGV)
 local lock = open_whole(KEYS[1])
 say_newer(newer)
 recall_and_hand_off(lock)

@@ -56,7 +56,7 @@ class Store:
         url: See :func:`celery_dislock.servers.kinds.server_for`.
         options: See :func:`celery_dislock.servers.kinds.server_for`.
         driver: How it waits.
-        home: The broker whose parked tasks the caller can publish; empty: none.
+        broker: The broker whose parked tasks the caller can publish; empty: none.
         hand_over: Called with the parked tasks that a release has given their turn.  It must
             publish them, and must not raise.
 
@@ -67,7 +67,7 @@ class Store:
         server: The server's URL without its password, for messages.
         lock_server: The server itself, for code that keeps other data there.
         reservations: The reservations of keys on this server.
-        home: The argument of that name; empty if the server keeps no lines.
+        broker: The argument of that name; empty if the server keeps no lines.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Store:
         options: Mapping[str, Any] | None = None,
         *,
         driver: Driver = BLOCKING,
-        home: str = "",
+        broker: str = "",
         hand_over: Callable[[Sequence[Turn]], None] | None = None,
     ) -> None:
         self.lock_server = server_for(url, options, driver=driver)
         self.reservations = Reservations(self.lock_server)
         self.server = self.lock_server.name
-        self.home = home if self.lock_server.keeps_lines else ""
+        self.broker = broker if self.lock_server.keeps_lines else ""
         self._hand_over = hand_over
         self._confirms = bool(options and options.get("min_replicas"))  # only acquire() sends WAIT
 
@@ -214,7 +214,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        script, terms = _sent(ending, self.home)
+        script, terms = _sent(ending, self.broker)
         return self._end(script, locks, owner, *terms) == len(locks)
 
     def release_dead(self, locks: Sequence[str], start: str, ending: Ending = RELEASED) -> int:
@@ -235,7 +235,7 @@ class Store:
         """
         at_least_ms = -1 if ending.expires else milliseconds(ending.at_least)
         claim = ending.ticket, "" if ending.settles is None else milliseconds(ending.settles)
-        return self._end(scripts.RELEASE_DEAD, locks, start, at_least_ms, self.home, *claim)
+        return self._end(scripts.RELEASE_DEAD, locks, start, at_least_ms, self.broker, *claim)
 
     def _end(self, script: Script, locks: Sequence[str], owner: str, *terms: str | int) -> int:
         ended, error = 0, None
@@ -275,7 +275,7 @@ class Store:
         Raises:
             StoreError: The server did not answer.  The lease may have ended.
         """
-        return bool(self._end(scripts.FREE, [lock], owner, token, self.home))
+        return bool(self._end(scripts.FREE, [lock], owner, token, self.broker))
 
     def override(
         self, lock: str, ttl: float = 0.0, note: str = "", **values: str | int | None
@@ -299,7 +299,7 @@ class Store:
             for name, value in values.items()
             for part in (name, "" if value is None else value)
         ]
-        call = (self.home, milliseconds(ttl), note, *given)
+        call = (self.broker, milliseconds(ttl), note, *given)
         before, turned = self.lock_server.run(scripts.OVERRIDE, [lock], *call)
         if turned and self._hand_over is not None:
             self._hand_over(turns(turned))
@@ -381,7 +381,7 @@ class Store:
         errors: list[StoreError | None] = [None] * len(releases)
         sent: dict[Script, list[tuple[int, tuple[str | int, ...]]]] = {}
         for number, (locks, owner, ending) in enumerate(releases):
-            script, terms = _sent(ending, home="")  # of no broker: the caller cannot publish
+            script, terms = _sent(ending, broker="")  # of no broker: the caller cannot publish
             sent.setdefault(script, []).extend((number, (lock, owner, *terms)) for lock in locks)
         for script, numbered in sent.items():
             calls = [call for _, call in numbered]
@@ -455,9 +455,9 @@ class Store:
         self.lock_server.close()
 
 
-def _sent(ending: Ending, home: str) -> tuple[Script, tuple[str | int, ...]]:
+def _sent(ending: Ending, broker: str) -> tuple[Script, tuple[str | int, ...]]:
     """Return the script that ends leases in this way, and its arguments after the owner."""
-    times = milliseconds(ending.at_least), home, ending.ticket, milliseconds(ending.settles or 0)
+    times = milliseconds(ending.at_least), broker, ending.ticket, milliseconds(ending.settles or 0)
     if ending.reservation is None:
         return scripts.RELEASE, times
     return scripts.RELEASE_UNIQUE, (*times, *ending.reservation.ends)

@@ -31,7 +31,7 @@ MS, US, COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
 _WAITS = re.compile(rb"\d{1,9} %b %b (\S+) (.*)" % (MS, MS), re.DOTALL)
 _PARKED = re.compile(rb"\d{1,9} %b %b %b (\S+) %b (.*)\n\d{1,9} (.*)" % (US, COUNT, MS, COUNT))
 _MEMBER = re.compile(rb"(\d{1,9})/(.*)##", re.DOTALL)
-HOME = 4  # index of the broker among the fields of a ticket's record
+BROKER = 4  # index of the broker among the fields of a ticket's record
 _MESSAGE = re.compile(rb'\d{1,9} {"')  # how a message begins, after the fields of such a record
 
 
@@ -279,4 +279,4 @@ def parked_message(kept: bytes) -> tuple[bytes, str | None]:
     begins = _MESSAGE.search(kept)
     start = begins.start() if begins else 0
     record = kept[:start].split()
-    return kept[start:], decode(record[HOME]) if len(record) > HOME else None
+    return kept[start:], decode(record[BROKER]) if len(record) > BROKER else None

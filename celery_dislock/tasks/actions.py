@@ -265,7 +265,7 @@ class Actions:
                 continue
             seen.add(ticket_id)
             written, broker = parked_message(kept)
-            if broker is not None and broker != self._process.store.home:
+            if broker is not None and broker != self._process.store.broker:
                 yield ticket_id, "its message belongs to another broker"
                 continue
             try:

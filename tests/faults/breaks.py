@@ -206,8 +206,8 @@ BROKEN = {
         "local key, found, bytes = lock.name .. REPLACED, {}, 0\n  do return {} end",
     ),
     "a message of another": (
-        "parked.ttl, parked.home, #parked.message)",
-        "parked.ttl, parked.home, #parked.message - 1)",
+        "parked.ttl, parked.broker, #parked.message)",
+        "parked.ttl, parked.broker, #parked.message - 1)",
     ),
     "an older one may run after the newest": ("canceller and newer_than(lock, canceller)", "nil"),
     "only who waits counts": ("ipairs({'waits', 'began'})", "ipairs({'waits'})"),

@@ -70,10 +70,10 @@ class Answer(str):
 class Broker:
     """What a worker has at one lock, and what it was given to publish; of a LuaServer, say."""
 
-    def __init__(self, server, home="here", lock=LOCK):
+    def __init__(self, server, broker="here", lock=LOCK):
         self.published, self.lock = [], lock
-        self.store = server.store(home=home, hand_over=self.published.extend)
-        self.lines = Lines(self.store.lock_server, "dislock", home, self.published.extend)
+        self.store = server.store(broker=broker, hand_over=self.published.extend)
+        self.lines = Lines(self.store.lock_server, "dislock", broker, self.published.extend)
 
     def ask(self, task, /, copy=1, *, message=b"", marked=False, ttl=LONG, lock=None, **how):
         """Take the lock for this copy of the task's message, or claim its turn."""
@@ -122,8 +122,8 @@ class Broker:
 class Line(Broker):
     """A worker whose answers are words, and all records of the line."""
 
-    def __init__(self, server, home="here"):
-        super().__init__(server, home)
+    def __init__(self, server, broker="here"):
+        super().__init__(server, broker)
         self.client = server.client()
 
     def ask(self, task, /, copy=1, **terms):

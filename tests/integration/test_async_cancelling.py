@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
-import random
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import redis
 
-from celery_dislock import Dislock, LockHeldError, scripts
+from celery_dislock import Dislock, scripts
 from proof.proxy import Proxy, lose_reply, runs, swallow_reply
 from tests.holding import PATIENCE
 from tests.integration.coroutines import on_loop
@@ -205,176 +202,6 @@ def test_a_cancellation_at_each_wait_leaves_nothing(request, kind, operation, he
 
     with servers.clients() as clients:
         assert asyncio.run(main(clients)) >= 2
-
-
-class Site:
-    """Tasks that share some locks, and are cancelled at random."""
-
-    def __init__(self, dislock, seed):
-        self.dislock = dislock
-        self.random = random.Random(seed)
-        self.inside = dict.fromkeys(KEYS, 0)
-        self.runs = self.struck = 0
-        self.going = True
-
-    async def body(self, *keys):
-        """Be alone for a moment; a body that is cancelled has left as well."""
-        assert not any(self.inside[key] for key in keys), "two bodies at a time"
-        for key in keys:
-            self.inside[key] += 1
-        self.runs += 1
-        try:
-            await asyncio.sleep(self.random.choice([0, 0, 0.001]))
-        finally:
-            for key in keys:
-                self.inside[key] -= 1
-
-    async def blocks(self, key):
-        async with self.dislock.async_lock(key) as lease:
-            await self.body(key)
-            assert lease.held
-
-    async def nests(self, key):
-        lock = self.dislock.async_lock(key)
-        async with lock, lock:
-            await self.body(key)
-
-    async def extends(self, key):
-        lock = self.dislock.async_lock(key)
-        async with lock:
-            await lock.extend()
-            await self.body(key)
-
-    async def acquires(self, key):
-        lock = self.dislock.async_lock(key)
-        await lock.acquire()
-        try:
-            await self.body(key)
-        finally:
-            await lock.release()
-
-    async def gives_up(self, key):
-        with contextlib.suppress(LockHeldError):
-            async with self.dislock.async_lock(key, timeout=self.random.uniform(0, 0.01)):
-                await self.body(key)
-
-    async def takes_two(self, _key):
-        async with self.dislock.async_lock(KEYS[:2]):
-            await self.body(*KEYS[:2])
-
-    async def one(self):
-        """Run an operation, which is cancelled after a random time unless it ends before."""
-        doing = self.random.choice(
-            [self.blocks, self.nests, self.extends, self.acquires, self.gives_up, self.takes_two]
-        )(self.random.choice(KEYS))
-        after = self.random.expovariate(1 / self.random.choice([0.0003, 0.001, 0.005]))
-        if sys.version_info >= (3, 11):
-            strike = self.random.choice([cancel, cancel_twice, time_out, leave_group])
-        else:
-            strike = self.random.choice([cancel, cancel_twice, wait_only])
-        struck = await strike(doing, after)
-        self.struck += struck
-
-    async def strike(self, times):
-        while self.struck < times:
-            await self.one()
-
-    async def work(self):
-        """Nobody cancels this one."""
-        while self.going:
-            await self.blocks(self.random.choice(KEYS))
-
-    def block(self, dislock):
-        """Work in a thread."""
-        done = 0
-        while self.going:
-            for key in KEYS:
-                with dislock.lock(key) as lease:
-                    assert not self.inside[key]
-                    done += lease.held
-        return done
-
-
-KEYS = ["a", "b", "c"]
-
-
-async def cancel(doing, after, times=1):
-    task, told = asyncio.create_task(doing), []
-    for _ in range(times):
-        asyncio.get_running_loop().call_later(after, lambda: told.append(task.cancel()))
-    await ended(task)
-    assert task.cancelled() == any(told), "it hides its cancellation"
-    if not task.cancelled():
-        task.result()
-    return task.cancelled()
-
-
-async def cancel_twice(doing, after):
-    return await cancel(doing, after, times=2)
-
-
-async def wait_only(doing, after):
-    try:
-        await asyncio.wait_for(doing, after)
-    except asyncio.TimeoutError:
-        return True
-    return False
-
-
-async def time_out(doing, after):
-    before = asyncio.current_task().cancelling()
-    try:
-        async with asyncio.timeout(after):
-            await doing
-    except TimeoutError:
-        assert asyncio.current_task().cancelling() == before
-        return True
-    return False
-
-
-async def leave_group(doing, after):
-    async def fail():
-        await asyncio.sleep(after)
-        raise LookupError
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(doing)
-            group.create_task(fail())
-    except Exception as exc:
-        if [type(one) for one in getattr(exc, "exceptions", ())] != [LookupError]:
-            raise
-    return task.cancelled()
-
-
-@pytest.mark.parametrize("cancels", [300, pytest.param(5000, marks=pytest.mark.slow)])
-def test_cancellations_at_random_leave_nothing(redis_url, redis_client, cancels):
-    """Coroutines and a thread that nobody cancels work on; no two bodies run at a time."""
-    seed = int(os.environ.get("SEED") or random.randrange(2**32))
-
-    async def main():
-        before = len(redis_client.client_list())
-        async with Dislock.from_url(redis_url, watchdog_timeout=LASTS) as dislock:
-            site = Site(dislock, seed)
-            with Dislock.from_url(redis_url, watchdog_timeout=LASTS) as others:
-                blocking = asyncio.create_task(asyncio.to_thread(site.block, others))
-                working = [asyncio.create_task(site.work()) for _ in range(2)]
-                try:
-                    await asyncio.gather(*(site.strike(cancels) for _ in range(12)))
-                finally:
-                    site.going = False
-                for task in [*working, blocking]:
-                    (await ended(task)).result()
-                assert blocking.result() > 0
-            await nothing_is_left(redis_client)
-            most = before + 12 + len(working) + 1  # that of the watchdog
-            await until(lambda: len(redis_client.client_list()) <= most, "the end of connections")
-            assert site.struck >= cancels
-
-    try:
-        asyncio.run(main())
-    except BaseException as exc:
-        raise AssertionError(f"SEED={seed}") from exc
 
 
 class LateProxy(Proxy):

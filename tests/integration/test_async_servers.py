@@ -110,23 +110,6 @@ def test_no_option_of_a_client_changes_an_answer(
             dislock.lock("bad").try_acquire()
 
 
-def test_a_server_that_stands_still_is_given_up(own_redis_server):
-    """A reply is awaited for the socket timeout, also on a connection that has given replies."""
-
-    async def main():
-        options = {"socket_timeout": REPLY}
-        async with Dislock.from_url(own_redis_server.url, transport_options=options) as dislock:
-            await dislock.async_lock(KEY).holders()
-            own_redis_server.pause()
-            try:
-                with pytest.raises(StoreError):
-                    await dislock.async_lock(KEY).holders()
-            finally:
-                own_redis_server.resume()
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT))
-
-
 @on_loop
 async def test_what_a_server_pushes_is_no_reply(redis_url, redis_client):
     """RESP3 lets a server send what was not asked for."""

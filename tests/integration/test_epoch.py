@@ -1,6 +1,5 @@
 """A lock server that has lost data: who notices it, what is told, and what is taken for no loss."""
 
-import json
 import logging
 
 import pytest
@@ -10,10 +9,8 @@ from celery_dislock.parking.epoch import Epoch
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.scripts import EPOCH
 from celery_dislock.scripts.names import epoch_of
-from tests.commands import Dislock
 from tests.driven import Shop
 from tests.holding import name_of
-from tests.integration.parked import LOCK
 
 EVERY = 10.0  # seconds
 PARKED_FOR = 3600.0
@@ -60,7 +57,7 @@ class Fleet:
 
 def epoch(shop):
     """Return what a worker that starts now knows of the server."""
-    return Epoch(shop.server, "dislock", shop.home)
+    return Epoch(shop.server, "dislock", shop.broker)
 
 
 @pytest.fixture
@@ -184,7 +181,7 @@ def test_a_damaged_record_is_no_loss_and_stops_no_sweep(shop, fleet, record):
     """It is written anew, whatever its type."""
     fleet.park("1")
     fleet.step()
-    name = epoch_of("dislock", shop.home)
+    name = epoch_of("dislock", shop.broker)
     shop.server.send("DEL", name)
     shop.server.send(*(("RPUSH", name, "x") if record == "list" else ("SET", name, record)))
     assert fleet.step() == fleet.step() == []
@@ -222,84 +219,18 @@ def test_the_record_lives_as_long_as_lines_do(shop, fleet):
     """Each look keeps it, so that it does not end while a worker remembers it."""
     fleet.park("1")
     fleet.step()
-    name = epoch_of("dislock", shop.home)
+    name = epoch_of("dislock", shop.broker)
     shop.server.advance(20 * 86400)
     epoch(shop).look()
     assert shop.server.ttls()[name] == 30 * 86400 * 1000
-
-
-@pytest.fixture
-def tell(own_redis_server, caplog):
-    """Park two tasks on a real server, with something after each; return what is told then."""
-
-    def run(*happens):
-        with Shop(url=own_redis_server.url) as shop:
-            store, task = runtime_of(shop.app).process.store, shop.declare()
-            workers = [shop.sweeper(name) for name in ("w1@here", "w2@here")]
-            for number, then in enumerate(happens):
-                store.acquire([LOCK], "holder", PARKED_FOR, "{}")
-                shop.run(task, str(number))
-                for worker in workers:
-                    worker.step()
-                then()
-            for worker in workers * 2:
-                worker.step()
-            told = Dislock(shop.app)("doctor", "--json", "--timeout", "0.1").stdout
-            for worker in workers:
-                worker.end()
-        found = [one for one in json.loads(told)["findings"] if one["check"] == "data"]
-        logged = [one for one in caplog.messages if "came back" in one]
-        return logged, [(one["level"], one["what"]) for one in found]
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("saves", "ends", "how", "now"),
-    [
-        (False, "flushall", "without its data", 0),
-        (False, "restart", "without its data", 0),
-        (True, "restart", "with older data", 1),
-    ],
-    ids=["flushed", "restarted without its data", "restarted with an old dump"],
-)
-def test_a_real_server_that_has_lost_data(own_redis_server, tell, saves, ends, how, now):
-    """The log and doctor say so, once; it had two tasks in line."""
-    with own_redis_server.client() as client:
-
-        def lose():
-            if ends == "flushall":
-                client.flushall()
-            else:
-                own_redis_server.kill()
-                own_redis_server.start()
-
-        [logged], [(level, what)] = tell(client.save if saves else lambda: None, lose)
-    assert f"{how}. " in logged
-    assert f"before: 2; now: {now}. " in logged
-    assert level == "serious"
-    assert what.startswith(f"The lock server came back {how} ")
-    assert what.endswith(f" before: 2; when a worker noticed it: {now}.")
-
-
-def test_a_real_server_that_has_all_it_had(own_redis_server, tell):
-    """A restart with its data is no loss."""
-
-    def restart():
-        with own_redis_server.client() as client:
-            client.save()
-        own_redis_server.kill()
-        own_redis_server.start()
-
-    assert tell(restart, restart) == ([], [])
 
 
 def test_a_server_without_memory_keeps_the_record(own_redis_server):
     """The sweep goes on there, so its record is written, too."""
     with Shop(url=own_redis_server.url) as shop, own_redis_server.client() as client:
         server = runtime_of(shop.app).process.store.lock_server
-        known = Epoch(server, "dislock", shop.home)
+        known = Epoch(server, "dislock", shop.broker)
         assert known.look(1) is None
         client.config_set("maxmemory", 1)
         assert known.look(2) is None
-        assert client.get(epoch_of("dislock", shop.home)).split()[3] == b"2"
+        assert client.get(epoch_of("dislock", shop.broker)).split()[3] == b"2"

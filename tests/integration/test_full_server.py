@@ -39,7 +39,7 @@ def given():
 
 @pytest.fixture
 def store(lock_server, client, given):
-    store = Store(lock_server.url, home="here", hand_over=given.extend)
+    store = Store(lock_server.url, broker="here", hand_over=given.extend)
     yield store
     store.close()
 

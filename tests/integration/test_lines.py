@@ -235,16 +235,6 @@ class TestTurns:
         broker.sweep()
         assert broker.given() == ["a"]
 
-    def test_its_token_is_newer_though_the_clock_was_set_back(self, broker, held, server):
-        """Whatever the clock says, and though the turn before it was given up."""
-        broker.park("second")
-        broker.park("third")
-        newest = broker.store.holders(LOCK)[0].token
-        server.advance(-60)
-        broker.end("first")
-        broker.leave("second")
-        assert broker.claim("third").token > newest
-
     def test_a_copy_that_claims_again_lets_others_in(self, broker, server):
         """Its process died and held several of a limit: those in line do not wait for a sweep."""
         for task in "ab":
@@ -259,33 +249,6 @@ class TestTurns:
         server.advance(61)
         assert broker.claim("c", 3, ttl=60, limit=2) == "granted"
         assert broker.given() == ["e"]
-
-    @pytest.mark.parametrize("place", [0.0, 60.0])
-    def test_a_newcomer_does_not_pass_one_whose_turn_has_run_out(self, broker, held, server, place):
-        """Nobody has swept yet: the lock is free, and the parked task is first all the same."""
-        broker.line_up("a")
-        server.advance(TURN + 1)
-        assert not broker.wait("new@w:1/1", place)
-        assert broker.swept()[0] == 1
-        assert broker.given() == ["a", "a"]
-
-    @pytest.mark.parametrize("again", [False, True], ids=["", "its process died"])
-    def test_a_turn_is_claimed_on_the_terms_of_its_ticket(self, broker, held, again):
-        """What its code says by now, which asks for others, is of no account."""
-        for task in "ab":
-            broker.park(task, **SHARED)
-        broker.end("first")
-        copies = (2, 3) if again else (2,)
-        for copy in copies:
-            assert [broker.claim(task, copy) for task in "ab"] == ["granted"] * 2
-            assert {one.mode for one in broker.store.holders(LOCK)} == {"shared"}
-            for task in "ab" if copy != copies[-1] else "":
-                broker.clear(task)
-        broker.park("c")
-        for task in "ab":
-            broker.end(task, copies[-1])
-        assert broker.claim("c", **SHARED) == "granted"
-        assert [one.mode for one in broker.store.holders(LOCK)] == ["exclusive"]
 
     def test_who_is_revoked_when_its_record_is_lost_lets_the_next_in(self, broker, held):
         """At once, and not only when somebody sweeps."""
@@ -341,19 +304,6 @@ class TestBesideThoseWhoWaitInASlot:
         assert not broker.wait("stopped", ttl=1)
         assert broker.store.wait(LOCK, "stopped", 1.0) is None
 
-    @pytest.mark.parametrize("how", ["dies", "gives up"])
-    def test_the_parked_task_behind_a_waiter_that_leaves_has_its_turn(self, broker, server, how):
-        """Its place is over, or it leaves the line in front of a lock that is free."""
-        broker.ask("first", ttl=10)
-        broker.wait("w1", place=1 if how == "dies" else LONG)
-        broker.park("a")
-        server.advance(1 if how == "dies" else 10)
-        if how == "dies":
-            broker.end("first")
-        else:
-            broker.store.release([LOCK], "w1")
-        assert broker.given() == ["a"]
-
     def test_a_waiter_does_not_take_a_turn_that_it_cannot_publish(self, broker, server):
         """An acquirer that finds the lock free behind a parked task waits for who can."""
         broker.ask("first", ttl=10)
@@ -363,15 +313,6 @@ class TestBesideThoseWhoWaitInASlot:
         assert (answer.remaining, answer.holder) == (TURN, {"parked": True})
         broker.sweep()
         assert broker.given() == ["a"]
-
-    def test_a_lease_is_not_cut_by_what_is_reserved_in_the_same_step(self, broker, server):
-        """A waiter that gets a counted lock itself, and lets the next in, keeps its own lease."""
-        for owner, ttl in (("x", 10), ("y", 10), ("w1", 30), ("w2", 30)):
-            broker.wait(owner, ttl=ttl, limit=2)
-        server.advance(10)
-        assert broker.wait("w1", ttl=30, limit=2)
-        server.advance(6)
-        assert broker.owners() == ["w1"]
 
     def test_a_lease_that_has_ended_is_not_revived_by_its_release(self, broker, server):
         """Nor left to run out after its minimum: others may have had the lock since."""
@@ -509,18 +450,6 @@ class TestSweep:
             broker.sweep()
         server.end_keys()
         assert left(server) == set()
-
-    def test_claims_of_bodies_that_run_are_kept_beside_it(self, broker, held, server):
-        """Of several that share the lock, what has settled ends; what may come again stays."""
-        for task in "ab":
-            broker.park(task, **SHARED)
-        broker.end("first")
-        for task in "ab":
-            broker.claim(task, ttl=TURN, **SHARED)
-        broker.end("a", 2, settles=TURN)
-        server.advance(TURN + 2 * HOUR)
-        broker.sweep()
-        assert broker.records().running == ["b"]
 
 
 class TestMarks:

@@ -17,17 +17,23 @@ from celery_dislock import (
     scripts,
 )
 from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.scripts.names import crashes_of
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.memory import memory_server
+from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.peers import Names
+from celery_dislock.servers.replies import Granted, StalledState
+from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, cut, lose_reply, runs, swallow_reply
-from tests.holding import name_of, wait_for
+from tests.holding import Holding, all_locks, name_of, wait_for
 from tests.integration.driven import ALWAYS
-from tests.pace import REPLY
+from tests.integration.servers import HOLDER, LONG, WITHIN, round_trip, take
+from tests.pace import LEASE, REPLY
 from tests.unit.deliveries import deliver
 
 LOCK = name_of("k")
+OTHER = name_of("other")
 PATIENCE = {"socket_timeout": 6 * REPLY}  # how long a server that is silent is waited for
 
 
@@ -77,6 +83,14 @@ class Five:
         for number, state in enumerate(states):
             self.become(number, state)
 
+    def fail_once(self, store, *numbers):
+        """Let servers be silent while a lock is taken: they are left alone for a moment then."""
+        for number in numbers:
+            self.become(number, "silent")
+        take(store, "a/1", lock=OTHER)
+        for number in numbers:
+            self.proxies[number].forget_faults()
+
     def kept(self):
         """Return on which servers the lock has a lease."""
         return [number for number, client in enumerate(self.clients) if client.exists(LOCK)]
@@ -88,9 +102,23 @@ def five():
         yield Five(stack)
 
 
+@pytest.fixture(autouse=True)
+def names_are_the_tests_own(monkeypatch):
+    """These tests use the same owners again and again, which no process does."""
+    monkeypatch.setattr(Names, "_changed", {})
+
+
 @pytest.fixture
 def lock(five):
     return five.dislock.lock("k")
+
+
+@pytest.fixture
+def store(five):
+    """What sends requests, and has got an answer to each of them from all five."""
+    with closing(Store(five.urls, PATIENCE)) as store:
+        round_trip(store, LOCK)
+        yield store
 
 
 def test_a_majority_is_asked_once(five, lock):
@@ -299,3 +327,120 @@ def test_a_waiter_asks_again_soon(five):
         pass
     with five.dislock.lock("k", timeout=30):
         pass
+
+
+def test_connections_that_were_cut_are_not_an_outage(five, store, caplog):
+    """A server that was restarted, or forgot its scripts, is asked anew without a word."""
+    for client, proxy in zip(five.clients, five.proxies, strict=True):
+        client.script_flush()
+        proxy.cut_all()
+    take(store, "a/1", lock=LOCK)
+    assert five.kept() == [0, 1, 2, 3, 4]
+    assert store.renew([([LOCK], "a/1", LONG)]) == [True]
+    assert store.release([LOCK], "a/1") is True
+    assert not [said for said in caplog.messages if "server" in said]
+
+
+def test_every_lock_of_a_majority_is_found(five, store):
+    """Locks are found though servers are away and others have forgotten them."""
+    take(store, "a/1", lock=LOCK)
+    five.all_become(["gone", "gone"])
+    with closing(Store(five.servers[0].url)) as first:  # granted there, and never by a majority
+        take(first, "c/1", lock=name_of("minority"))
+    take(store, "b/1", lock=OTHER)
+    for state in "free", "away":
+        five.all_become([state, state])
+        found = all_locks(Overview(store.lock_server, "dislock"))
+        owners = {one.name: [held.owner for held in one.holders] for one in found if one.holders}
+        assert owners == {LOCK: ["a/1"], OTHER: ["b/1"]}
+
+
+@pytest.mark.parametrize("place", [0.0, LONG], ids=["asks", "waits"])
+def test_nobody_is_refused_because_of_servers_left_alone(five, store, place):
+    """Two servers missed a release, two others failed a moment ago: a majority is free."""
+    five.all_become(["gone/1", "gone/1"])
+    five.fail_once(store, 2, 3)
+    assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER, place=place), Granted)
+
+
+@pytest.mark.parametrize("within", [{"within": WITHIN}, {}], ids=["batch", "alone"])
+def test_no_lease_is_lost_because_of_servers_that_are_left_alone(five, store, within):
+    """A majority has the lease, and two of it failed a moment ago: it is renewed."""
+    take(store, "a/1", lock=LOCK)
+    five.all_become(["gone", "gone"])
+    five.fail_once(store, 2, 3)
+    assert store.renew([([LOCK], "a/1", LONG)], **within) == [True]
+
+
+def test_two_silent_servers_delay_no_renewal_for_long(five):
+    """The leases of a process are renewed in time on the others."""
+    with Holding(five.urls, {"socket_timeout": REPLY}) as holding:
+        leases = [holding.take(f"export:{number}", timeout=1.2 * LEASE) for number in range(20)]
+        wait_for(lambda: all(lease.renewals for lease in leases), "a renewal of each")
+        five.become(3, "silent")
+        five.become(4, "silent")
+        wait_for(lambda: all(lease.renewals > 3 for lease in leases), "three more of each")
+        assert holding.named("lock_lost") == []
+        assert all(lease.held for lease in leases)
+
+
+class TestExecutions:
+    """What the main process of a worker, and an operator, do while a server is away."""
+
+    @pytest.fixture(autouse=True)
+    def away(self, five, store):
+        five.become(0, "away")
+
+    def test_a_dead_one_is_released_by_the_start_of_its_name(self, five, store):
+        """Who has seen a process end frees its locks on all servers; so does an operator."""
+        take(store, "id@w:7/1", lock=LOCK)
+        assert store.release_dead([LOCK], "id@w:7/") == 1
+        assert five.kept() == []
+        assert store.free(LOCK, "a/1", take(store, "a/1", lock=LOCK)) is True
+        assert store.holders(LOCK) == []
+
+    def test_a_crash_is_counted_on_a_majority(self, store):
+        """As often as it was counted on most servers; the same one counts once."""
+        crashes, run = [crashes_of(LOCK, "id:0:0")], store.lock_server.run
+        assert [run(scripts.CRASH, crashes, nonce, 60_000) for nonce in "abb"] == [1, 2, 2]
+
+    def test_a_stalled_one_is_renewed_by_the_start_of_its_name(self, five, store):
+        """On a majority; and where no majority has the lease, on none that counts."""
+        take(store, "id@w:7/1", lock=LOCK)
+        before = store.holders(LOCK)[0].remaining
+        wait_for(lambda: store.holders(LOCK)[0].remaining < before - 0.1, "an older lease")
+        execution = Execution([LOCK], "id@w:7/", LONG, 0.05, 0.0)
+        (found,) = store.renew_stalled([execution], within=WITHIN)
+        assert found.unrenewed >= 0.05
+        assert store.holders(LOCK)[0].remaining > before - 0.1
+        five.all_become(["free", "gone", "gone"])
+        (found,) = store.renew_stalled([execution._replace(overdue=0.0)], within=WITHIN)
+        assert found == StalledState(0, 0)
+
+
+def test_an_acquisition_that_one_server_did_not_confirm_is_undone_there(five, store):
+    """A server whose answer did not come is not counted, and keeps nothing."""
+    five.proxies[0].fault(runs(scripts.ACQUIRE), swallow_reply)
+    take(store, "a/1", lock=LOCK)
+    assert five.proxies[0].count(runs(scripts.ACQUIRE), swallow_reply) == 1
+    wait_for(lambda: five.kept() == [1, 2, 3, 4], "the undoing on the first server")
+    assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
+    assert store.release([LOCK], "a/1") is True
+
+
+def test_the_name_of_an_owner_is_forgotten_an_hour_after_its_last_use():
+    """A process that runs for months does not collect the names of all that failed."""
+    now = 0.0
+    names = Names(lambda: now)
+    for owner in ("used", "done"):
+        names.change(owner)
+        assert names.of(owner) == owner
+        assert names.of(owner, attempts=True) == f"{owner}#1"
+    for now in (3000.0, 6000.0):  # noqa: B007 -- the clock
+        assert names.of("used") == "used#1"
+    names.change("another")
+    assert [names.of(owner, attempts=True) for owner in ("used", "done", "another")] == [
+        "used#1",
+        "done",
+        "another#1",
+    ]

@@ -38,17 +38,6 @@ def test_what_only_runs_out_is_not_told_of_a_newer_task(line):
     assert line.client.hget(LOCK, over) == before[over]
 
 
-def test_a_turn_is_not_told_of_a_newer_task(line):
-    """A lease that is kept for a ticket has no body that could end."""
-    line.ask("runs")
-    line.park("turn", ttl=LONG)
-    line.end("runs")
-    assert line.given() == ["turn"]
-    [(owner, record)] = line.client.hgetall(LOCK).items()
-    line.park("new", sent=sent_at(line), limit=1)
-    assert line.client.hget(LOCK, owner) == record
-
-
 def test_an_older_task_that_comes_a_day_later_does_not_run(line):
     """Which task came last is known for a day: an older one may have been delayed by hours."""
     assert line.ask("new", sent=sent_at(line)) == "granted"

@@ -29,8 +29,8 @@ from tests.unit.deliveries import noted
 class Worker(Line):
     """What a worker has, what it was told, and what an operator sees and does."""
 
-    def __init__(self, server, home="here"):
-        super().__init__(server, home)
+    def __init__(self, server, broker="here"):
+        super().__init__(server, broker)
         self.told = []
         self.overview = Overview(server, "dislock")
         self.actions = Actions(None, self)
@@ -74,7 +74,7 @@ def worker(server):
 @pytest.fixture
 def other(server):
     """A worker of another broker."""
-    return Worker(server, home="there")
+    return Worker(server, broker="there")
 
 
 class TestFreeing:

@@ -506,18 +506,6 @@ class TestItsEnd:
         assert shop.ran == ["2"]
 
 
-def work_in_an_outage(shop, caplog, told, level):
-    """Let the turn of a task that does not run come in an outage, and again after it."""
-    shop.server.away = True
-    shop.work()
-    assert [r.levelno for r in caplog.records if told in r.message] == [level]
-    shop.server.away = False
-    shop.server.advance(60)
-    shop.sweep()
-    shop.work()
-    assert shop.ran == ["3"]
-
-
 class TestRevoked:
     """The main process discards it before any guard sees it."""
 
@@ -536,11 +524,6 @@ class TestRevoked:
         shop.declare(lock_on_conflict=strategy)
         shop.work()
         assert (shop.ran, shop.other.records().done) == (["3"], {"2", "3"})
-
-    def test_a_lock_server_that_is_away_does_not_disturb_it(self, shop, parked, caplog):
-        """Its turn runs out and comes again, and is discarded again; the log says so."""
-        told = f"Parked task shop.export[2:0:0] {NAMED} cannot be run, and stays in line until "
-        work_in_an_outage(shop, caplog, told, logging.ERROR)
 
     @pytest.mark.parametrize("ticket", ["9:0:0", "2:1:0", "2:0:1", "bytes", ""])
     def test_a_revoked_task_leaves_the_line_for_itself_alone(self, shop, ticket):
@@ -691,13 +674,23 @@ class TestWhatCannotClaimItsTurn:
         shop.work()
         assert shop.ran == ["2", "3"]
 
-    @pytest.mark.parametrize("error", [ValueError("no"), Ignore()])
-    def test_a_lock_server_that_is_away_keeps_what_cannot_be_run(self, shop, caplog, error):
+    @pytest.mark.parametrize("why", [ValueError("no"), Ignore(), "revoked"])
+    def test_a_lock_server_that_is_away_keeps_what_cannot_be_run(self, shop, caplog, why):
         """It has its turn again, and ends so again; the log says so."""
         self.park(shop)
-        self.fail_early(shop, error)
+        if why == "revoked":
+            shop.app.control.revoke("2")
+        else:
+            self.fail_early(shop, why)
+        shop.server.away = True
+        shop.work()
         told = f"Parked task shop.export[2:0:0] {NAMED} cannot be run, and stays in line until "
-        work_in_an_outage(shop, caplog, told, logging.ERROR)
+        assert [r.levelno for r in caplog.records if told in r.message] == [logging.ERROR]
+        shop.server.away = False
+        shop.server.advance(60)
+        shop.sweep()
+        shop.work()
+        assert shop.ran == ["3"]
 
     def test_another_task_of_the_same_id_takes_nobody_out(self, shop):
         """Who may write to one queue sends a task of his own, with the id and the ticket."""
@@ -706,6 +699,24 @@ class TestWhatCannotClaimItsTurn:
             shop.run(shop.declare(name="shop.spy", lock_key="mine"), notes=TURN)
             shop.run(self.fail_early(shop, ValueError(), name="shop.spy"), notes=TURN)
             assert shop.line == ["2"]
+
+
+# How a record cannot be read, or who meets one that cannot, and what the log says of the task.
+UNREADABLE = {
+    "its turn": f"2:0:0 {NAMED} cannot be run, and is set aside in {LOCK}:aside: ",
+    "gone": "Parked task 2:0:0 cannot be run: its message is gone",
+    "message": f"2:0:0 {NAMED} cannot be run, and is set aside in {LOCK}:aside: it begins",
+    "newer": "2:0:0",
+    "replaced": "2:0:0",
+    "dropped": "2:0:0",
+}
+REPLACING = {"lock_queue_limit": 1, "lock_queue_overflow": "replace"}
+
+
+def spoil_message(shop):
+    """Write something else in the place of the message of the task "2"."""
+    record = shop.other.record_of("2")
+    shop.other.spoil("2", (record[: record.index(b"{")] + b"rubbish").ljust(len(record)))
 
 
 class TestGivingTurns:
@@ -778,53 +789,21 @@ class TestGivingTurns:
         shop.work()
         assert shop.ran == ["2"]
 
-    @pytest.mark.parametrize("away", [False, True])
-    def test_a_message_that_cannot_be_read_is_set_aside(self, shop, caplog, away):
-        """It is kept for people to see, and the next has its turn; unless nobody answers."""
-        task = shop.declare()
-        with shop.held():
-            shop.run(task)
-            shop.run(task, "3")
-            record = shop.other.record_of("2")
-            head, rubbish = record[: record.index(b"{")], b"rubbish"
-            shop.other.spoil("2", head + rubbish + b" " * (len(record) - len(head) - 7))
-            if away:
-                shop.server.fail_once(scripts.LEAVE)
-        shop.work()
-        becomes = "stays in line until the" if away else f"is set aside in {LOCK}:aside: it begins"
-        assert f"2:0:0 {NAMED} cannot be run, and {becomes}" in caplog.text
-        assert list(shop.other.records().aside) == ([] if away else ["2"])
-        assert shop.ran == ([] if away else ["3"])
-
-    @pytest.mark.parametrize("how", ["damaged", "gone"])
-    def test_a_record_that_is_not_there_is_reported(self, shop, caplog, how):
-        """The next has its turn."""
-        task = shop.declare()
-        with shop.held():
-            shop.run(task)
-            shop.run(task, "3")
-            shop.other.spoil("2") if how == "damaged" else shop.other.lose("2", place=False)
-        shop.work()
-        words = "cannot be run, and is set aside in" if how == "damaged" else "its message is gone"
-        [record] = [one for one in caplog.records if one.levelno == logging.ERROR]
-        assert "Parked task 2:0:0" in record.message
-        assert words in record.message
-        assert shop.ran == ["3"]
-
-    @pytest.mark.parametrize("way", ["its turn", "gone", "message", "newer", "replaced", "dropped"])
-    def test_its_caller_is_told_that_it_cannot_be_read(self, shop, caplog, way):
-        """Whoever meets the damage: its ticket names it, and its result was PARKED."""
+    @pytest.mark.parametrize(("way", "said"), UNREADABLE.items())
+    def test_its_caller_is_told_that_it_cannot_be_read(self, shop, caplog, way, said):
+        """Whoever meets the damage, its result, the log and people know; the next has its turn."""
         task = shop.declare()
         with shop.held():
             if way == "newer":  # the first in line is another
                 shop.run(task, "1")
             result = shop.run(task)
+            if way != "newer":
+                shop.run(task, "3")
             assert result.state == "PARKED"
             if way == "gone":
                 shop.other.lose("2", place=False)
             elif way == "message":
-                record = shop.other.record_of("2")
-                shop.other.spoil("2", record[: record.index(b"{")] + b"rubbish")
+                spoil_message(shop)
             elif way == "replaced":
                 shop.other.lose("2")
                 shop.other.client.hset(f"{LOCK}:replaced", "2:0:0", "rubbish")
@@ -839,10 +818,21 @@ class TestGivingTurns:
         shop.work()
         assert result.state == "FAILURE"
         assert str(result.result).startswith(f"it was parked {NAMED}, and cannot be run: ")
-        assert "2" not in shop.ran
-        if way != "gone":
-            assert list(shop.other.records().aside) == ["2"]
-            assert "2:0:0" in caplog.text
+        assert shop.ran == ["3"]
+        assert list(shop.other.records().aside) == ([] if way == "gone" else ["2"])
+        assert said in caplog.text
+
+    def test_a_message_that_cannot_be_read_stays_in_line_in_an_outage(self, shop, caplog):
+        """It could not be set aside, and nobody passes it."""
+        task = shop.declare()
+        with shop.held():
+            shop.run(task)
+            shop.run(task, "3")
+            spoil_message(shop)
+            shop.server.fail_once(scripts.LEAVE)
+        shop.work()
+        assert f"2:0:0 {NAMED} cannot be run, and stays in line until the" in caplog.text
+        assert (shop.other.records().aside, shop.ran) == ({}, [])
 
     @pytest.mark.parametrize("stored", ["SUCCESS", "STARTED", None])
     def test_a_result_that_says_otherwise_is_left(self, shop, stored):
@@ -871,7 +861,6 @@ class TestGivingTurns:
 
 
 NEWER = f"a newer task took its place in line for lock {KEY!r}: task 3"
-REPLACING = {"lock_queue_limit": 1, "lock_queue_overflow": "replace"}
 
 
 class TestWhoLostItsPlace:
@@ -958,10 +947,10 @@ class TestWhoLostItsPlace:
 class TestWhichBroker:
     """A task goes back to where it came from; each broker has lines of its own."""
 
-    def home(self, url="redis://h:6379/0", write_url=None, **transport):
+    def broker(self, url="redis://h:6379/0", write_url=None, **transport):
         conf = {"broker_url": url, "broker_write_url": write_url or url}
         with Shop(broker_transport_options=transport, **conf) as shop:
-            return shop.home
+            return shop.broker
 
     @pytest.mark.parametrize(
         ("one", "other"),
@@ -976,8 +965,8 @@ class TestWhichBroker:
     )
     def test_two_logins_of_one_broker_are_one_home(self, one, other):
         """Who logs in, and how, says nothing about where the messages are."""
-        assert self.home(one) == self.home(other, visibility_timeout=60)
-        assert set(self.home(one)) <= set("0123456789abcdef")
+        assert self.broker(one) == self.broker(other, visibility_timeout=60)
+        assert set(self.broker(one)) <= set("0123456789abcdef")
 
     def test_two_places_are_two_homes(self):
         """Host, database, virtual host, prefix, folder."""
@@ -985,11 +974,11 @@ class TestWhichBroker:
         urls = [f"redis://{at}" for at in ("h:6379/0", "h:6379/1", "h:6380/0", "g:6379/0")]
         urls += ["amqp://h:6379/0", f"{urls[0]};redis://g:6379/0", "amqp://h/a", "amqp://h/b"]
         urls += [f"redis+socket:///r.sock?virtual_host={number}" for number in (1, 2)]
-        homes = [self.home(url) for url in urls]
-        homes.append(self.home(write_url="redis://writer:6379/0"))
+        digests = [self.broker(url) for url in urls]
+        digests.append(self.broker(write_url="redis://writer:6379/0"))
         for option in (*options, "master_name", "region"):
-            homes += [self.home(**{option: value}) for value in "ab"]
-        assert len(set(homes)) == len(homes)
+            digests += [self.broker(**{option: value}) for value in "ab"]
+        assert len(set(digests)) == len(digests)
 
     @pytest.mark.parametrize("strategy", ["skip", "retry"])
     def test_where_nothing_can_be_parked_no_turn_is_put_off(self, shop, strategy):
@@ -997,4 +986,4 @@ class TestWhichBroker:
         shop.server.keeps_lines = False
         task = shop.declare(lock_on_conflict=strategy)
         shop.run(task, notes={**TURN, "store": "f" * 16})
-        assert (shop.ran, shop.home) == (["2"], "")
+        assert (shop.ran, shop.broker) == (["2"], "")

@@ -28,8 +28,7 @@ from celery_dislock.tasks.actions import Actions
 from tests.driven import KEY, LockServer, Shop, new_app
 from tests.forked import ROOT
 from tests.holding import name_of
-from tests.integration.lua_server import LuaServer
-from tests.integration.parked import LOCK, LONG, Line
+from tests.integration.parked import LONG, Line
 from tests.integration.starters import costs_of
 
 NAME = f"dislock:{{{KEY}}}"
@@ -285,19 +284,6 @@ def test_a_turn_that_is_claimed_too_early_gets_no_shorter(line):
     until = line.records().until["t0"]
     assert line.claim("t0", ttl=60, **line.terms) == "refused"
     assert line.records().until["t0"] == until
-
-
-def test_a_hand_off_to_a_waiter_is_a_start():
-    """Who waits in a slot and is handed the lock counts, as one who takes it."""
-    server = LuaServer()
-    line = Line(server)
-    terms = {"limit": 1, "rate": Rate(2, 60.0)}
-    assert line.wait("a", **terms)
-    assert not line.wait("b", **terms)
-    line.store.release([LOCK], "a")
-    assert line.owners() == ["b"]
-    line.store.release([LOCK], "b")
-    assert not line.wait("c", **terms)
 
 
 def test_a_clock_that_is_set_back_bars_nobody_for_longer_than_a_window(shop):

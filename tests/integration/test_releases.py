@@ -3,7 +3,7 @@
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, LockLostError, SingletonTask, StoreError, scripts
+from celery_dislock import Dislock, LockLostError, SingletonTask, scripts
 from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, cut, lose_reply, runs
 from tests.holding import name_of, wait_for
@@ -285,12 +285,3 @@ def test_a_key_of_a_task_that_is_done_is_free_after_an_outage(driven, declare):
     assert driven.client.exists("dislock:{k}:unique")
     driven.advance(2)
     assert not driven.client.exists("dislock:{k}:unique")
-
-
-def test_an_acquisition_that_was_not_answered_is_given_up(driven):
-    """Though the server granted it: nobody knows of that lease."""
-    driven.fault(scripts.ACQUIRE, lose_reply)
-    with pytest.raises(StoreError):
-        driven.lock().acquire()
-    driven.advance(2)
-    driven.assert_free("k")

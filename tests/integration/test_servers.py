@@ -6,7 +6,6 @@ import inspect
 import queue
 import re
 import shutil
-import socket
 import ssl
 import threading
 import traceback
@@ -35,18 +34,15 @@ from celery_dislock.servers.store import Store
 from celery_dislock.servers.trial import check_scripts
 from proof.proxy import Proxy, runs
 from tests.holding import PATIENCE, Holding, all_locks, wait_for
-from tests.integration import servers
 from tests.integration.acl import RULES
 from tests.integration.parked import Broker, owner_of
 from tests.integration.servers import (
-    BUS,
     FAST_SYNC,
     HOLDER,
     LOCK,
     LONG,
     MASTER_NAME,
     WITHIN,
-    Node,
     RedisCluster,
     SentinelServer,
     TlsServer,
@@ -560,19 +556,6 @@ class TestReplicas:
         store.close()
 
 
-@pytest.mark.parametrize("distance", [0, BUS], ids=["the node", "its bus"])
-def test_a_node_starts_elsewhere_if_a_port_is_taken(redis_program, tmp_path, monkeypatch, distance):
-    """Between the choice of its ports and its start, another process may have taken one."""
-    taken, other = free_port(BUS), free_port(BUS)
-    choices = iter([taken, other])
-    monkeypatch.setattr(servers, "free_port", lambda *_: next(choices))
-    with (
-        socket.create_server(("127.0.0.1", taken + distance)),
-        Node(tmp_path, args=["--cluster-enabled", "yes"]) as node,
-    ):
-        assert node.port == other
-
-
 class TestCluster:
     def test_a_batch_over_all_nodes_is_answered_in_its_order(self, connect, cluster):
         """Renewals of leases on all nodes come back each in its place."""
@@ -717,44 +700,34 @@ class TestCluster:
         take(store, "b/1", lock=lock)
         assert store.release([lock], "b/1") is True
 
-    @pytest.mark.parametrize("moved", ["limit", "a mark"])
-    def test_a_pause_is_heeded_while_its_slot_moves(self, connect, cluster, moved, monkeypatch):
-        """On whichever node it is: the lock is refused, or cannot be had for the moment."""
-        monkeypatch.setattr(cluster_module, "WHOLE_LOOKS", 2)
-        store = connect(cluster.url)
-        lines = Lines(store.lock_server, "dislock", "home", lambda _turns: None)
-        lock = name_on(cluster.masters, 0, f"paused-{moved}")
-        store.override(lock, limit=0)
-        store.remember(lock, "1", "what moves first", LONG)
-        first = [f"{lock}:limit" if moved == "limit" else f"{lock}:mark:1"]
-        with cluster.moving(lock, first=first):
-            with contextlib.suppress(StoreError):
-                assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
-            ticket = Ticket("1:0:0", marked=False)
-            with contextlib.suppress(StoreError):
-                assert isinstance(lines.park([lock], "1@w/1", LONG, HOLDER, ticket), Conflict)
-            assert list(store.holders(lock)) == []
-        assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Conflict)
-        store.override(lock, limit=None)
-        take(store, "b/1", lock=lock)
-        assert store.release([lock], "b/1") is True
-
-    @pytest.mark.parametrize("moved", ["starts", "a mark"])
-    def test_a_rate_is_kept_while_its_slot_moves(self, connect, cluster, moved, monkeypatch):
-        """On whichever node its starts are: the lock is refused, or cannot be had just now."""
+    @pytest.mark.parametrize("moved", ["limit", "starts", "a mark"])
+    @pytest.mark.parametrize("barred", ["paused", "rated"])
+    def test_a_pause_is_heeded_while_its_slot_moves(
+        self, connect, cluster, barred, moved, monkeypatch
+    ):
+        """So is a rate; whichever node has which key: the lock is refused, or not to be had now."""
         monkeypatch.setattr(cluster_module, "WHOLE_LOOKS", 2)
         store, terms = connect(cluster.url), (Terms(limit=9, rate=Rate(1, 3600.0)),)
-        lock = name_on(cluster.masters, 0, f"rated-{moved}")
-        assert isinstance(store.acquire([lock], "a/1", LONG, HOLDER, terms=terms), Granted)
+        lines = Lines(store.lock_server, "dislock", "home", lambda _turns: None)
+        lock = name_on(cluster.masters, 0, f"{barred}-{moved}")
+        if barred == "paused":
+            store.override(lock, limit=0)
+        assert bool(store.acquire([lock], "a/1", LONG, HOLDER, terms=terms)) is (barred == "rated")
         store.release([lock], "a/1")
         store.remember(lock, "1", "what moves first", LONG)
-        first = [f"{lock}:starts" if moved == "starts" else f"{lock}:mark:1"]
+        first = [f"{lock}:mark:1" if moved == "a mark" else f"{lock}:{moved}"]
         with cluster.moving(lock, first=first):
-            with contextlib.suppress(StoreError):
-                answer = store.acquire([lock], "b/1", LONG, HOLDER, terms=terms)
-                assert isinstance(answer, Conflict)
+            for ask in (
+                lambda: store.acquire([lock], "b/1", LONG, HOLDER, terms=terms),
+                lambda: lines.park(
+                    [lock], "1@w/1", LONG, HOLDER, Ticket("1:0:0", False, terms=terms)
+                ),
+            ):
+                with contextlib.suppress(StoreError):
+                    assert isinstance(ask(), Conflict)
             assert list(store.holders(lock)) == []
-        assert store.acquire([lock], "b/1", LONG, HOLDER, terms=terms).early
+        answer = store.acquire([lock], "b/1", LONG, HOLDER, terms=terms)
+        assert (type(answer), answer.early) == (Conflict, barred == "rated")
 
     def test_a_mark_of_a_slot_that_moves_is_found(self, connect, cluster):
         """What is remembered of a task is found on either node, though its lock is elsewhere."""

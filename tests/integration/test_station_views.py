@@ -99,9 +99,10 @@ def test_programs_are_told_the_same(dislock):
 @pytest.mark.usefixtures("parked")
 def test_a_task_is_counted_at_one_lock(dislock, app):
     """It stands in one line, whatever it keeps at others."""
+    collector = Collector(app)
     found = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in Collector(app).collect()
+        for family in collector.collect()
         for sample in family.samples
     }
     assert found["celery_dislock_parked", "shop.call"] == 3

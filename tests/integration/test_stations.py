@@ -9,13 +9,12 @@ from functools import partial
 import pytest
 
 from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
-from celery_dislock.parking.answers import Full, Parked
+from celery_dislock.parking.answers import Parked
 from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
-from tests.integration.lua_server import LuaServer
 
 API = name_of("api")
 TTL = 30.0
@@ -31,7 +30,7 @@ class Fleet:
     def __init__(self, server):
         self.server = server
         self.out = []
-        self.store = server.store(home="here", hand_over=self._publish)
+        self.store = server.store(broker="here", hand_over=self._publish)
         self.lines = Lines(self.store.lock_server, "dislock", "here", self._publish)
         self.locks, self.homes = {}, {}
         self.times = 0
@@ -370,14 +369,6 @@ def test_the_oldest_makes_room_wherever_it_stands(fleet):
     assert fleet.run_all() == ["a2"]
 
 
-def test_a_line_that_is_full_counts_those_at_later_locks(fleet):
-    """Bounds are those of the first lock."""
-    fleet.send("h1", [API])
-    fleet.send("a1", of("a1"), bounds=Bounds(1))
-    assert isinstance(fleet.send("a2", of("a2"), bounds=Bounds(1)), Full)
-    assert isinstance(fleet.send("b1", of("b1"), bounds=Bounds(1)), Parked)
-
-
 def test_a_task_that_was_parked_has_the_locks_of_its_ticket(fleet):
     """A deploy adds or takes away a key: what was in line runs under what it waited for."""
     fleet.send("h1", [tenant("a")])
@@ -487,18 +478,6 @@ def test_a_turn_that_a_lower_limit_has_no_room_for_goes_back_in_line(fleet):
     assert fleet.run_all() == ["a1"]
 
 
-def test_whose_turn_has_run_out_is_not_passed_when_another_task_gives_up(fleet):
-    """Nobody has looked at this lock since: the task that is dropped has another first lock."""
-    for task in ("x1", "b1", "c1"):
-        fleet.send(task, [API])
-    fleet.send("a1", of("a1"))
-    fleet.end("x1")
-    assert fleet.given() == ["b1"]
-    fleet.server.advance(TTL + 1)
-    fleet.lines.drop(tenant("a"), "a1:0:0", "")
-    assert fleet.given() == ["b1"]
-
-
 def test_whose_turn_has_run_out_is_not_passed_when_a_waiter_gives_up(fleet):
     """A waiter that has lost its first lock gives back the second one, and hands that on."""
     locks, two = [tenant("s"), API], (Terms(), Terms(limit=2))
@@ -520,53 +499,6 @@ def test_whose_turn_has_run_out_is_not_passed_when_a_waiter_gives_up(fleet):
     assert not any(owner.startswith("w1") for owner in fleet.owners(API))
     fleet.lines.sweep([API])
     assert fleet.given() == ["b1"]
-
-
-RULES = {
-    "a newcomer passes those in line": (
-        "return not head or head == member or",
-        "return true or",
-        test_a_newcomer_does_not_pass_who_waits,
-    ),
-    "what comes later is kept": (
-        "at and lease_of(at, member) and nth or nth + 1",
-        "#stations + 1",
-        test_what_comes_later_is_given_back_with_what_was_lost,
-    ),
-    "what is given up is not handed on": (
-        "if at ~= lock and (unit or stood) then hand_on_later(at) end",
-        "",
-        test_what_comes_later_is_given_back_with_what_was_lost,
-    ),
-    "it comes to a line when it was parked": (
-        "joins_at(at)",
-        "parked.joined",
-        test_tenants_take_turns_at_what_they_share,
-    ),
-    "a queue without workers keeps its gates": (
-        "parked.times == 0)",
-        "true)",
-        test_a_queue_without_workers_keeps_nothing_of_a_rate_from_others,
-    ),
-    "somebody behind a circle gives back": (
-        "{unpack(way, seen[one.name])}",
-        "way",
-        test_who_stands_behind_a_circle_keeps_its_place,
-    ),
-    "those at later locks are not the oldest": (
-        "local found = keeping(lock)",
-        "local found = {}",
-        test_the_oldest_makes_room_wherever_it_stands,
-    ),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_broken_rule_is_found(rule):
-    """Without this rule its example fails."""
-    was, is_, example = RULES[rule]
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
-        example(Fleet(LuaServer(lambda text: text.replace(was, is_))))
 
 
 @pytest.mark.parametrize("member", ["x##", "##", "9/ab##", "3/abcd##", "99999999999999999999/x##"])

@@ -10,7 +10,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import Conflict
-from celery_dislock.servers.replies import Granted, StalledState
+from celery_dislock.servers.replies import StalledState
 from celery_dislock.servers.requests import Ending, Execution, LateRelease
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
@@ -69,16 +69,6 @@ def test_a_refusal_says_whether_the_same_task_is_in_the_way(task, holder, is_cop
     store = LuaServer().store()
     take(store, holder.format(task))
     assert store.acquire([LOCK], f"{task}@w2:2/1", LONG, HOLDER).is_copy is is_copy
-
-
-@pytest.mark.parametrize("terms", [Terms("shared"), Terms("exclusive", 2)], ids=str)
-def test_a_release_ends_no_lease_of_another_owner(terms):
-    """Of those who hold a lock together one is done."""
-    store = LuaServer().store()
-    for owner in ("a/1", "b/1"):
-        assert isinstance(store.acquire([LOCK], owner, LONG, HOLDER, terms=(terms,)), Granted)
-    assert store.release([LOCK], "a/1")
-    assert [one.owner for one in store.holders(LOCK)] == ["b/1"]
 
 
 @pytest.mark.parametrize(("ttl", "lasts"), [(0.0000001, 1), (0.0105, 11), (30.0, 30_000)])
@@ -193,15 +183,6 @@ class TestFencingToken:
             redis_client.hset(f"{LOCK}:places", "ghost/1", "1 1000 1000 x:1 {}")
         for part in ("", ":line", ":places"):
             redis_client.expire(LOCK + part, int(LONG))
-        assert take(store, "b/1") == future + 1
-
-    def test_it_grows_though_a_dead_lease_was_ended_in_between(self, store, redis_client):
-        """Ending a dead process's lease hands the lock on with a greater token than its."""
-        future = (int(time.time()) + 10**6) * 10**6
-        redis_client.hset(LOCK, "dead/1", f"1 {future // 1000} {future} 500 x {{}}")
-        redis_client.expire(LOCK, int(LONG))
-        store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)
-        store.release_dead([LOCK], "dead/")
         assert take(store, "b/1") == future + 1
 
 

@@ -1,4 +1,7 @@
-"""The fixture dislock_server, as a user's test has it: nothing sleeps, and there is no Redis."""
+"""The fixture dislock_server, as a user's test has it: nothing sleeps, and there is no Redis.
+
+What people test first is in docs/how-to/test-your-tasks.md, whose examples are run.
+"""
 
 import gc
 import sys
@@ -71,27 +74,7 @@ def declare(app, ran):
     return declare
 
 
-def sleepless(monkeypatch):
-    """Fail whoever sleeps longer than a look takes."""
-
-    def sleep(seconds):
-        assert seconds < 0.1, seconds
-
-    monkeypatch.setattr(time, "sleep", sleep)
-
-
 class TestOfSomebodyElse:
-    def test_a_task_whose_lock_somebody_has_is_skipped(self, server, declare, ran):
-        """The lock is free before and after; the outcome is that of a worker."""
-        task = declare()
-        with server.hold("k:7"):
-            result = task.apply((7,))
-            server.assert_locked("k:7")
-        server.assert_skipped(result)
-        server.assert_free("k:7")
-        assert task.apply((7,)).get() == 7
-        assert ran == [7]
-
     def test_a_signature_stands_for_the_lock_of_its_task(self, server, declare):
         """A test need not know how the key is written."""
         task = declare()
@@ -119,25 +102,6 @@ class TestOfSomebodyElse:
 
 
 class TestOfTime:
-    def test_a_dead_holders_lock_is_free_after_its_timeout(self, server, declare, monkeypatch):
-        """And not before; nothing sleeps."""
-        sleepless(monkeypatch)
-        task = declare()
-        server.crash_holder("k:7", timeout=60)
-        server.advance(59)
-        server.assert_skipped(task.apply((7,)))
-        server.advance(2)
-        assert task.apply((7,)).get() == 7
-
-    def test_a_holder_that_lives_keeps_its_lock(self, server, dislock):
-        """Its watchdog renews it as time passes."""
-        with server.hold("other"), dislock.lock("k") as lease:
-            server.advance(300)
-            assert lease.held
-            assert lease.renewals >= 29
-            server.assert_locked(["k", "other"])
-        server.assert_free(["k", "other"])
-
     def test_nobody_else_renews_while_time_is_moved(self, server, dislock):
         """A lock that is taken meanwhile would start the watchdog's thread beside the test."""
         started = []
@@ -440,16 +404,6 @@ class TestOfParkedTasks:
                 server.run_parked()
             app.control.purge()
 
-    def test_a_duplicate_is_not_sent(self, server, declare, ran):
-        """Until the first has ended."""
-        task = declare(lock_unique_until="end")
-        task.delay(7)
-        server.assert_duplicate(task.delay(7))
-        server.run_parked()
-        with pytest.raises(AssertionError, match="is no duplicate"):
-            server.assert_duplicate(task.delay(7))
-        assert ran == [7]
-
 
 class TestOfSwitchingOff:
     def test_locks_are_off_for_one_app(self, server, app, declare):
@@ -459,11 +413,6 @@ class TestOfSwitchingOff:
             server.assert_skipped(task.apply((7,)))
             server.off(app)
             assert task.apply((7,)).get() == 7
-
-    @pytest.mark.no_locks
-    def test_the_mark_switches_locks_off(self, declare, ran):
-        """No server is needed, and the app's is away."""
-        assert declare().apply((7,)).get() == 7
 
     def test_the_setting_is_read_at_each_task(self, server, app, declare, monkeypatch):
         """By monkeypatch, by hand, in any order."""
@@ -663,6 +612,7 @@ FAILING = {
     "is SUCCESS, 7: it was not skipped": (
         lambda server, declare: server.assert_skipped(declare().apply((7,)))
     ),
+    "is no duplicate": lambda server, declare: server.assert_duplicate(declare().delay(7)),
 }
 
 

@@ -358,7 +358,13 @@ def test_rates_are_told_set_and_taken_back(opened):
     )
     tab = page.tab
     told = {
-        "code": ("next in 12 s", "Its rate is 100 a minute; the next may start in 12 s."),
+        "code": (
+            "next in 12 s",
+            (
+                "Its rate is 100 a minute; the next may start in 12 s. "
+                "The first in line goes by 100 a minute, as its code says."
+            ),
+        ),
         "held": (
             "held back 90 s",
             "It is held back for 90 s more (by ana: 429): nobody gets it.",

@@ -156,7 +156,7 @@ class Facts:
     Attributes:
         server: The lock server.
         prefix: How all names begin: ``dislock_prefix``, with that of Celery's if it has one there.
-        home: The broker of the app, in the names of its lines.
+        broker: The broker of the app, in the names of its lines.
         min_replicas: ``dislock_min_replicas``.
         site: Reads the locks, and knows what is beside them.
         ours: How the app here describes its locks.
@@ -168,7 +168,7 @@ class Facts:
 
     server: Server
     prefix: str
-    home: str
+    broker: str
     min_replicas: int
     site: Site
     ours: Description

@@ -39,7 +39,7 @@ def other_lines(facts: Facts) -> Iterator[Finding]:
     """Find lines of the app's broker under other prefixes.  Reads the names of all keys."""
     if not facts.server.keeps_lines:
         return
-    wanted = index_of_lines("*", facts.home)
+    wanted = index_of_lines("*", facts.broker)
     names: set[str] = set()
     for send in facts.server.senders():
         with suppress(StoreError):

@@ -178,7 +178,7 @@ def data(facts: Facts) -> Iterator[Finding]:
     """Find that the server came back empty or with older data, and which tasks it has lost."""
     if facts.away or not facts.server.keeps_lines:
         return
-    loss = Epoch(facts.server, facts.prefix, facts.home).last_loss()
+    loss = Epoch(facts.server, facts.prefix, facts.broker).last_loss()
     if loss is not None and loss.ago < TOLD_FOR:
         yield (serious if loss.was > loss.left else warning)(
             f"The lock server came back {loss.how} {for_people(loss.ago)} ago. Tasks that were "

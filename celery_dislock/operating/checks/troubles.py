@@ -74,8 +74,8 @@ def _overdue(lock: LockState, _: Site) -> Sign | None:
 
 def _unswept(lock: LockState, site: Site) -> Sign | None:
     """Parked tasks wait, and no worker sweeps the lines of their broker."""
-    homes = {waiter.broker for waiter in (*lock.turns, *lock.line) if waiter.broker}
-    return None if all(map(site.is_swept, homes)) else Sign()
+    brokers = {waiter.broker for waiter in (*lock.turns, *lock.line) if waiter.broker}
+    return None if all(map(site.is_swept, brokers)) else Sign()
 
 
 def unclaimed(lock: LockState) -> list[Waiter]:

@@ -58,7 +58,7 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
         facts = Facts(
             store.lock_server,
             settings.dislock_prefix,
-            store.home,
+            store.broker,
             settings.dislock_min_replicas,
             opened.site,
             ours=about(opened.runtime, options),

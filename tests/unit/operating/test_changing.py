@@ -293,7 +293,7 @@ def test_what_was_set_aside_is_put_back(dislock, server):
     server.put(lock(waiting=1, line=[place(routing_key="of-put-back")]))
     record = server.send("HGET", "dislock:{k}:tickets", "parked-1:0:0")
     message = record[record.index(b'1 {"') :]
-    others = record.replace(server.home.encode(), b"other")
+    others = record.replace(server.broker.encode(), b"other")
     for ticket, kept in (
         *(("t1:0:0", record), ("t2:0:0", "1 "), ("u", message), ("v", others)),
         ("w", b"1 damaged " + message),

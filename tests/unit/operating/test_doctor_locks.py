@@ -222,7 +222,7 @@ def test_what_is_well(doctor, server, dislock, case):
 
 def looked_at(doctor, server, dislock, given):
     """Return what doctor finds, and what `ls` calls trouble."""
-    sweep = sweep_lock("dislock", server.home)
+    sweep = sweep_lock("dislock", server.broker)
     server.put(lock(**given), lock("swept", name=sweep, holders=[holder()]), lock("healthy"))
     doctor.declare(**EXPORT)
     troubles = ", ".join(dislock.json("ls")[0]["troubles"])
@@ -319,8 +319,8 @@ def test_lines_of_the_same_broker_under_another_prefix_are_a_finding(
 ):
     """No worker with the settings of now gives those tasks their turns."""
     doctor.declare(**EXPORT)
-    home = runtime_of(app).process.store.home if ours else "another"
-    Lines(server, prefix, home, list).enlist(f"{prefix}:{{k}}")
+    broker = runtime_of(app).process.store.broker if ours else "another"
+    Lines(server, prefix, broker, list).enlist(f"{prefix}:{{k}}")
     found = [one for one in doctor.told() if one["check"] == "lines"]
     assert [one["level"] for one in found] == ["warning"] * many
     assert all("other prefixes than dislock: old" in one["what"] for one in found)
@@ -368,7 +368,7 @@ def test_the_tasks_that_may_have_a_key(app):
 @pytest.mark.parametrize(("parked", "level"), [(2, "serious"), (0, "warning")])
 def test_a_server_that_has_lost_its_data(doctor, server, parked, level):
     """It is told for a week; serious is what has lost parked tasks."""
-    epoch = Epoch(server, "dislock", server.home)
+    epoch = Epoch(server, "dislock", server.broker)
     epoch.look(parked)
     assert doctor.found("data") == []
     server.lose()
@@ -384,7 +384,7 @@ def test_a_server_that_has_lost_its_data(doctor, server, parked, level):
 
 def test_several_independent_servers_have_no_lines_to_lose(doctor, server):
     """Nothing is read of them."""
-    Epoch(server, "dislock", server.home).look(1)
+    Epoch(server, "dislock", server.broker).look(1)
     server.keeps_lines = False
     server.run = None  # a call would be a note
     assert doctor.found("data") == []
