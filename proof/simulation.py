@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.servers.records import Holder
+    from celery_dislock.servers.view import Holder
 
     Step = list[Any]
 
@@ -603,10 +603,10 @@ class History:
 
     def step_put_back(self) -> None:
         """An operator of each broker puts its tasks that were set aside back in line."""
-        for process in {one.home: one for one in self.processes}.values():
+        for process in {one.broker: one for one in self.processes}.values():
             for lock in map(lock_name, KEYS):
                 for ticket, kept in list(process.lines.aside(lock)):
-                    if parked_message(kept)[1] in {None, process.home}:
+                    if parked_message(kept)[1] in {None, process.broker}:
                         process.lines.put_back(lock, ticket)
 
     # Threads.

@@ -22,7 +22,7 @@ from tests.integration import driven_clock
 pytestmark = BOTH
 
 
-HISTORIES = (0, 2, 3)
+HISTORIES = 4
 
 
 class Recorded(Net):
@@ -50,14 +50,14 @@ class Recorded(Net):
 
 
 def in_order(reply):
-    """Return a reply whose parts are sorted: neither a hash nor an object of JSON has an order."""
-    if isinstance(reply, bytes) and reply.startswith(b'{"'):
+    """Return a reply whose parts are sorted: a hash has no order.  JSON is written in one way."""
+    if isinstance(reply, bytes) and reply.startswith((b'{"', b'[["')):
         return dumps(loads(reply), sort_keys=True)
     return sorted(map(repr, map(in_order, reply))) if isinstance(reply, list) else reply
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("seed", HISTORIES)
+@pytest.mark.parametrize("seed", range(HISTORIES))
 def test_a_server_replies_as_the_simulated_one(redis_url, seed):
     """Each request of a history has the same reply."""
     recorded = Recorded()
