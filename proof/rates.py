@@ -122,7 +122,7 @@ class Rates:
             at.update({name: min(one, now) for name, one in at.items()})
         for start in [one for times in self._times.values() for one in times]:
             start.at = min(start.at, now)
-        self._unseen.update(self._times)
+        self._unseen.update(self._tokens)  # also of starts from before a loss
 
     def _read_set(self) -> None:
         """Take what is set for what the server knows of it: it may be lost, or be there again."""
@@ -277,7 +277,7 @@ class Rates:
             return
         if self._over[name] + max(map(ms, self._known | set(counts))) >= now:
             return
-        if quantum > 1 and len(self._known) > 1:
+        if quantum > 1 and len(self._known | set(counts)) > 1:
             return
         late = cost + (FREE + 1) * quantum if quantum > 1 else cost
         most: float = max(self._due(name, one, late) for one in words)

@@ -598,7 +598,8 @@ class History:
     def is_only(self, copy: Copy, lock: str, ticket: str) -> bool:
         """Return whether a task has claimed its turn, and its message is nowhere but here."""
         copies = [*self.queue, *(actor.copy for actor in self.actors.values())]
-        others = [one for one in copies if one and one is not copy and one.task == copy.task]
+        same = [one for one in copies if one and one is not copy and one.task == copy.task]
+        others = [one for one in same if sendings(one) >= sendings(copy)]  # not what has sent it
         return bool(self.net.send("HEXISTS", f"{lock}:running", ticket)) and not others
 
     def step_put_back(self) -> None:
@@ -974,6 +975,11 @@ class History:
 
     def keys(self) -> set[str]:
         return set(self.net.ttls())
+
+
+def sendings(copy: Copy) -> tuple[int, int]:
+    """Return how often a message was sent again: as a retry, and put off."""
+    return copy.headers["retries"], notes_in(copy.headers).get("put_off", 0)
 
 
 @cache
