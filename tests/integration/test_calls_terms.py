@@ -231,10 +231,6 @@ def test_a_sweep_writes_no_word_for_a_callable(shop):
     assert said("shop.one", "a") is None
 
 
-def of_more(tenant, plan):
-    return tenant, plan
-
-
 def test_a_body_takes_its_own_lock_again_without_naming_what_its_call_was_told(shop):
     """It cannot know: so a limit from a callable is compared only if it is stated."""
     held = []
@@ -257,39 +253,3 @@ def test_a_lock_in_python_has_no_arguments_for_a_callable(shop, option, where):
     shop.app.conf.update({} if given else {f"dislock_{option}": Plan(2).of})
     with pytest.raises(SettingsError, match="only a task has arguments"):
         shop.dislock.lock(KEY, **given)
-
-
-REFUSED = {
-    "other arguments": ({"lock_limit": of_more}, "takes the arguments"),
-    "of a key": ({"lock_key": [Key("k", rate=of_more)]}, "takes the arguments"),
-    "the second of two": (
-        {"lock_limit": Plan(2).of, "lock_rate": of_more},
-        "lock_rate=.*takes the arguments",
-    ),
-    "shared": ({"lock_limit": lambda: 2, "lock_mode": "shared"}, "no effect"),
-    "no lock": ({"lock_key": [Key("k", limit=lambda: 2)], "lock_limit": None}, "no effect"),
-    "kept for a retry": ({"lock_rate": lambda: "1/s", "lock_hold_on_retry": True}, "not counted"),
-}
-
-
-async def awaited(tenant):
-    return 1
-
-
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        *REFUSED.values(),
-        ({"lock_limit": awaited}, "not awaited"),
-        ({"lock_key": [Key("k", rate=awaited)]}, "not awaited"),
-    ],
-    ids=[*REFUSED, "async", "async of a key"],
-)
-def test_what_cannot_be_is_told_when_the_task_is_bound(shop, options, remedy):
-    """The error says what to change."""
-
-    @shop.app.task(base=SingletonTask, **{"lock_key": KEY, **options})
-    def call(tenant): ...
-
-    with pytest.raises(SettingsError, match=remedy):
-        shop.app.finalize()

@@ -268,28 +268,60 @@ def test_what_is_no_cost_takes_nothing(shop, cost):
     assert start(shop, 100)
 
 
+async def awaited(tokens):
+    return 1
+
+
+def of_more(tokens, plan):
+    return tokens, plan
+
+
 LARGE = {"lock_cost": 3, "lock_limit": 5}
+NO_LOCK = {"lock_limit": None, "lock_unique_until": "end"}
+COUNTED_TWICE = {"lock_on_conflict": "skip", "lock_hold_on_retry": True}
 REFUSED = {
-    "above the limit": ({"lock_limit": 5, "lock_cost": 6}, "more than the limit, 5"),
-    "above the rate": ({"lock_rate": "5/m", "lock_cost": 6}, "more than the rate, 5 a minute"),
-    "of a key": ({"lock_key": [Key("k", limit=2, cost=3)]}, "more than the limit, 2"),
-    "nothing counts it": ({"lock_cost": 3}, "needs a limit or a rate"),
-    "shared": ({"lock_cost": 3, "lock_mode": "shared"}, "nothing counts the cost: give a rate"),
-    "no lock": (
-        {"lock_cost": 3, "lock_limit": None, "lock_unique_until": "end"},
+    "a cost above the limit": ({"lock_limit": 5, "lock_cost": 6}, "more than the limit, 5"),
+    "a cost above the rate": ({"lock_rate": "5/m", "lock_cost": 6}, "the rate, 5 a minute"),
+    "the cost of a key": ({"lock_key": [Key("k", limit=2, cost=3)]}, "more than the limit, 2"),
+    "a cost that nothing counts": ({"lock_cost": 3}, "needs a limit or a rate"),
+    "a cost, shared": ({"lock_cost": 3, "lock_mode": "shared"}, "nothing counts the cost: give"),
+    "a cost, no lock": (
+        {"lock_cost": 3, **NO_LOCK},
         "no effect with lock_limit=None: leave one of the two out",
     ),
-    "cancel": ({**LARGE, "lock_on_conflict": "cancel"}, "leave the cost out"),
-    "no argument": ({"lock_cost": "<n>", "lock_limit": 5}, "no argument of the task"),
-    "zero": ({"lock_cost": 0, "lock_limit": 5}, "give 1 or more"),
-    "text": ({"lock_cost": "3", "lock_limit": 5}, "'<name>' of an argument"),
-    "a callable of others": ({"lock_cost": pow, "lock_limit": 5}, "takes the arguments"),
+    "a cost, cancel": ({**LARGE, "lock_on_conflict": "cancel"}, "leave the cost out"),
+    "a cost of no argument": ({"lock_cost": "<n>", "lock_limit": 5}, "no argument of the task"),
+    "a cost of zero": ({"lock_cost": 0, "lock_limit": 5}, "give 1 or more"),
+    "a cost in a text": ({"lock_cost": "3", "lock_limit": 5}, "'<name>' of an argument"),
+    "a cost of others": ({"lock_cost": pow, "lock_limit": 5}, "takes the arguments"),
+    "a rate of nothing": ({"lock_rate": "0/m"}, "give 1 to"),
+    "a rate of months": ({"lock_rate": "1/99d"}, "30 days"),
+    "a rate, no lock": ({"lock_rate": "1/m", **NO_LOCK}, "no effect"),
+    "a rate, kept for a retry": ({"lock_rate": "1/m", **COUNTED_TWICE}, "not counted"),
+    "the rate of a key": ({"lock_key": [Key("a", rate="x"), "b"]}, "the rate of"),
+    "a callable of more": ({"lock_limit": of_more}, "takes the arguments"),
+    "a callable of more, of a key": ({"lock_key": [Key("k", rate=of_more)]}, "takes the arguments"),
+    "the second of two": (
+        {"lock_limit": lambda _: 2, "lock_rate": of_more},
+        "lock_rate=.*takes the arguments",
+    ),
+    "a callable, shared": ({"lock_limit": lambda: 2, "lock_mode": "shared"}, "no effect"),
+    "a callable, no lock": (
+        {"lock_key": [Key("k", limit=lambda: 2)], "lock_limit": None},
+        "no effect",
+    ),
+    "a callable, kept for a retry": (
+        {"lock_rate": lambda: "1/s", "lock_hold_on_retry": True},
+        "not counted",
+    ),
+    "async": ({"lock_limit": awaited}, "not awaited"),
+    "async of a key": ({"lock_key": [Key("k", rate=awaited)]}, "not awaited"),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_a_cost_that_cannot_be_is_told_when_the_task_is_bound(shop, why):
-    """The error says what to change."""
+def test_a_term_that_cannot_be_is_told_when_the_task_is_bound(shop, why):
+    """Of a limit, a rate and a cost the error says what to change."""
     options, remedy = REFUSED[why]
 
     @shop.app.task(base=SingletonTask, **{"lock_key": KEY, **options})

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from lupa.lua51 import LuaError
-from redis.crc import key_slot
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError
@@ -936,27 +935,6 @@ class TestIndex:
         server.advance(-3600)  # as a failover may set the clock
         broker.lines.enlist(LOCK)
         assert int(server.send("HGET", INDEX, LOCK)) > int(numbers[1])
-
-
-def test_all_that_is_a_locks_is_in_one_slot_of_a_cluster(broker, server):
-    """A script finds all on one node, whatever becomes of a task; the index is a key like any."""
-    broker.ask("first")
-    for task in "abc":
-        broker.park(task, bounds=Bounds(2, overflow="replace"))
-    broker.end("first")
-    broker.claim("b")
-    broker.leave("c", ASIDE)
-    broker.end("b", copy=2)
-    broker.ask("second")
-    broker.park("d")
-    broker.end("second")
-    broker.park("e")
-    broker.claim("d")
-    broker.park("f")
-    names = server.names() - {INDEX}
-    beside = {name.removeprefix(f"{LOCK}:").partition(":")[0] for name in names - {LOCK}}
-    assert beside == {"line", "tickets", "running", "replaced", "aside", "done", "lasted"}
-    assert len({key_slot(name.encode()) for name in names}) == 1
 
 
 DAMAGE = {

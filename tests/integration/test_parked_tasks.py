@@ -484,13 +484,6 @@ class TestItsEnd:
         shop.server.advance(60)
         assert_done(shop, task, caplog)
 
-    def test_one_that_lost_its_place_ends_unrun(self, shop):
-        """Its message says why; nobody is asked."""
-        shop.server.away = True
-        result = shop.run(shop.declare(), notes={"replaced": "a newer task took its place"})
-        assert (result.state, str(result.result)) == ("REVOKED", "a newer task took its place")
-        assert shop.ran == []
-
     def test_other_strategies_leave_no_mark(self, shop):
         """A task that cannot be parked needs none."""
         shop.run(shop.declare(lock_on_conflict="skip"))
