@@ -104,16 +104,6 @@ class TestParking:
             assert second == first
             assert shop.ran == ["1", "1-linked", "2", "2-linked"]
 
-    def test_a_priority_passes_nobody_in_line(self, shop):
-        """A line is first come first served; the priority is for the broker alone, and kept."""
-        task = shop.declare(lambda self: self.request.delivery_info["priority"])
-        with shop.held():
-            results = [shop.run(task, str(one), priority=one) for one in (0, 9, 5)]
-            assert shop.line == ["0", "9", "5"]
-        shop.work()
-        assert shop.ran == ["0", "9", "5"]
-        assert [result.get() for result in results] == [0, 9, 5]
-
     def test_it_is_parked_when_its_time_has_come(self, shop):
         """Not before, and when it has its turn it does not wait again."""
         task = shop.declare()
@@ -298,31 +288,21 @@ class TestParking:
 
 
 class TestCopies:
-    def test_a_retry_is_new_work(self, shop, caplog):
-        """It copies the headers, has a ticket of its own, and goes to the end of the line."""
+    @pytest.mark.parametrize("how", ["retry", "replace"])
+    def test_what_continues_it_is_new_work(self, shop, caplog, how):
+        """It has the id and the headers, a ticket of its own, and goes to the end of the line."""
+        begins = ["2"]
 
         def body(self):
-            if self.request.id == "2" and not self.request.retries:
-                raise self.retry(countdown=0)
+            if self.request.id in begins:
+                begins.clear()
+                raise self.retry(countdown=0) if how == "retry" else self.replace(self.si())
 
         task = shop.declare(body)
         shop.park(task, "2", "3")
         shop.work()
         assert shop.ran == ["2", "3", "2"]
         assert_done(shop, task, caplog, ran=["2", "3", "2"])
-
-    def test_what_takes_its_place_is_new_work(self, shop):
-        """It has the id and the headers of the task that it replaces."""
-
-        def body(self, again):
-            if again:
-                raise self.replace(self.si(False))
-
-        task = shop.declare(body)
-        with shop.held():
-            shop.run(task, "2", True)
-        shop.work()
-        assert shop.ran == ["2", "2"]
 
     def test_one_of_what_runs_is_put_off(self, shop, caplog):
         """It may be the only one if that process dies; it keeps its ticket, and is not parked."""
