@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from freezegun import freeze_time
 
-from celery_dislock import Key, SingletonTask
+from celery_dislock import Key
 from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
 from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.servers.replies import Granted
+from tests.declaring import declare
 from tests.driven import KEY, Shop
 from tests.integration.lua_server import START
 
@@ -26,6 +27,13 @@ def ask(shop, owner, cost=None, limit=5, rate=None, mode="exclusive", **how):
     terms = (Terms(mode, limit, Rate.of(rate) if rate else None, cost),)
     store = shop.dislock.runtime.process.store
     return isinstance(store.acquire([NAME], owner, 3600.0, "{}", terms=terms, **how), Granted)
+
+
+def declared(shop, body=lambda tokens: tokens, **options):
+    """Declare a task of these arguments."""
+    task = declare(shop.app, body, **{"lock_key": KEY, "name": "shop.call", **options})
+    shop.app.finalize()
+    return task
 
 
 def end(shop, *owners):
@@ -146,20 +154,11 @@ def test_whichever_of_two_runs_takes_its_own_cost(shop, how):
     options, expected = TWICE[how]
     ran = []
 
-    @shop.app.task(
-        base=SingletonTask,
-        bind=True,
-        lock_key=KEY,
-        lock_limit=5,
-        lock_cost="<n>",
-        lock_on_conflict="queue",
-        **options,
-    )
-    def call(self, n):
+    def body(self, n):
         holders = shop.dislock.lock_of(KEY).holders()
         ran.append((self.request.id, sum(lease.cost for lease in holders if not lease.expiring)))
 
-    shop.app.finalize()
+    call = declared(shop, body, lock_limit=5, lock_cost="<n>", lock_on_conflict="queue", **options)
     assert ask(shop, "a", 5)
     for name, n in (("first", 2), ("second", 4)):
         shop.run(call, name, n)
@@ -185,14 +184,12 @@ def test_a_shared_lock_with_a_rate_counts_costs(shop):
 def test_a_lock_is_taken_again_without_its_cost(shop, options, is_same):
     """An argument told it, which the body's own block cannot repeat; another cost is refused."""
 
-    @shop.app.task(base=SingletonTask, lock_key=KEY, lock_limit=5, lock_cost="<n>")
-    def call(n):
+    def body(n):
         with shop.dislock.lock(KEY, limit=5, **options):
             (holder,) = shop.dislock.lock_of(KEY).holders()
         return holder.cost
 
-    shop.app.finalize()
-    result = shop.run(call, "1", 3)
+    result = shop.run(declared(shop, body, lock_limit=5, lock_cost="<n>"), "1", 3)
     if is_same:
         assert result.get() == 3
     else:
@@ -243,12 +240,7 @@ COSTS = {
 @pytest.mark.parametrize("how", COSTS)
 def test_a_cost_comes_from_the_arguments(shop, how):
     """It is a number, an argument's, or what a callable makes of the arguments."""
-
-    @shop.app.task(base=SingletonTask, lock_key=KEY, lock_rate="100/m", lock_cost=COSTS[how])
-    def call(tokens):
-        return tokens
-
-    shop.app.finalize()
+    call = declared(shop, lock_rate="100/m", lock_cost=COSTS[how])
     assert shop.run(call, "1", 60).get() == 60
     assert start(shop, 40)
     assert not start(shop, 1)
@@ -257,12 +249,7 @@ def test_a_cost_comes_from_the_arguments(shop, how):
 @pytest.mark.parametrize("cost", [0, -1, "9", 101, True, None])
 def test_what_is_no_cost_takes_nothing(shop, cost):
     """The task fails with an error of its key, and nothing is counted."""
-
-    @shop.app.task(base=SingletonTask, lock_key=KEY, lock_rate="100/m", lock_cost="<tokens>")
-    def call(tokens):
-        return tokens
-
-    shop.app.finalize()
+    call = declared(shop, lock_rate="100/m", lock_cost="<tokens>")
     with pytest.raises(LockKeyError, match=r"^lock_cost "):
         shop.run(call, "1", cost).get()
     assert start(shop, 100)
@@ -323,12 +310,8 @@ REFUSED = {
 def test_a_term_that_cannot_be_is_told_when_the_task_is_bound(shop, why):
     """Of a limit, a rate and a cost the error says what to change."""
     options, remedy = REFUSED[why]
-
-    @shop.app.task(base=SingletonTask, **{"lock_key": KEY, **options})
-    def call(tokens): ...
-
     with pytest.raises(SettingsError, match=remedy):
-        shop.app.finalize()
+        declared(shop, **options)
 
 
 def test_what_was_spent_counts_in_place_of_what_was_said(shop):
@@ -361,13 +344,10 @@ def test_a_task_says_what_it_has_spent(shop):
     """self.lease.spent() counts, with a large rate, too."""
     rate = "100000/m"
 
-    @shop.app.task(
-        base=SingletonTask, bind=True, lock_key=KEY, lock_rate=rate, lock_cost="<estimate>"
-    )
-    def call(self, estimate, really):
+    def body(self, estimate, really):
         return self.lease.spent(really)
 
-    shop.app.finalize()
+    call = declared(shop, body, lock_rate=rate, lock_cost="<estimate>")
     assert shop.run(call, "1", 90_000, 10_000).get()
     assert start(shop, 80_000, rate)
     assert not start(shop, 10_000, rate)
