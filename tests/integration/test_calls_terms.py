@@ -9,8 +9,6 @@ from celery_dislock import Key
 from celery_dislock.config.terms import Terms
 from celery_dislock.exceptions import LockKeyError, LockTermsError, SettingsError
 from celery_dislock.parking.store import Lines
-from celery_dislock.tasks.task import terms_said
-from tests.declaring import declare
 from tests.driven import KEY, Shop
 from tests.integration.test_costs import declared
 from tests.integration.test_rates import Starts, most_in_a_window
@@ -193,17 +191,6 @@ def test_the_order_of_keys_does_not_look_at_what_calls_are_told(shop):
         each = task.dislock_guard._keys.terms_of((1,), {})
         orders.append(task.dislock_guard._keys.in_order(built, each)[0])
     assert orders == [["a:1", "b:1", "c"]] * 2
-
-
-def test_a_sweep_writes_no_word_for_a_callable(shop):
-    """Only a call tells: of other keys of the task the code does."""
-    keys = [Key("a", limit=Plan(2).of), Key("b", limit=3), Key("c", rate=Plan("1/s").of)]
-    declare(shop.app, lambda: None, name="shop.call", lock_key=keys)
-    declare(shop.app, lambda: None, name="shop.one", lock_key="a", lock_limit=Plan(2).of)
-    said = terms_said(shop.app)
-    assert [said("shop.call", key) for key in ("a", "c")] == [None, None]
-    assert said("shop.call", "b").limit == 3
-    assert said("shop.one", "a") is None
 
 
 def test_a_body_takes_its_own_lock_again_without_naming_what_its_call_was_told(shop):

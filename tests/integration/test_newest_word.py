@@ -255,7 +255,7 @@ def test_a_turn_for_a_lock_that_the_code_does_not_name_says_nothing(shop, a):
 
 
 def test_what_the_code_says_of_a_key(shop):
-    """A key is found by its template; if two fit, or a callable may, only the arguments tell."""
+    """A key is found by its template; if two fit, or a callable tells, only the arguments do."""
 
     def call(a, b): ...
 
@@ -271,9 +271,15 @@ def test_what_the_code_says_of_a_key(shop):
     declare(shop.app, call, name="shop.made", lock_key=[Key("api", limit=5), made])
     declare(shop.app, call, name="shop.same", lock_key=made, lock_limit=7)
     declare(shop.app, call, name="shop.none", lock_limit=None, lock_unique_until="start")
+    plans = [Key("a", limit=lambda *_: 2), Key("b", limit=3), Key("c", rate=lambda *_: "1/s")]
+    declare(shop.app, lambda: None, name="shop.plans", lock_key=plans)
+    declare(shop.app, lambda: None, name="shop.plan", lock_key="a", lock_limit=lambda *_: 2)
     said = terms_said(shop.app)
     assert [said("shop.call", key).limit for key in ("api", "t:1", "u:1:2")] == [5, 2, 3]
     assert [said("shop.call", key) for key in ("t:x:1", "other", "an api")] == [None] * 3
     assert said("shop.made", "api") is None
     assert said("shop.same", "x").limit == 7
     assert [said(name, "k") for name in ("shop.none", "shop.unknown")] == [None, None]
+    assert [said("shop.plans", key) for key in ("a", "c")] == [None, None]
+    assert said("shop.plans", "b").limit == 3
+    assert said("shop.plan", "a") is None

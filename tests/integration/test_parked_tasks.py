@@ -554,23 +554,15 @@ class TestWhatCannotClaimItsTurn:
                 assert (shop.line, self.aside(shop), self.state(shop)) == (["2"], [], "PARKED")
             shop.work()
             assert (self.aside(shop), self.state(shop)) == (["2"], "FAILURE")
-        shop.declare()
-        assert [*self.actions(shop).put_back(LOCK)] == [("2:0:0", "")]
-        shop.work()
-        assert (shop.ran, self.aside(shop), shop.line) == (["3", "2"], [], [])
-        assert self.state(shop) == "SUCCESS"
-        assert [*self.actions(shop).put_back(LOCK)] == []
-
-    def test_what_is_put_back_goes_to_the_end_of_its_line(self, shop):
-        """Those who came meanwhile are before it."""
-        self.set_aside(shop)
         task = shop.declare()
         with shop.held():
             shop.run(task, "4")
             assert [*self.actions(shop).put_back(LOCK)] == [("2:0:0", "")]
-            assert shop.line == ["4", "2"]
+            assert shop.line == ["4", "2"]  # at the end of its line
         shop.work()
-        assert shop.ran == ["3", "4", "2"]
+        assert (shop.ran, self.aside(shop), shop.line) == (["3", "4", "2"], [], [])
+        assert self.state(shop) == "SUCCESS"
+        assert [*self.actions(shop).put_back(LOCK)] == []
 
     def test_what_is_put_back_while_its_broker_is_away_waits_in_line(self, shop, monkeypatch):
         """A sweep gives it its turn."""

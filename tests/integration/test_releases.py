@@ -1,9 +1,12 @@
 """How leases end, also when the server does not answer; time is the test's."""
 
+from functools import partial
+
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, LockLostError, SingletonTask, scripts
+import tests.declaring
+from celery_dislock import Dislock, LockLostError, scripts
 from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, cut, lose_reply, runs
 from tests.holding import name_of, wait_for
@@ -192,15 +195,7 @@ def app(driven):
 @pytest.fixture
 def declare(app):
     """Declare a task with the lock, whose body does this."""
-
-    def declare(body=lambda: None, **options):
-        @app.task(base=SingletonTask, lock_key="k", name="t", shared=False, **options)
-        def task():
-            body()
-
-        return task
-
-    return declare
+    return partial(tests.declaring.declare, app)
 
 
 def test_an_end_after_a_minimum_is_sent_again_as_it_was(driven, declare):

@@ -266,14 +266,18 @@ def test_a_queue_without_workers_keeps_nothing_of_a_rate_from_others(fleet):
     pytest.fail("it has no turn")
 
 
-def test_two_orders_of_the_same_keys_do_not_wait_for_ever(fleet):
-    """The sweep finds the two, and the younger one gives back; both are told, with their keys."""
-    a, b = name_of("a"), name_of("b")
-    circle_of(fleet, [a, b], [b, a])
-    [circle] = fleet.lines.sweep([a])[a].circles
-    assert circle.began_anew == "?[t2]"
-    assert set(circle.tasks) == {"?[t1] (a, b)", "?[t2] (b, a)"}
-    assert fleet.run_all() == ["t1", "t2"]
+@pytest.mark.parametrize("keys", ["ab", "abc"])
+def test_two_orders_of_the_same_keys_do_not_wait_for_ever(fleet, keys):
+    """The sweep finds all of a circle, and the youngest gives back; each is told with its keys."""
+    orders = [[one, keys[nth + 1 - len(keys)]] for nth, one in enumerate(keys)]
+    circle_of(fleet, *[list(map(name_of, order)) for order in orders])
+    first = name_of(keys[-2])
+    [circle] = fleet.lines.sweep([first])[first].circles
+    assert circle.began_anew == f"?[t{len(keys)}]"
+    assert set(circle.tasks) == {
+        f"?[t{nth}] ({', '.join(order)})" for nth, order in enumerate(orders, 1)
+    }
+    assert sorted(fleet.run_all()) == [f"t{nth + 1}" for nth in range(len(keys))]
 
 
 def test_two_orders_of_wide_locks_do_not_wait_for_ever(fleet):
@@ -304,15 +308,6 @@ def circle_of(fleet, *orders):
     for nth in range(1, len(orders) + 1):
         fleet.end(f"h{nth}")
     assert fleet.given() == []
-
-
-def test_three_that_wait_for_each_other_are_found(fleet):
-    """No two of them wait for each other."""
-    a, b, c = map(name_of, "abc")
-    circle_of(fleet, [a, b], [b, c], [c, a])
-    [circle] = fleet.lines.sweep([b])[b].circles
-    assert (circle.began_anew, len(circle.tasks)) == ("?[t3]", 3)
-    assert sorted(fleet.run_all()) == ["t1", "t2", "t3"]
 
 
 def test_who_stands_behind_a_circle_keeps_its_place(fleet):
