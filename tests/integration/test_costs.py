@@ -62,16 +62,6 @@ def test_a_lease_takes_as_many_units_of_the_limit_as_it_costs(shop):
     assert ask(shop, "b", 3)
 
 
-def test_a_start_counts_its_cost_against_the_rate(shop):
-    """In no window is the sum of the costs larger than the rate."""
-    assert start(shop, 60)
-    assert not start(shop, 41)
-    assert start(shop, 40)
-    assert not start(shop, None)
-    shop.server.stall(60.001)
-    assert start(shop, 100)
-
-
 @pytest.mark.parametrize("limit", [2, 1])
 def test_a_cost_above_an_operators_limit_runs_alone(shop, limit):
     """It takes all that there is, so no line stands still."""
@@ -326,18 +316,6 @@ def test_what_was_spent_counts_in_place_of_what_was_said(shop):
     assert not lease.spent(1)
     shop.server.stall(60.001)
     assert start(shop, 100)
-
-
-def test_less_is_not_taken_from_the_next_start(shop):
-    """A start that has spent less leaves the window as what it was, and not later."""
-    with shop.dislock.lock(KEY, rate="100/m", cost=90, watchdog_timeout=3600) as lease:
-        shop.server.stall(30)
-        assert start(shop, 10)
-        lease.spent(40)
-        assert not start(shop, 51)
-        shop.server.stall(30.001)
-        assert not start(shop, 91)
-        assert start(shop, 90)
 
 
 def test_a_task_says_what_it_has_spent(shop):

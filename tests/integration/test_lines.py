@@ -171,15 +171,6 @@ class TestTurns:
                 assert (told, told.holder["id"], told.place) == ("refused", "a", 0), at
             broker.end("a", copy=2, settles=TURN)  # the lock is free then
 
-    def test_a_request_that_comes_late_parks_no_task_that_has_run(self, broker, held):
-        """The one that was sent in its place was granted the lock, which became free meanwhile."""
-        broker.ask("a")
-        broker.end("first")
-        assert broker.park("a") == "granted"
-        broker.end("a")
-        broker.ask("other")
-        assert broker.park("a") == "done"
-
     @pytest.mark.parametrize("others", ["others wait", "the lock is free"])
     def test_a_request_that_comes_late_parks_no_task_that_found_the_line_full(
         self, others, broker, held
@@ -808,23 +799,13 @@ class TestSetAside:
         broker.end("first")
         assert broker.ask("a", copy=3) in {"granted", "refused", "done"}
 
-    def test_what_cannot_claim_its_turn_is_kept_with_its_record(self, broker, held):
-        """All that there was of it; the next has its turn."""
-        broker.line_up("head", "next")
-        record = broker.record_of("head")
-        assert broker.leave("head", ASIDE) is True
-        assert broker.records().aside == {"head": record}
-        assert broker.given() == ["head", "next"]
-        broker.run("next")
-        assert broker.claim("head") == "done"  # a copy; what people put back is not marked
-        assert broker.ask("head") == "granted"
-
     def test_a_request_that_comes_late_takes_no_turn(self, broker, held):
         """The task would be known as one that runs, for a week, and could not be put back."""
         broker.park("a")
         assert broker.leave("a", ASIDE) is True
         broker.end("first")
         broker.park("a")
+        assert broker.claim("a") == "done"
         assert (broker.owners(), broker.records().running) == ([], [])
         assert broker.lines.put_back(LOCK, "a:0:0") == ""
         assert broker.given() == ["a"]

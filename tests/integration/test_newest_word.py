@@ -15,7 +15,7 @@ from tests.declaring import declare
 from tests.driven import KEY, Shop
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, Line
-from tests.integration.test_rates import SWEPT, Starts, most_in_a_window
+from tests.integration.test_rates import Starts, most_in_a_window
 
 SLOW, FAST = (
     Terms(limit=LIMIT_MOST, rate=Rate.of("1/h")),
@@ -50,35 +50,6 @@ def message_of(task, name="shop.a"):
 def ask(line, task, name="shop.a", **how):
     """Ask as a task of this name; put it in line if it must wait."""
     return line.park(task, message=message_of(task, name), task=name, **how)
-
-
-def test_a_faster_rate_reaches_those_in_line_with_the_next_sweep(shop):
-    """At one an hour sixty-four wait; after a deploy of five a second all run, and none comes."""
-    starts = Deploys(shop, lock_rate="1/h")
-    starts.send(65)
-    starts.run(1)
-    assert len(starts.times) == 1
-    starts.deploy(lock_rate="5/s")
-    starts.run(SWEPT + 65 / 5 + 1)
-    assert len(starts.times) == 65
-    assert most_in_a_window(starts.times, 1.0) == 5
-
-
-def test_a_slower_rate_holds_those_in_line_with_the_next_sweep(shop):
-    """After a sweep none of those that wait starts by the faster rate with which it was parked."""
-    starts = Deploys(shop, lock_rate="5/s")
-    starts.send(43)
-    starts.run(1)
-    starts.deploy(lock_rate="3/5s")
-    shop.sweep()
-    begun = len(starts.times)
-    starts.run(1)  # those that had their turn
-    assert len(starts.times) <= begun + 5
-    begun = len(starts.times)
-    starts.run(30)
-    after = starts.times[begun:]
-    assert len(after) == 18
-    assert most_in_a_window(after, 5.0) == 3
 
 
 def test_a_newcomer_brings_the_newest_word(shop):
