@@ -359,7 +359,8 @@ class TestMessage:
         assert turn.items() >= {"v": 2, "new": {"a": 1}}.items()
         shop.sweep()
         shop.work()
-        assert shop.app.AsyncResult("3").state == "REVOKED"
+        dropped = shop.app.AsyncResult("3")
+        assert (dropped.state, str(dropped.result)) == ("REVOKED", "dropped by an operator")
         assert shop.line == []
 
     @pytest.fixture

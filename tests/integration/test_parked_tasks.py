@@ -104,17 +104,6 @@ class TestParking:
             assert second == first
             assert shop.ran == ["1", "1-linked", "2", "2-linked"]
 
-    def test_it_is_parked_when_its_time_has_come(self, shop):
-        """Not before, and when it has its turn it does not wait again."""
-        task = shop.declare()
-        with shop.held():
-            shop.run(task, countdown=60)
-            assert shop.line == []
-            shop.work(later=60)
-            assert shop.line == ["2"]
-        shop.work()
-        assert shop.ran == ["2"]
-
     def test_the_state_is_stored_before_it_is_in_line(self, shop, monkeypatch):
         """Once in line it may run and end anywhere; a copy of it stores nothing."""
         stored, store = [], shop.app.backend.store_result
@@ -897,16 +886,6 @@ class TestWhoLostItsPlace:
             shop.sweep()
             assert first.state == "REVOKED"
             assert list(shop.other.records().aside) == ["9"]
-
-    @pytest.mark.parametrize("by", ["another", "a sweep"])
-    def test_a_message_of_another_process_says_why_itself(self, shop, by):
-        """An operator has dropped it."""
-        task = shop.declare()
-        with shop.held():
-            result = shop.run(task)
-            shop.other.lines.drop(LOCK, "2:0:0", '"replaced": "dropped by ana"')
-            shop.run(task, "3") if by == "another" else shop.sweep()
-            assert (result.state, str(result.result)) == ("REVOKED", "dropped by ana")
 
 
 class TestWhichBroker:

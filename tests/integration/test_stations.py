@@ -291,24 +291,6 @@ def test_who_stands_behind_a_circle_keeps_its_place(fleet):
     assert fleet.run_all() == ["t1", "t3", "t2"]
 
 
-def test_a_task_and_a_waiter_in_a_slot_do_not_wait_for_ever(fleet):
-    """A program has the API and waits for the tenant, whose task waits for the API."""
-    wait = partial(fleet.store.acquire, [API, tenant("a")], "p@host:1/1", TTL, "{}", place=90.0)
-    fleet.send("h1", [API])
-    fleet.send("a1", of("a1"))
-    assert isinstance(wait(), Conflict)
-    fleet.end("h1")  # the task is first
-    assert fleet.given() == ["a1"]
-    fleet.claim("a1")
-    fleet.end("a1")
-    fleet.send("h2", [tenant("a")])
-    assert isinstance(wait(), Conflict)  # now it has the API
-    fleet.send("a2", of("a2"))
-    fleet.end("h2")
-    fleet.store.release([tenant("a"), API], "p@host:1/1")
-    assert fleet.run_all() == ["a2"]
-
-
 def test_a_waiter_that_has_what_a_task_waits_for_gets_the_rest(fleet):
     """The task gives its tenant back to the program, which has come first to the API."""
     program = partial(fleet.store.acquire, owner="p@host:1/1", ttl=TTL, holder="{}", place=90.0)
