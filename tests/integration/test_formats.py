@@ -433,15 +433,19 @@ class TestMessage:
         shop.work()
         assert (shop.ran, shop.app.AsyncResult("older").state) == (["newer"], "REVOKED")
 
+    @pytest.mark.parametrize("release", ["this", "the next"])
     @pytest.mark.parametrize(
         ("until", "is_kept"), [("start", True), ("end", True), ("expiry", False)]
     )
-    def test_a_key_stays_reserved_while_its_task_is_parked(self, shop, later, until, is_kept):
+    def test_a_key_stays_reserved_while_its_task_is_parked(
+        self, shop, later, until, is_kept, release
+    ):
         """As long as a worker sweeps its line; with "expiry" no longer than it says."""
         task = shop.declare(lock_unique_until=until, lock_unique_for=90)
         with shop.held():
             shop.send(task, "2")
-            later()
+            if release == "the next":
+                later()
             shop.work()
             for _ in range(4):
                 shop.server.advance(30)

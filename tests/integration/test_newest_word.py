@@ -29,20 +29,6 @@ def shop():
         yield shop
 
 
-class Deploys(Starts):
-    """Tasks whose code changes while they are in line."""
-
-    def deploy(self, **options):
-        """Let the code of all workers be another from now on."""
-        self.task = self.shop.declare(self._body, **options)
-
-    @property
-    def word(self):
-        """The terms of the first in line."""
-        (state,) = self.shop.dislock.lock_of(KEY).state()
-        return state.rate and str(state.rate.rate)
-
-
 def message_of(task, name="shop.a"):
     return b'1 {"headers":{"task":%s}} %s' % (dumps(name).encode(), task.encode())
 
@@ -52,37 +38,12 @@ def ask(line, task, name="shop.a", **how):
     return line.park(task, message=message_of(task, name), task=name, **how)
 
 
-def test_a_newcomer_brings_the_newest_word(shop):
-    """The first in line goes by the terms of a task of its name that asks, without a sweep."""
-    starts = Deploys(shop, lock_rate="1/h")
-    starts.send(3)
-    shop.work()
-    starts.deploy(lock_rate="9/s")
-    starts.send(1, first=3)
-    shop.work(later=1)
-    shop.work(later=1)
-    assert len(starts.times) == 4
-
-
-def test_a_claim_brings_the_newest_word(shop):
-    """Whoever claims a turn has those behind it go by its code, and is judged by its own ticket."""
-    starts = Deploys(shop, lock_rate="2/4s")
-    starts.send(8)
-    shop.work()
-    shop.server.advance(3.5)  # one turn is out
-    starts.deploy(lock_rate="1/h")
-    for _ in range(100):
-        shop.work(later=0.5)
-    assert starts.times == [0.0, 0.0, pytest.approx(4, abs=0.1)]
-    assert starts.word == "1 an hour"
-
-
 def test_a_turn_by_a_slower_word_is_not_passed_by_all_others(shop):
     """Its claim starts by the faster word of the code, as those behind it do."""
-    starts = Deploys(shop, lock_rate="1/5s")
+    starts = Starts(shop, lock_rate="1/5s")
     starts.send(100)
     starts.run(1)  # the next turn is out, for a start in four seconds
-    starts.deploy(lock_rate="5/s")
+    starts.task = shop.declare(starts._body, lock_rate="5/s")
     shop.sweep()
     starts.run(6)
     assert "t1" in shop.ran

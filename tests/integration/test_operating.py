@@ -98,15 +98,6 @@ class TestFreeing:
         worker.end("q", 2)
         assert worker.given() == ["p"]
 
-    def test_a_parked_task_that_runs_ends_as_ever(self, worker, server):
-        """Its lease was freed while its body ran: its release ends its ticket."""
-        worker.line_up("p")
-        worker.claim("p")
-        assert worker.free() is True
-        assert worker.end("p", 2) is False
-        assert worker.claim("p", 3) == "done"
-        assert not server.names() & {f"{LOCK}:running", f"{LOCK}:tickets"}
-
 
 class TestDropping:
     def test_it_leaves_the_line_and_its_end_is_told(self, worker):

@@ -251,19 +251,6 @@ class TestParking:
         shop.run(task, notes=TURN)
         assert (states, result.state, str(result.result)) == (["STARTED"], "FAILURE", "no")
 
-    @pytest.mark.parametrize("until", ["start", "expiry"])
-    def test_its_key_stays_reserved_however_long_it_waits(self, shop, until):
-        """No worker has its message, so the sweep renews it; "expiry" counts from the sending."""
-        task = shop.declare(lock_unique_until=until, lock_unique_for=60.0)
-        with shop.held():
-            shop.run(task)
-            for _ in range(10):
-                shop.server.advance(10)
-                shop.sweep()
-            assert shop.send(task, "3").duplicate == (until == "start")
-        shop.work()
-        assert shop.ran == ["2"] + ["3"] * (until == "expiry")
-
     def test_one_that_may_be_in_line_is_not_skipped(self, shop):
         """The line has no room when it comes again, and a request may still be on its way there."""
         with shop.held():
