@@ -621,14 +621,6 @@ class TestBounds:
         assert set(broker.park("e", message=b"m" * 400, bounds=room).replaced) == {"a", "b"}
         assert broker.line() == ["c", "d", "e"]
 
-    @pytest.mark.parametrize("overflow", ["skip", "replace"])
-    def test_what_is_longer_than_the_bound_takes_nobodys_place(self, broker, held, overflow):
-        """It could never be parked, whoever made room."""
-        broker.park("a")
-        bounds = Bounds(most_bytes=1000, overflow=overflow)
-        assert broker.park("b", message=b"m" * 1000, bounds=bounds) == "full"
-        assert broker.line() == ["a"]
-
 
 AWKWARD_IDS = ["bytes", "x#", "order:7", "a%40b", "~a", "a@w:1/", "two\nlines", "Ünï", "\ud800"]
 AWKWARD_IDS += ["x" * 100_000]

@@ -93,23 +93,6 @@ def test_a_line_of_two_tasks_goes_by_the_words_of_each(a, b):
     assert line.given() == ["a2", "a3", "b2"]
 
 
-def test_those_behind_the_first_follow_it_when_nobody_asks(shop):
-    """A release brings no word: the next one in line has that of the one before it."""
-    line = Line(LuaServer())
-    for task in ("t0", "t1", "t2", "t3", "t4"):
-        ask(line, task, limit=4)
-    ask(line, "t5", limit=4)
-    assert line.line() == ["t4", "t5"]
-    line.end("t0", 1)
-    assert line.given() == ["t4"]
-    ask(line, "t6", limit=4)
-    ask(line, "t7", limit=2)  # the word for t5, which is first
-    for task in ("t1", "t2", "t3"):
-        line.end(task, 1)
-    assert line.given() == ["t5"]
-    assert line.line() == ["t6", "t7"]
-
-
 def test_the_sweeper_compares_before_it_writes():
     """Terms that were written since it looked are newer than what it has compared with."""
     line = Line(LuaServer())
