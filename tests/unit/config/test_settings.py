@@ -240,21 +240,23 @@ def of_a_task(**declared):
         (of_a_task(lock_expire=600), {"dislock_watchdog_timeout": 0}, "dislock_watchdog_timeout=0"),
         (of_a_task(lock_rate="1/d"), SEVERAL, r"lock_rate=.*keep exclusive locks only"),
         (app_settings, {**SEVERAL, "dislock_min_replicas": 1}, "replicas=1: not with several"),
+        (app_settings, {"dislock_transport_options": [1]}, r"options='\*\*\*': give a dict"),
         (check_settings, {"dislock_on_conflikt": 5}, r"^app\.conf: dislock_on_conflikt=5: no such"),
         (lambda conf: Dislock.from_url("redis://a", **conf), {"ice": "lemon"}, "no such setting"),
     ],
-    ids=["overruled by a task", "a rate", "replicas", "misspelt", "of a later version, in a call"],
+    ids=[
+        "overruled by a task",
+        "a rate",
+        "replicas",
+        "options",
+        "misspelt",
+        "of a later version, in a call",
+    ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_its_name_and_value(reads, conf, says):
     """Whatever the tasks say; a rate by its name, and not by that of the limit that it leaves."""
     with pytest.raises(SettingsError, match=says):
         reads(conf)
-
-
-def test_app_settings_are_checked_too():
-    """What all locks share is checked before the first lock; what may be secret is not shown."""
-    with pytest.raises(SettingsError, match=r"dislock_transport_options='\*\*\*': give a dict"):
-        app_settings({"dislock_transport_options": [1]})
 
 
 SECRET_URLS = [
