@@ -203,6 +203,17 @@ def test_one_lock_has_its_own_view(site):
     assert (told["holders"][0]["id"], told["holders"][0]["token"]) == ("id-205", str(2**53 + 1))
 
 
+def test_costs_are_told(site):
+    """Of each holder, of all of them together, and of those in line; and what the first lacks."""
+    line = [place(1, cost=3, limit=5)]
+    site.put(lock("k", holders=[holder(1, cost=2), holder(2)], waiting=1, line=line))
+    told = site.lock("k")
+    assert [lease["cost"] for lease in told["holders"]] == [1, 2]
+    assert (told["held_by"], told["units"], told["line"][0]["cost"]) == (2, 3, 3)
+    lack = "The first in line needs 3 of 5 units, and 2 are free: nobody passes it."
+    assert told["told"][0] == lack
+
+
 def test_why_a_task_does_not_run_is_answered(site):
     """As the command does; an error of a body may have arguments, and has its name alone."""
     site.page._locks.app.control.broadcast = lambda *_args, **_how: None
@@ -388,6 +399,8 @@ def test_a_rate_is_set_and_taken_back(site, caplog):
     site.act("/api/rate", name=NAME, rate="")
     assert site.state().rate is None
     assert "'ann' let lock 'export:1' be taken as often as the code says" in caplog.text
+    refused = site.act("/api/rate", name=NAME, rate="5")
+    assert refused.json["error"].startswith("This is no rate: give ")
 
 
 def test_a_limit_set_by_people_is_listed_as_such(site):
