@@ -11,6 +11,7 @@ from celery import Celery
 
 from celery_dislock import Dislock
 from celery_dislock.config.settings import app_settings, apply_options, check_settings, task_options
+from celery_dislock.config.urls import group
 from celery_dislock.exceptions import SettingsError
 
 SEVERAL = {"dislock_url": ["redis://a", "rediss://b:1/0", "unix:///c.sock"]}
@@ -283,6 +284,21 @@ def test_no_error_about_a_setting_shows_a_password(conf):
             app_settings(conf(url))
         told = f"{caught.value} {caught.value!r}"
         assert not any(part in told for part in ("se/cr", "@et", "cret"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "sentinel://:s3cret@a;redis://b",
+        "sentinel://:s3cret@a:port",
+        "redis+cluster://:s3cret@",
+    ],
+)
+def test_no_error_about_hosts_shows_a_password(url):
+    """One has another scheme, a port is no number, or there is no host."""
+    with pytest.raises(SettingsError) as caught:
+        group(url)
+    assert "s3cret" not in f"{caught.value} {caught.value!r}"
 
 
 @pytest.mark.parametrize(
