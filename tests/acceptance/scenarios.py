@@ -109,11 +109,6 @@ def reported(key, **more):
     report(key, "end", error=None, **more)
 
 
-def rate_of_plan(key):
-    """Tell the rate that a test has written for the key."""
-    return str(reports.get(f"plan:{key}").decode())
-
-
 def be_brief(key):
     """Tell that it has begun."""
     report(key, "begin")
@@ -453,7 +448,6 @@ rated_slowly_or_retry = locked(
     "rated_slowly_or_retry", be_brief, lock_rate="1/8s", lock_on_conflict="retry"
 )
 quickened = locked("quickened", be_brief, lock_rate="1/h" if IS_OLD else "10/s", **QUEUE)
-planned = locked("planned", be_brief, lock_rate=rate_of_plan, **QUEUE)
 rated_or_wait = locked("rated_or_wait", be_brief, lock_rate="10/s", **WAITING)
 
 # The second of a key is not sent.

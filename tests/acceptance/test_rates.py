@@ -3,7 +3,7 @@
 import pytest
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, Scene, fleets, wait_for
+from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, Scene, fleets
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -21,11 +21,6 @@ def starts_of(scene):
 
 def ids_of(scene):
     return {event["id"] for event in scene.reported("begin")}
-
-
-def rate_in_line(scene):
-    """How many starts a second the first in line may have."""
-    return scenarios.dislock.lock_of(scene.key).state()[0].rate.rate.most
 
 
 @fleets("prefork", "rabbitmq", "threads", "gevent", "solo")
@@ -73,29 +68,6 @@ def test_a_task_that_is_put_off_for_longer_than_its_broker_waits_runs_once(start
     fleet.send(scenarios.rated_slowly_or_retry, scene.key).get(timeout=LIMIT)
     assert [event["id"] for event in scene.reported("begin")].count(last.id) == 1
     assert len(starts_of(scene)) == 4
-
-
-@pytest.mark.slow
-@fleets("prefork")
-def test_a_plan_changes_while_a_thousand_wait(fleet, scene):
-    """A callable's rate goes up and down: those that start after a change keep to the new one."""
-    plan, handed = f"plan:{scene.key}", f"{scene.lock}:handed"
-    scene.redis.set(plan, "5/s")
-    sent = [fleet.send(scenarios.planned, scene.key) for _ in range(1000)]
-    scene.wait_for_line(900)
-    for most in (50, 10, 80):
-        scene.redis.set(plan, f"{most}/s")
-        wait_for("the first follows", lambda most=most: rate_in_line(scene) == most)
-        out = {ticket.partition(":")[0] for ticket in scene.redis.zrange(handed, 0, -1)}
-        wait_for("turns by the old plan are claimed", lambda out=out: out <= ids_of(scene))
-        before = len(starts_of(scene))
-        wait_for("the line goes on", lambda at=before + 3 * most: len(starts_of(scene)) >= at)
-        starts = starts_of(scene)[before:]
-        sooner_and_later = zip(starts, starts[most:], strict=False)
-        assert all(later - sooner >= WINDOW for sooner, later in sooner_and_later)
-    for result in sent:
-        result.get(timeout=LIMIT)
-    assert len(starts_of(scene)) == 1000
 
 
 @pytest.mark.extra

@@ -171,14 +171,6 @@ class TestEnds:
             generator.close()
         driven.assert_free("k")
 
-    def test_a_loss_is_told_at_the_end(self, driven, lock, stay):
-        """Who has gone on in good faith."""
-        generator = stay(lock)
-        next(generator)
-        driven.lose("k")
-        with pytest.raises(LockLostError):
-            next(generator)
-
     def test_an_exception_of_the_body_goes_on_with_a_note(self, driven, lock, stay):
         """A loss does not hide what the body itself ended with."""
         generator = stay(lock)
@@ -328,16 +320,6 @@ class TestInterruption:
     def lock(self, driven):
         return driven.lock(on_lost="raise")
 
-    def test_the_main_thread_is_interrupted_inside_a_blocking_call(self, driven, lock):
-        """A signal ends the wait, and its handler raises the error, which says what and why."""
-        losing = threading.Timer(0, driven.lose, ("k",))
-        with pytest.raises(LockLostError) as caught, lock:
-            losing.start()
-            signal.sigtimedwait([], 60)
-        losing.join()
-        assert caught.value.key == "k"
-        assert "no longer has it" in caught.value.reason
-
     def test_another_thread_is_interrupted_between_bytecodes(self, driven, lock):
         """It spins, and gets the error."""
         caught = []
@@ -385,13 +367,16 @@ class TestInterruption:
         assert went_on
 
     def test_an_inner_block_leaves_the_outer_one_armed(self, driven, lock):
-        """The end of one does not switch off the interruption of the other."""
+        """A signal ends the wait of the main thread, and its handler raises what and why."""
+        losing = threading.Timer(0, driven.lose, ("k",))
         with pytest.raises(LockLostError) as caught, lock:
             with driven.lock("inner", on_lost="raise"):
                 pass
-            driven.lose("k")
+            losing.start()
             signal.sigtimedwait([], 60)
+        losing.join()
         assert caught.value.key == "k"
+        assert "no longer has it" in caught.value.reason
 
     def test_blocks_that_end_out_of_order_leave_nothing_armed(self, driven, lock):
         """Of two generators the outer may end first: its end is not forgotten by the inner's."""
