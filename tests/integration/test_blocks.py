@@ -151,16 +151,6 @@ def stack(lock):
 
 @pytest.mark.parametrize("stay", [block, stack])
 class TestEnds:
-    def test_what_another_thread_closes_ends_where_it_was_begun(self, driven, lock, stay):
-        """As when the garbage collector, which runs in any thread, closes a generator."""
-        generator = stay(lock)
-        next(generator)
-        closing = threading.Thread(target=generator.close)
-        closing.start()
-        closing.join()
-        driven.assert_free("k")
-        assert lock.lease is None
-
     def test_blocks_of_one_lock_end_in_any_order(self, driven, lock, stay):
         """The lock is free after the last of them."""
         generators = [stay(lock) for _ in range(3)]
@@ -224,21 +214,7 @@ def test_a_writer_that_stops_writing_stays_a_writer(driven, lock):
     driven.assert_free("k")
 
 
-def test_a_stack_releases_a_lock_that_it_did_not_take(driven, lock):
-    """ExitStack.push() calls the end of a block without its beginning."""
-    lock.acquire()
-    with ExitStack() as stack:
-        stack.push(lock)
-        driven.assert_locked("k")
-    driven.assert_free("k")
-
-
 class TestRefusals:
-    def test_a_block_that_waits_in_vain_is_not_entered(self, driven, somebody):
-        """After its timeout the error says who holds the lock."""
-        with pytest.raises(LockHeldError, match="somebody else"), driven.lock(timeout=0):
-            raise AssertionError
-
     @pytest.mark.parametrize(
         ("blocking", "timeout"),
         [(True, -1), (True, float("inf")), (True, float("nan")), (False, 1)],

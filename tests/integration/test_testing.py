@@ -9,7 +9,6 @@ import threading
 import time
 from datetime import datetime, timedelta, timezone
 
-import anyio
 import freezegun
 import pytest
 import redis
@@ -639,19 +638,3 @@ def test_a_task_that_was_revoked_was_not_skipped(server, app, declare, ran):
     with pytest.raises(AssertionError, match=r"is REVOKED, .*by its user.*: it was not skipped"):
         server.assert_skipped(sent)
     assert ran == []
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_coroutines_use_the_server(dislock_server):
-    """Somebody else's lock is waited for without blocking the loop."""
-    async with Dislock.from_url(dislock_server.url) as dislock:
-        with dislock_server.hold("k"):
-            assert not await dislock.async_lock("k").try_acquire()
-        async with dislock.async_lock("k") as lease:
-            dislock_server.assert_locked("k")
-            assert lease.held
-        with pytest.raises(LockLostError):
-            async with dislock.async_lock("k"):
-                dislock_server.lose("k")
-                await anyio.sleep_forever()
