@@ -11,16 +11,6 @@ pytestmark = [
 ]
 
 MANY, BESIDE = 60, 20
-MOST, WINDOW = 10, 1_000_000  # starts, and microseconds
-
-
-def starts_of(scene):
-    """When the bodies began, in microseconds: a lease's token is the time of its acquisition."""
-    return sorted(event["token"] for event in scene.reported("begin"))
-
-
-def ids_of(scene):
-    return {event["id"] for event in scene.reported("begin")}
 
 
 @fleets("prefork", "rabbitmq", "threads", "gevent", "solo")
@@ -34,12 +24,9 @@ def test_a_burst_keeps_its_rate_and_others_are_not_delayed(fleet, scene):
         assert result.get(timeout=LIMIT) == {"held": True}
     for result in rated:
         result.get(timeout=LIMIT)
-    starts = starts_of(scene)
-    assert len(starts) == MANY
-    assert max(start for one in beside for start in starts_of(one)) < max(starts)
-    assert all(
-        later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
-    )
+    assert len(scene.starts) == MANY
+    assert max(start for one in beside for start in one.starts) < max(scene.starts)
+    scene.assert_within_rate()
 
 
 @fleets("prefork")
@@ -48,11 +35,8 @@ def test_other_strategies_keep_it_too(fleet, scene, task):
     """Tasks that come back or wait in their slots run all, within their rate."""
     for result in [fleet.send(task, scene.key) for _ in range(25)]:
         result.get(timeout=LIMIT)
-    starts = starts_of(scene)
-    assert len(starts) == 25
-    assert all(
-        later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
-    )
+    assert len(scene.starts) == 25
+    scene.assert_within_rate()
 
 
 @pytest.mark.extra
@@ -67,7 +51,7 @@ def test_a_task_that_is_put_off_for_longer_than_its_broker_waits_runs_once(start
     # Another copy of it would take the next start, or come before the next one is over.
     fleet.send(scenarios.rated_slowly_or_retry, scene.key).get(timeout=LIMIT)
     assert [event["id"] for event in scene.reported("begin")].count(last.id) == 1
-    assert len(starts_of(scene)) == 4
+    assert len(scene.starts) == 4
 
 
 @pytest.mark.extra
@@ -80,13 +64,10 @@ def test_a_line_follows_the_release_that_takes_over(server, start_fleet, scene):
     scene.wait_for_line(24)
     old.workers[0].terminate()
     assert old.workers[0].wait_until_it_ends() == 0
-    assert len(starts_of(scene)) == 1
+    assert len(scene.starts) == 1
     start_fleet("prefork", **own)
     for result in sent:
         result.get(timeout=LIMIT)
-    starts = starts_of(scene)
-    assert len(starts) == 25
-    assert all(
-        later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
-    )
+    assert len(scene.starts) == 25
+    scene.assert_within_rate()
     scene.redis.delete(f"dislock:{{{scene.key}}}:starts")  # kept for the hour of the old rate

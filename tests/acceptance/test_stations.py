@@ -10,7 +10,6 @@ from collections import Counter
 
 import pytest
 import redis
-from celery import chord
 from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
@@ -23,7 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
 ]
 
-MOST, WINDOW = 10, 1_000_000  # starts of the tasks with a rate, and microseconds
 dislock = Dislock(scenarios.app)
 
 
@@ -93,9 +91,6 @@ def brief(server):
 def get_all(results):
     for result in results:
         assert result.get(timeout=LIMIT) == {"held": True}
-
-
-# One line for each tenant
 
 
 # A task that does not run, or not to its end
@@ -175,29 +170,4 @@ def test_a_worker_that_dies_with_turns_out_bars_nobody(start_fleet, calls, brief
     assert not {event["tenant"] for event in calls.reported("begin")} & {*tenants}
     alive.serve(dead.queue)
     get_all(left)
-    starts = sorted(event["token"] for event in calls.reported("begin"))
-    assert all(
-        later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
-    )
-
-
-# Others who take these locks
-
-
-# Canvas, and releases
-
-
-@PREFORK
-def test_a_chord_of_tasks_with_several_keys_ends(fleet, calls):
-    """Its members are parked at two keys, and its body has all their results."""
-    a, b = calls.tenants("ab")
-    held, holders = calls.hold_the_api(fleet)
-    calls.open(a, b)
-    members = [fleet.signature(call, calls.key, tenant) for tenant in (a, a, a, b, b)]
-    result = fleet.start(chord(members, scenarios.gather.s().set(queue=fleet.queue)))
-    calls.at(f"tenant:{a}").wait_for_line(2)
-    calls.at("api").wait_for_line(2)
-    calls.open(*held)
-    wait_for("the chord is over", result.ready)
-    assert result.get(timeout=LIMIT) == [{"held": True}] * 5
-    get_all(holders)
+    calls.assert_within_rate()
