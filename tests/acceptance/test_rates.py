@@ -29,16 +29,6 @@ def test_a_burst_keeps_its_rate_and_others_are_not_delayed(fleet, scene):
     scene.assert_within_rate()
 
 
-@fleets("prefork")
-@pytest.mark.parametrize("task", [scenarios.rated_or_retry, scenarios.rated_or_wait])
-def test_other_strategies_keep_it_too(fleet, scene, task):
-    """Tasks that come back or wait in their slots run all, within their rate."""
-    for result in [fleet.send(task, scene.key) for _ in range(25)]:
-        result.get(timeout=LIMIT)
-    assert len(scene.starts) == 25
-    scene.assert_within_rate()
-
-
 @pytest.mark.extra
 @pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
 def test_a_task_that_is_put_off_for_longer_than_its_broker_waits_runs_once(start_fleet, scene):

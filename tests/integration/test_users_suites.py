@@ -293,12 +293,3 @@ def test_the_same_test_runs_on_a_real_server(users, redis_url):
         plugins=[],
     )
     assert "1 passed, 2 skipped" in outcome.stdout, outcome.stdout
-
-
-@pytest.mark.extra
-def test_a_real_server_that_is_not_empty_is_refused(users, redis_url, redis_client):
-    """It keeps what it has."""
-    redis_client.set("theirs", "1")
-    outcome = users("def test(dislock_server): pass\n", f"--dislock-redis={redis_url}", plugins=[])
-    assert "it has 1 keys, and tests empty its databases" in outcome.stdout
-    assert redis_client.get("theirs") == "1"
