@@ -435,7 +435,6 @@ def calling(name, *keys, **options):
 
 call = calling("call", Key("api", limit=2), TENANT)
 call_and_survive = calling("call_and_survive", Key("api", limit=2), TENANT, **SURVIVING)
-call_rated = calling("call_rated", Key("rated", rate="10/s"), TENANT)
 
 # Another strategy since the release before.
 IS_OLD = os.environ.get("SCENARIOS_RELEASE") == "old"
