@@ -123,6 +123,12 @@ class Site:
         self._client.send_task(task, (key,), kwargs, task_id=task_id, queue=self.queue, retry=False)
         return task_id
 
+    def hold(self, key, task_id):
+        """Let a task hold the lock until its gate is open."""
+        self.send("early", key, task_id, gated=True)
+        self.wait_for_event("begin", task_id)
+        return task_id
+
     def signature(self, task, *args, task_id, **kwargs):
         """Make a signature that ignores the result before it."""
         options = {"task_id": task_id, "queue": self.queue}

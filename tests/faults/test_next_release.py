@@ -22,13 +22,6 @@ def site(redis_program, tmp_path):
         yield site
 
 
-def hold(site, key, name):
-    """Let a task hold the lock until its gate is open."""
-    holder = site.send("early", key, name, gated=True)
-    site.wait_for_event("begin", holder)
-    return holder
-
-
 def line_up(site, key, names):
     for name in names:
         site.send("late" if name in "ad" else "early", key, name)
@@ -41,7 +34,7 @@ def test_tasks_in_line_run_once_while_releases_change(site):
     """Each has its turn whoever has parked it; what only the next one can claim waits for it."""
     key = uuid.uuid4().hex[:8]
     old = site.start()
-    holder = hold(site, key, "1")
+    holder = site.hold(key, "1")
     forwards = line_up(site, key, "abc")
     new = site.start(is_next=True)
     old.terminate()
@@ -49,7 +42,7 @@ def test_tasks_in_line_run_once_while_releases_change(site):
     assert old.wait_until_it_ends() == 0
     site.wait_until_free(key)
 
-    holder = hold(site, key, "2")
+    holder = site.hold(key, "2")
     back = line_up(site, key, "def")
     older = site.start()
     new.terminate()

@@ -39,13 +39,6 @@ def key():
     return f"k-{uuid.uuid4().hex[:8]}"
 
 
-def hold(site, key):
-    """Let a task hold the lock until its gate is open."""
-    holder = site.send("early", key, f"{key}-holder", gated=True)
-    site.wait_for_event("begin", holder)
-    return holder
-
-
 def line_up(site, key, task, *names, **kwargs):
     """Let tasks join the line one after the other."""
     for name in names:
@@ -91,7 +84,7 @@ class TestCrashes:
         """Wherever the doomed task's process dies, it runs to its end once, as does the next."""
         shared.start_pair()
         doomed, following = f"{key}-doomed", f"{key}-next"
-        holder = hold(shared, key)
+        holder = shared.hold(key, f"{key}-holder")
         with_whom = following if crash.place == "turn" else doomed
         shared.arm(crash.place, with_whom, victim)
         line_up(shared, key, crash.task, "doomed", "next")
@@ -110,7 +103,7 @@ class TestCrashes:
     ):
         """Its process dies with the message in hand: the broker still has it, and it runs once."""
         shared.start_pair()
-        holder, doomed = hold(shared, key), f"{key}-doomed"
+        holder, doomed = shared.hold(key, f"{key}-holder"), f"{key}-doomed"
         shared.arm("parking", doomed, victim)
         shared.send("late", key, doomed)
         shared.wait_until_it_dies(doomed, victim)
@@ -126,7 +119,7 @@ class TestCrashes:
     ):
         """As any task of Celery's whose process dies; the line goes on without it."""
         shared.start_pair()
-        holder, doomed = hold(shared, key), f"{key}-doomed"
+        holder, doomed = shared.hold(key, f"{key}-holder"), f"{key}-doomed"
         shared.arm("parking", doomed, victim)
         shared.send("early", key, doomed)
         shared.wait_until_it_dies(doomed, victim)
@@ -141,7 +134,7 @@ class TestCrashes:
     def test_what_is_in_line_fails_with_its_child_until_it_runs(self, shared, key):
         """The main process cannot tell that it was parked: it says FAILURE, and the run SUCCESS."""
         shared.start_pair()
-        holder, doomed = hold(shared, key), f"{key}-doomed"
+        holder, doomed = shared.hold(key, f"{key}-holder"), f"{key}-doomed"
         shared.arm("parked", doomed, "child")
         shared.send("early", key, doomed)
         shared.wait_for_event("dies", doomed)
@@ -160,7 +153,7 @@ class TestCrashes:
     def test_what_stands_behind_a_task_is_not_lost_with_its_process(self, shared, key):
         """A process that dies right after the release leaves the task's result to a copy of it."""
         shared.start_pair()
-        holder = hold(shared, key)
+        holder = shared.hold(key, f"{key}-holder")
         doomed = f"{key}-doomed"
         shared.arm("turn", f"{key}-next", "child")
         chain(
@@ -198,7 +191,7 @@ class TestTwice:
     def test_a_parked_task_runs_once(self, on_redis, key, task, moment, marked):
         """Whenever the copy comes, the task has one run, one result, and the copy is said to go."""
         site = on_redis
-        holder = hold(site, key)
+        holder = site.hold(key, f"{key}-holder")
         task_id = f"{key}-doubled"
         raw = site.raw(task, key, task_id, gated=True)
         ticket = [name_of(key), f"{task_id}:0:0"] if marked else None

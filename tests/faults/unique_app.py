@@ -1,7 +1,7 @@
 """A unique task, in workers that are killed.
 
 UNIQUE_LOCKS is the lock server, UNIQUE_BROKER the broker.  What runs is pushed to the list "ran" on
-UNIQUE_NOTES, or on the lock server, and waits there until there is a key "gate".
+the lock server, and waits there until there is a key "gate".
 """
 
 import os
@@ -15,11 +15,11 @@ from tests.pace import LEASE
 
 UNIQUE_FOR = 30.0  # seconds
 TIMEOUT = LEASE  # lock_watchdog_timeout
-NOTES = os.environ.get("UNIQUE_NOTES", os.environ.get("UNIQUE_LOCKS", ""))
+LOCKS = os.environ.get("UNIQUE_LOCKS", "")
 
 app = Celery("unique", broker=os.environ.get("UNIQUE_BROKER"))
 app.conf.update(
-    dislock_url=os.environ.get("UNIQUE_LOCKS"),
+    dislock_url=LOCKS,
     broker_connection_retry_on_startup=True,
     task_acks_late=True,
     worker_prefetch_multiplier=200,
@@ -40,7 +40,7 @@ dislock = Dislock(app)
 )
 def edit(doc):
     """Wait for the gate."""
-    with redis.Redis.from_url(NOTES) as client:
+    with redis.Redis.from_url(LOCKS) as client:
         client.rpush("ran", f"edit:{doc}")
         while not client.exists("gate"):
             time.sleep(0.02)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from freezegun import freeze_time
 
-from celery_dislock import Key, SingletonTask
+from celery_dislock import Key
 from celery_dislock.config.terms import Terms
 from celery_dislock.exceptions import LockKeyError, LockTermsError, SettingsError
 from celery_dislock.parking.store import Lines
-from celery_dislock.tasks.task import terms_said
-from tests.declaring import declare
 from tests.driven import KEY, Shop
+from tests.integration.test_costs import declared
 from tests.integration.test_rates import Starts, most_in_a_window
 
 
@@ -98,17 +97,13 @@ def test_each_tenant_has_the_limit_of_its_own_plan(shop):
         asked.append(tenant)
         return {"small": 1, "large": 2}[tenant]
 
-    ran = []
-
-    def body(tenant):
-        ran.append(tenant)
-
-    declare(shop.app, body, name="shop.call", lock_key=[Key("t:<tenant>", limit=limit_of)])
-    task = shop.app.tasks["shop.call"]
+    task = declared(shop, lambda tenant: tenant, lock_key=[Key("t:<tenant>", limit=limit_of)])
+    results = []
     for tenant in ("small", "large"):
         with shop.held(f"t:{tenant}", limit=2):
-            shop.run(task, tenant, tenant)
-    assert (asked, ran) == (["small", "large"], ["large"])
+            results.append(shop.run(task, tenant, tenant))
+    states = [result.state for result in results]
+    assert (asked, states) == (["small", "large"], ["REVOKED", "SUCCESS"])
 
 
 NONSENSE = [
@@ -146,30 +141,16 @@ def test_a_callable_that_raises_takes_nothing(shop):
 def test_an_argument_is_renamed_while_tasks_wait(shop):
     """Those of before fail, as without a lock, and hold nothing up; those of after go on."""
 
-    def limit_of(tenant):
-        return 1
-
-    def limit_now(customer):
-        return 1
-
-    def before(tenant): ...
-
-    def after(customer):
-        return customer
-
-    def deploy(body, limit):
+    def deploy(body):
         shop.app.tasks.pop("shop.call", None)
-        options = {"lock_key": KEY, "lock_limit": limit, "lock_on_conflict": "queue"}
-        declare(shop.app, body, name="shop.call", **options)
-        return shop.app.tasks["shop.call"]
+        return declared(shop, body, lock_limit=body, lock_on_conflict="queue")
 
-    task = deploy(before, limit_of)
+    task = deploy(lambda tenant: tenant)
     with shop.held():
-        old = shop.run(task, "2", kwargs={"tenant": 7})
-        task = deploy(after, limit_now)
-        new = shop.run(task, "3", kwargs={"customer": 8})
+        old = shop.run(task, "2", kwargs={"tenant": 1})
+        new = shop.run(deploy(lambda customer: customer), "3", kwargs={"customer": 2})
     shop.work()
-    assert (old.state, new.get()) == ("FAILURE", 8)
+    assert (old.state, new.get()) == ("FAILURE", 2)
     with pytest.raises(TypeError, match="tenant"):
         old.get()
 
@@ -191,14 +172,7 @@ def test_a_turn_whose_terms_are_not_told_asks_for_the_lock_alone(shop, monkeypat
 
 def test_a_cost_above_the_plan_never_starts_and_says_so(shop):
     """It is an error where both are known: in the call."""
-
-    @shop.app.task(
-        base=SingletonTask, lock_key=KEY, lock_rate=Plan("50/m").of, lock_cost="<tokens>"
-    )
-    def call(tokens):
-        return tokens
-
-    shop.app.finalize()
+    call = declared(shop, lock_rate=Plan("50/m").of, lock_cost="<tokens>")
     assert shop.run(call, "1", 50).get() == 50
     what = r"^lock_cost .*a cost of 51 is more than the rate, 50 a minute"
     with pytest.raises(LockKeyError, match=what):
@@ -209,8 +183,7 @@ def test_the_order_of_keys_does_not_look_at_what_calls_are_told(shop):
     """A plan that changes would make two orders, in which tasks wait for each other."""
     plan = Plan(9)
     keys = [Key("a:<n>", limit=plan.of), Key("b:<n>", limit=plan.of), "c"]
-    declare(shop.app, lambda n: n, name="shop.call", lock_key=keys, lock_on_conflict="queue")
-    task = shop.app.tasks["shop.call"]
+    task = declared(shop, lambda n: n, lock_key=keys, lock_on_conflict="queue")
     orders = []
     for told in (9, 1):
         plan.now = told
@@ -218,21 +191,6 @@ def test_the_order_of_keys_does_not_look_at_what_calls_are_told(shop):
         each = task.dislock_guard._keys.terms_of((1,), {})
         orders.append(task.dislock_guard._keys.in_order(built, each)[0])
     assert orders == [["a:1", "b:1", "c"]] * 2
-
-
-def test_a_sweep_writes_no_word_for_a_callable(shop):
-    """Only a call tells: of other keys of the task the code does."""
-    keys = [Key("a", limit=Plan(2).of), Key("b", limit=3), Key("c", rate=Plan("1/s").of)]
-    declare(shop.app, lambda: None, name="shop.call", lock_key=keys)
-    declare(shop.app, lambda: None, name="shop.one", lock_key="a", lock_limit=Plan(2).of)
-    said = terms_said(shop.app)
-    assert [said("shop.call", key) for key in ("a", "c")] == [None, None]
-    assert said("shop.call", "b").limit == 3
-    assert said("shop.one", "a") is None
-
-
-def of_more(tenant, plan):
-    return tenant, plan
 
 
 def test_a_body_takes_its_own_lock_again_without_naming_what_its_call_was_told(shop):
@@ -257,39 +215,3 @@ def test_a_lock_in_python_has_no_arguments_for_a_callable(shop, option, where):
     shop.app.conf.update({} if given else {f"dislock_{option}": Plan(2).of})
     with pytest.raises(SettingsError, match="only a task has arguments"):
         shop.dislock.lock(KEY, **given)
-
-
-REFUSED = {
-    "other arguments": ({"lock_limit": of_more}, "takes the arguments"),
-    "of a key": ({"lock_key": [Key("k", rate=of_more)]}, "takes the arguments"),
-    "the second of two": (
-        {"lock_limit": Plan(2).of, "lock_rate": of_more},
-        "lock_rate=.*takes the arguments",
-    ),
-    "shared": ({"lock_limit": lambda: 2, "lock_mode": "shared"}, "no effect"),
-    "no lock": ({"lock_key": [Key("k", limit=lambda: 2)], "lock_limit": None}, "no effect"),
-    "kept for a retry": ({"lock_rate": lambda: "1/s", "lock_hold_on_retry": True}, "not counted"),
-}
-
-
-async def awaited(tenant):
-    return 1
-
-
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        *REFUSED.values(),
-        ({"lock_limit": awaited}, "not awaited"),
-        ({"lock_key": [Key("k", rate=awaited)]}, "not awaited"),
-    ],
-    ids=[*REFUSED, "async", "async of a key"],
-)
-def test_what_cannot_be_is_told_when_the_task_is_bound(shop, options, remedy):
-    """The error says what to change."""
-
-    @shop.app.task(base=SingletonTask, **{"lock_key": KEY, **options})
-    def call(tenant): ...
-
-    with pytest.raises(SettingsError, match=remedy):
-        shop.app.finalize()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from freezegun import freeze_time
 
-from celery_dislock import Key, SingletonTask
+from celery_dislock import Key
 from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
 from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.servers.replies import Granted
+from tests.declaring import declare
 from tests.driven import KEY, Shop
 from tests.integration.lua_server import START
 
@@ -26,6 +27,13 @@ def ask(shop, owner, cost=None, limit=5, rate=None, mode="exclusive", **how):
     terms = (Terms(mode, limit, Rate.of(rate) if rate else None, cost),)
     store = shop.dislock.runtime.process.store
     return isinstance(store.acquire([NAME], owner, 3600.0, "{}", terms=terms, **how), Granted)
+
+
+def declared(shop, body=lambda tokens: tokens, **options):
+    """Declare a task of these arguments."""
+    task = declare(shop.app, body, **{"lock_key": KEY, "name": "shop.call", **options})
+    shop.app.finalize()
+    return task
 
 
 def end(shop, *owners):
@@ -52,16 +60,6 @@ def test_a_lease_takes_as_many_units_of_the_limit_as_it_costs(shop):
     assert not ask(shop, "d")
     end(shop, "a")
     assert ask(shop, "b", 3)
-
-
-def test_a_start_counts_its_cost_against_the_rate(shop):
-    """In no window is the sum of the costs larger than the rate."""
-    assert start(shop, 60)
-    assert not start(shop, 41)
-    assert start(shop, 40)
-    assert not start(shop, None)
-    shop.server.stall(60.001)
-    assert start(shop, 100)
 
 
 @pytest.mark.parametrize("limit", [2, 1])
@@ -146,20 +144,11 @@ def test_whichever_of_two_runs_takes_its_own_cost(shop, how):
     options, expected = TWICE[how]
     ran = []
 
-    @shop.app.task(
-        base=SingletonTask,
-        bind=True,
-        lock_key=KEY,
-        lock_limit=5,
-        lock_cost="<n>",
-        lock_on_conflict="queue",
-        **options,
-    )
-    def call(self, n):
+    def body(self, n):
         holders = shop.dislock.lock_of(KEY).holders()
         ran.append((self.request.id, sum(lease.cost for lease in holders if not lease.expiring)))
 
-    shop.app.finalize()
+    call = declared(shop, body, lock_limit=5, lock_cost="<n>", lock_on_conflict="queue", **options)
     assert ask(shop, "a", 5)
     for name, n in (("first", 2), ("second", 4)):
         shop.run(call, name, n)
@@ -185,14 +174,12 @@ def test_a_shared_lock_with_a_rate_counts_costs(shop):
 def test_a_lock_is_taken_again_without_its_cost(shop, options, is_same):
     """An argument told it, which the body's own block cannot repeat; another cost is refused."""
 
-    @shop.app.task(base=SingletonTask, lock_key=KEY, lock_limit=5, lock_cost="<n>")
-    def call(n):
+    def body(n):
         with shop.dislock.lock(KEY, limit=5, **options):
             (holder,) = shop.dislock.lock_of(KEY).holders()
         return holder.cost
 
-    shop.app.finalize()
-    result = shop.run(call, "1", 3)
+    result = shop.run(declared(shop, body, lock_limit=5, lock_cost="<n>"), "1", 3)
     if is_same:
         assert result.get() == 3
     else:
@@ -243,12 +230,7 @@ COSTS = {
 @pytest.mark.parametrize("how", COSTS)
 def test_a_cost_comes_from_the_arguments(shop, how):
     """It is a number, an argument's, or what a callable makes of the arguments."""
-
-    @shop.app.task(base=SingletonTask, lock_key=KEY, lock_rate="100/m", lock_cost=COSTS[how])
-    def call(tokens):
-        return tokens
-
-    shop.app.finalize()
+    call = declared(shop, lock_rate="100/m", lock_cost=COSTS[how])
     assert shop.run(call, "1", 60).get() == 60
     assert start(shop, 40)
     assert not start(shop, 1)
@@ -257,46 +239,69 @@ def test_a_cost_comes_from_the_arguments(shop, how):
 @pytest.mark.parametrize("cost", [0, -1, "9", 101, True, None])
 def test_what_is_no_cost_takes_nothing(shop, cost):
     """The task fails with an error of its key, and nothing is counted."""
-
-    @shop.app.task(base=SingletonTask, lock_key=KEY, lock_rate="100/m", lock_cost="<tokens>")
-    def call(tokens):
-        return tokens
-
-    shop.app.finalize()
+    call = declared(shop, lock_rate="100/m", lock_cost="<tokens>")
     with pytest.raises(LockKeyError, match=r"^lock_cost "):
         shop.run(call, "1", cost).get()
     assert start(shop, 100)
 
 
+async def awaited(tokens):
+    return 1
+
+
+def of_more(tokens, plan):
+    return tokens, plan
+
+
 LARGE = {"lock_cost": 3, "lock_limit": 5}
+NO_LOCK = {"lock_limit": None, "lock_unique_until": "end"}
+COUNTED_TWICE = {"lock_on_conflict": "skip", "lock_hold_on_retry": True}
 REFUSED = {
-    "above the limit": ({"lock_limit": 5, "lock_cost": 6}, "more than the limit, 5"),
-    "above the rate": ({"lock_rate": "5/m", "lock_cost": 6}, "more than the rate, 5 a minute"),
-    "of a key": ({"lock_key": [Key("k", limit=2, cost=3)]}, "more than the limit, 2"),
-    "nothing counts it": ({"lock_cost": 3}, "needs a limit or a rate"),
-    "shared": ({"lock_cost": 3, "lock_mode": "shared"}, "nothing counts the cost: give a rate"),
-    "no lock": (
-        {"lock_cost": 3, "lock_limit": None, "lock_unique_until": "end"},
+    "a cost above the limit": ({"lock_limit": 5, "lock_cost": 6}, "more than the limit, 5"),
+    "a cost above the rate": ({"lock_rate": "5/m", "lock_cost": 6}, "the rate, 5 a minute"),
+    "the cost of a key": ({"lock_key": [Key("k", limit=2, cost=3)]}, "more than the limit, 2"),
+    "a cost that nothing counts": ({"lock_cost": 3}, "needs a limit or a rate"),
+    "a cost, shared": ({"lock_cost": 3, "lock_mode": "shared"}, "nothing counts the cost: give"),
+    "a cost, no lock": (
+        {"lock_cost": 3, **NO_LOCK},
         "no effect with lock_limit=None: leave one of the two out",
     ),
-    "cancel": ({**LARGE, "lock_on_conflict": "cancel"}, "leave the cost out"),
-    "no argument": ({"lock_cost": "<n>", "lock_limit": 5}, "no argument of the task"),
-    "zero": ({"lock_cost": 0, "lock_limit": 5}, "give 1 or more"),
-    "text": ({"lock_cost": "3", "lock_limit": 5}, "'<name>' of an argument"),
-    "a callable of others": ({"lock_cost": pow, "lock_limit": 5}, "takes the arguments"),
+    "a cost, cancel": ({**LARGE, "lock_on_conflict": "cancel"}, "leave the cost out"),
+    "a cost of no argument": ({"lock_cost": "<n>", "lock_limit": 5}, "no argument of the task"),
+    "a cost of zero": ({"lock_cost": 0, "lock_limit": 5}, "give 1 or more"),
+    "a cost in a text": ({"lock_cost": "3", "lock_limit": 5}, "'<name>' of an argument"),
+    "a cost of others": ({"lock_cost": pow, "lock_limit": 5}, "takes the arguments"),
+    "a rate of nothing": ({"lock_rate": "0/m"}, "give 1 to"),
+    "a rate of months": ({"lock_rate": "1/99d"}, "30 days"),
+    "a rate, no lock": ({"lock_rate": "1/m", **NO_LOCK}, "no effect"),
+    "a rate, kept for a retry": ({"lock_rate": "1/m", **COUNTED_TWICE}, "not counted"),
+    "the rate of a key": ({"lock_key": [Key("a", rate="x"), "b"]}, "the rate of"),
+    "a callable of more": ({"lock_limit": of_more}, "takes the arguments"),
+    "a callable of more, of a key": ({"lock_key": [Key("k", rate=of_more)]}, "takes the arguments"),
+    "the second of two": (
+        {"lock_limit": lambda _: 2, "lock_rate": of_more},
+        "lock_rate=.*takes the arguments",
+    ),
+    "a callable, shared": ({"lock_limit": lambda: 2, "lock_mode": "shared"}, "no effect"),
+    "a callable, no lock": (
+        {"lock_key": [Key("k", limit=lambda: 2)], "lock_limit": None},
+        "no effect",
+    ),
+    "a callable, kept for a retry": (
+        {"lock_rate": lambda: "1/s", "lock_hold_on_retry": True},
+        "not counted",
+    ),
+    "async": ({"lock_limit": awaited}, "not awaited"),
+    "async of a key": ({"lock_key": [Key("k", rate=awaited)]}, "not awaited"),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_a_cost_that_cannot_be_is_told_when_the_task_is_bound(shop, why):
-    """The error says what to change."""
+def test_a_term_that_cannot_be_is_told_when_the_task_is_bound(shop, why):
+    """Of a limit, a rate and a cost the error says what to change."""
     options, remedy = REFUSED[why]
-
-    @shop.app.task(base=SingletonTask, **{"lock_key": KEY, **options})
-    def call(tokens): ...
-
     with pytest.raises(SettingsError, match=remedy):
-        shop.app.finalize()
+        declared(shop, **options)
 
 
 def test_what_was_spent_counts_in_place_of_what_was_said(shop):
@@ -313,29 +318,14 @@ def test_what_was_spent_counts_in_place_of_what_was_said(shop):
     assert start(shop, 100)
 
 
-def test_less_is_not_taken_from_the_next_start(shop):
-    """A start that has spent less leaves the window as what it was, and not later."""
-    with shop.dislock.lock(KEY, rate="100/m", cost=90, watchdog_timeout=3600) as lease:
-        shop.server.stall(30)
-        assert start(shop, 10)
-        lease.spent(40)
-        assert not start(shop, 51)
-        shop.server.stall(30.001)
-        assert not start(shop, 91)
-        assert start(shop, 90)
-
-
 def test_a_task_says_what_it_has_spent(shop):
     """self.lease.spent() counts, with a large rate, too."""
     rate = "100000/m"
 
-    @shop.app.task(
-        base=SingletonTask, bind=True, lock_key=KEY, lock_rate=rate, lock_cost="<estimate>"
-    )
-    def call(self, estimate, really):
+    def body(self, estimate, really):
         return self.lease.spent(really)
 
-    shop.app.finalize()
+    call = declared(shop, body, lock_rate=rate, lock_cost="<estimate>")
     assert shop.run(call, "1", 90_000, 10_000).get()
     assert start(shop, 80_000, rate)
     assert not start(shop, 10_000, rate)

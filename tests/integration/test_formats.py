@@ -196,30 +196,28 @@ def test_a_done_mark_counts_by_its_key_alone(broker, server):
     assert broker.claim("a") == "done"
 
 
-@pytest.mark.parametrize(("limit", "admitted"), [(0, False), (3, True)])
-def test_a_limit_counts_by_its_number(broker, server, limit, admitted):
-    """What a later release adds to it is passed over."""
-    broker.ask("first")
-    server.send("SET", f"{LOCK}:limit", f"3 limit {limit} {server.now_ms} 0 new more text")
-    assert broker.wait("me@w:1/1", place=0) is admitted
-    assert broker.store.override(LOCK, limit=None)["limit"].value == str(limit).encode()
-
-
-def test_a_rate_counts_by_its_numbers(broker, server):
-    """What a later release adds to it is passed over."""
-    now = server.now_ms
-    server.send("SET", f"{LOCK}:limit", f"3 rate 1/60000 {now} 0 new more text")
-    assert broker.ask("first") == "granted"
-    assert not broker.wait("me@w:1/1", place=0)
-
-
-def test_a_rate_of_then_holds_a_lock_back(broker, server):
-    """Until the time that its head says."""
-    until = server.now_ms + 5000
-    server.send("SET", f"{LOCK}:limit", f"3 back - {server.now_ms} {until} new more text")
-    assert not broker.wait("me@w:1/1", place=0)
+@pytest.mark.parametrize(
+    ("record", "admitted", "later"),
+    [
+        ("limit 0 {now} 0", False, False),
+        ("limit 3 {now} 0", True, True),
+        ("rate 1/60000 {now} 0", False, False),
+        ("back - {now} {end}", False, True),
+    ],
+    ids=["a pause", "a limit", "a rate", "a hold-back"],
+)
+def test_what_people_set_counts_by_its_head(broker, server, record, admitted, later):
+    """What a later release adds to a limit, a rate or a hold-back is passed over."""
+    terms = {"limit": 9, "rate": Rate(9, 60.0)} if "limit" not in record else {}
+    broker.ask("first", **terms)
+    written = record.format(now=server.now_ms, end=server.now_ms + 5000)
+    server.send("SET", f"{LOCK}:limit", f"3 {written} new more text")
+    assert broker.wait("me@w:1/1", place=0, **terms) is admitted
     server.advance(5)
-    assert broker.wait("me@w:1/1", place=0)
+    assert broker.wait("me@w:1/1", place=0, **terms) is later
+    if "limit" in record:
+        value = broker.store.override(LOCK, limit=None)["limit"].value
+        assert value.decode() == record.split()[1]
 
 
 @pytest.mark.parametrize("which", ["waits", "began"])
@@ -309,12 +307,9 @@ class TestReservation:
         assert granted.tokens
         broker.end("b", reservation=self.MINE)
         assert server.client().get(f"{LOCK}:unique") == record
-
-    def test_when_it_is_gone_keys_are_reserved_again(self, broker, server, record):
-        """Its expiry is that of the key, which any release can end."""
-        server.advance(901)
+        server.advance(901)  # its expiry is that of the key, which any release can end
         server.end_keys()
-        assert isinstance(broker.store.reservations.reserve(self.MINE, "nonce"), Reserved)
+        assert isinstance(kept.reserve(self.MINE, "nonce"), Reserved)
 
 
 class TestMessage:
@@ -364,7 +359,8 @@ class TestMessage:
         assert turn.items() >= {"v": 2, "new": {"a": 1}}.items()
         shop.sweep()
         shop.work()
-        assert shop.app.AsyncResult("3").state == "REVOKED"
+        dropped = shop.app.AsyncResult("3")
+        assert (dropped.state, str(dropped.result)) == ("REVOKED", "dropped by an operator")
         assert shop.line == []
 
     @pytest.fixture
@@ -377,15 +373,24 @@ class TestMessage:
 
         return later
 
-    def test_of_two_tasks_the_one_that_was_sent_last_runs_last(self, shop, later):
-        """With "cancel": an older one that comes later ends as REVOKED."""
-        task = shop.declare(lock_on_conflict="cancel")
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"lock_on_conflict": "cancel"},
+            {"lock_queue_limit": 1, "lock_queue_overflow": "replace"},
+        ],
+        ids=["cancel", "replace"],
+    )
+    def test_of_those_in_line_the_one_that_was_sent_last_stays(self, shop, later, options):
+        """Whichever came first: an older one that comes later ends as REVOKED."""
+        task = shop.declare(**options)
         now = int(shop.clock() * 1e6)
-        for task_id, sent_at in (("newer", now - 1000), ("older", now - 2000)):
-            shop.send(task, task_id)
-            later(sent=sent_at)
-        shop.work()
-        assert (shop.ran, shop.app.AsyncResult("older").state) == (["newer"], "REVOKED")
+        with shop.held():
+            for task_id, sent_at in (("newer", now - 1000), ("older", now - 2000)):
+                shop.send(task, task_id)
+                later(sent=sent_at)
+                shop.work()
+            assert (shop.line, shop.app.AsyncResult("older").state) == (["newer"], "REVOKED")
 
     def test_a_task_that_runs_ends_for_one_that_was_sent_later_and_no_other(self, shop, later):
         """With "cancel", of three tasks the newest stays."""
@@ -405,18 +410,6 @@ class TestMessage:
         shop.work()
         states = {one: shop.app.AsyncResult(one).state for one in ("newer", "older")}
         assert (waits, states) == (["newer"], {"newer": "PARKED", "older": "REVOKED"})
-
-    def test_of_those_in_line_the_one_that_was_sent_last_stays(self, shop, later):
-        """With "replace", whichever came first."""
-        task = shop.declare(lock_queue_limit=1, lock_queue_overflow="replace")
-        now = int(shop.clock() * 1e6)
-        with shop.held():
-            for task_id, sent_at in (("newer", now - 1000), ("older", now - 2000)):
-                shop.send(task, task_id)
-                later(sent=sent_at)
-                shop.work()
-            assert shop.line == ["newer"]
-            assert shop.app.AsyncResult("older").state == "REVOKED"
 
     @pytest.mark.parametrize("until", ["start", "end", "expiry"])
     def test_a_reservation_ends_with_its_task(self, shop, later, until):
@@ -440,15 +433,19 @@ class TestMessage:
         shop.work()
         assert (shop.ran, shop.app.AsyncResult("older").state) == (["newer"], "REVOKED")
 
+    @pytest.mark.parametrize("release", ["this", "the next"])
     @pytest.mark.parametrize(
         ("until", "is_kept"), [("start", True), ("end", True), ("expiry", False)]
     )
-    def test_a_key_stays_reserved_while_its_task_is_parked(self, shop, later, until, is_kept):
+    def test_a_key_stays_reserved_while_its_task_is_parked(
+        self, shop, later, until, is_kept, release
+    ):
         """As long as a worker sweeps its line; with "expiry" no longer than it says."""
         task = shop.declare(lock_unique_until=until, lock_unique_for=90)
         with shop.held():
             shop.send(task, "2")
-            later()
+            if release == "the next":
+                later()
             shop.work()
             for _ in range(4):
                 shop.server.advance(30)
@@ -526,5 +523,6 @@ class TestMessage:
     def test_who_was_told_of_its_end_by_an_older_release_does_not_run(self, shop):
         """The sweep of this release has written why into a header of the next one."""
         task = shop.declare()
-        shop.run(task, headers={"dislock": {"v": 2, "replaced": "a newer one", "new": 1}})
-        assert (shop.ran, shop.app.AsyncResult("2").state) == ([], "REVOKED")
+        shop.server.away = True  # its message says why; nobody is asked
+        result = shop.run(task, headers={"dislock": {"v": 2, "replaced": "a newer one", "new": 1}})
+        assert (shop.ran, result.state, str(result.result)) == ([], "REVOKED", "a newer one")

@@ -15,7 +15,7 @@ from tests.declaring import declare
 from tests.driven import KEY, Shop
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, Line
-from tests.integration.test_rates import SWEPT, Starts, most_in_a_window
+from tests.integration.test_rates import Starts, most_in_a_window
 
 SLOW, FAST = (
     Terms(limit=LIMIT_MOST, rate=Rate.of("1/h")),
@@ -29,20 +29,6 @@ def shop():
         yield shop
 
 
-class Deploys(Starts):
-    """Tasks whose code changes while they are in line."""
-
-    def deploy(self, **options):
-        """Let the code of all workers be another from now on."""
-        self.task = self.shop.declare(self._body, **options)
-
-    @property
-    def word(self):
-        """The terms of the first in line."""
-        (state,) = self.shop.dislock.lock_of(KEY).state()
-        return state.rate and str(state.rate.rate)
-
-
 def message_of(task, name="shop.a"):
     return b'1 {"headers":{"task":%s}} %s' % (dumps(name).encode(), task.encode())
 
@@ -52,66 +38,12 @@ def ask(line, task, name="shop.a", **how):
     return line.park(task, message=message_of(task, name), task=name, **how)
 
 
-def test_a_faster_rate_reaches_those_in_line_with_the_next_sweep(shop):
-    """At one an hour sixty-four wait; after a deploy of five a second all run, and none comes."""
-    starts = Deploys(shop, lock_rate="1/h")
-    starts.send(65)
-    starts.run(1)
-    assert len(starts.times) == 1
-    starts.deploy(lock_rate="5/s")
-    starts.run(SWEPT + 65 / 5 + 1)
-    assert len(starts.times) == 65
-    assert most_in_a_window(starts.times, 1.0) == 5
-
-
-def test_a_slower_rate_holds_those_in_line_with_the_next_sweep(shop):
-    """After a sweep none of those that wait starts by the faster rate with which it was parked."""
-    starts = Deploys(shop, lock_rate="5/s")
-    starts.send(43)
-    starts.run(1)
-    starts.deploy(lock_rate="3/5s")
-    shop.sweep()
-    begun = len(starts.times)
-    starts.run(1)  # those that had their turn
-    assert len(starts.times) <= begun + 5
-    begun = len(starts.times)
-    starts.run(30)
-    after = starts.times[begun:]
-    assert len(after) == 18
-    assert most_in_a_window(after, 5.0) == 3
-
-
-def test_a_newcomer_brings_the_newest_word(shop):
-    """The first in line goes by the terms of a task of its name that asks, without a sweep."""
-    starts = Deploys(shop, lock_rate="1/h")
-    starts.send(3)
-    shop.work()
-    starts.deploy(lock_rate="9/s")
-    starts.send(1, first=3)
-    shop.work(later=1)
-    shop.work(later=1)
-    assert len(starts.times) == 4
-
-
-def test_a_claim_brings_the_newest_word(shop):
-    """Whoever claims a turn has those behind it go by its code, and is judged by its own ticket."""
-    starts = Deploys(shop, lock_rate="2/4s")
-    starts.send(8)
-    shop.work()
-    shop.server.advance(3.5)  # one turn is out
-    starts.deploy(lock_rate="1/h")
-    for _ in range(100):
-        shop.work(later=0.5)
-    assert starts.times == [0.0, 0.0, pytest.approx(4, abs=0.1)]
-    assert starts.word == "1 an hour"
-
-
 def test_a_turn_by_a_slower_word_is_not_passed_by_all_others(shop):
     """Its claim starts by the faster word of the code, as those behind it do."""
-    starts = Deploys(shop, lock_rate="1/5s")
+    starts = Starts(shop, lock_rate="1/5s")
     starts.send(100)
     starts.run(1)  # the next turn is out, for a start in four seconds
-    starts.deploy(lock_rate="5/s")
+    starts.task = shop.declare(starts._body, lock_rate="5/s")
     shop.sweep()
     starts.run(6)
     assert "t1" in shop.ran
@@ -159,23 +91,6 @@ def test_a_line_of_two_tasks_goes_by_the_words_of_each(a, b):
     line.sweep()
     assert ask(line, "a4", a, **fast) == "granted"
     assert line.given() == ["a2", "a3", "b2"]
-
-
-def test_those_behind_the_first_follow_it_when_nobody_asks(shop):
-    """A release brings no word: the next one in line has that of the one before it."""
-    line = Line(LuaServer())
-    for task in ("t0", "t1", "t2", "t3", "t4"):
-        ask(line, task, limit=4)
-    ask(line, "t5", limit=4)
-    assert line.line() == ["t4", "t5"]
-    line.end("t0", 1)
-    assert line.given() == ["t4"]
-    ask(line, "t6", limit=4)
-    ask(line, "t7", limit=2)  # the word for t5, which is first
-    for task in ("t1", "t2", "t3"):
-        line.end(task, 1)
-    assert line.given() == ["t5"]
-    assert line.line() == ["t6", "t7"]
 
 
 def test_the_sweeper_compares_before_it_writes():
@@ -255,7 +170,7 @@ def test_a_turn_for_a_lock_that_the_code_does_not_name_says_nothing(shop, a):
 
 
 def test_what_the_code_says_of_a_key(shop):
-    """A key is found by its template; if two fit, or a callable may, only the arguments tell."""
+    """A key is found by its template; if two fit, or a callable tells, only the arguments do."""
 
     def call(a, b): ...
 
@@ -271,9 +186,15 @@ def test_what_the_code_says_of_a_key(shop):
     declare(shop.app, call, name="shop.made", lock_key=[Key("api", limit=5), made])
     declare(shop.app, call, name="shop.same", lock_key=made, lock_limit=7)
     declare(shop.app, call, name="shop.none", lock_limit=None, lock_unique_until="start")
+    plans = [Key("a", limit=lambda *_: 2), Key("b", limit=3), Key("c", rate=lambda *_: "1/s")]
+    declare(shop.app, lambda: None, name="shop.plans", lock_key=plans)
+    declare(shop.app, lambda: None, name="shop.plan", lock_key="a", lock_limit=lambda *_: 2)
     said = terms_said(shop.app)
     assert [said("shop.call", key).limit for key in ("api", "t:1", "u:1:2")] == [5, 2, 3]
     assert [said("shop.call", key) for key in ("t:x:1", "other", "an api")] == [None] * 3
     assert said("shop.made", "api") is None
     assert said("shop.same", "x").limit == 7
     assert [said(name, "k") for name in ("shop.none", "shop.unknown")] == [None, None]
+    assert [said("shop.plans", key) for key in ("a", "c")] == [None, None]
+    assert said("shop.plans", "b").limit == 3
+    assert said("shop.plan", "a") is None

@@ -104,27 +104,6 @@ class TestParking:
             assert second == first
             assert shop.ran == ["1", "1-linked", "2", "2-linked"]
 
-    def test_a_priority_passes_nobody_in_line(self, shop):
-        """A line is first come first served; the priority is for the broker alone, and kept."""
-        task = shop.declare(lambda self: self.request.delivery_info["priority"])
-        with shop.held():
-            results = [shop.run(task, str(one), priority=one) for one in (0, 9, 5)]
-            assert shop.line == ["0", "9", "5"]
-        shop.work()
-        assert shop.ran == ["0", "9", "5"]
-        assert [result.get() for result in results] == [0, 9, 5]
-
-    def test_it_is_parked_when_its_time_has_come(self, shop):
-        """Not before, and when it has its turn it does not wait again."""
-        task = shop.declare()
-        with shop.held():
-            shop.run(task, countdown=60)
-            assert shop.line == []
-            shop.work(later=60)
-            assert shop.line == ["2"]
-        shop.work()
-        assert shop.ran == ["2"]
-
     def test_the_state_is_stored_before_it_is_in_line(self, shop, monkeypatch):
         """Once in line it may run and end anywhere; a copy of it stores nothing."""
         stored, store = [], shop.app.backend.store_result
@@ -272,19 +251,6 @@ class TestParking:
         shop.run(task, notes=TURN)
         assert (states, result.state, str(result.result)) == (["STARTED"], "FAILURE", "no")
 
-    @pytest.mark.parametrize("until", ["start", "expiry"])
-    def test_its_key_stays_reserved_however_long_it_waits(self, shop, until):
-        """No worker has its message, so the sweep renews it; "expiry" counts from the sending."""
-        task = shop.declare(lock_unique_until=until, lock_unique_for=60.0)
-        with shop.held():
-            shop.run(task)
-            for _ in range(10):
-                shop.server.advance(10)
-                shop.sweep()
-            assert shop.send(task, "3").duplicate == (until == "start")
-        shop.work()
-        assert shop.ran == ["2"] + ["3"] * (until == "expiry")
-
     def test_one_that_may_be_in_line_is_not_skipped(self, shop):
         """The line has no room when it comes again, and a request may still be on its way there."""
         with shop.held():
@@ -298,31 +264,21 @@ class TestParking:
 
 
 class TestCopies:
-    def test_a_retry_is_new_work(self, shop, caplog):
-        """It copies the headers, has a ticket of its own, and goes to the end of the line."""
+    @pytest.mark.parametrize("how", ["retry", "replace"])
+    def test_what_continues_it_is_new_work(self, shop, caplog, how):
+        """It has the id and the headers, a ticket of its own, and goes to the end of the line."""
+        begins = ["2"]
 
         def body(self):
-            if self.request.id == "2" and not self.request.retries:
-                raise self.retry(countdown=0)
+            if self.request.id in begins:
+                begins.clear()
+                raise self.retry(countdown=0) if how == "retry" else self.replace(self.si())
 
         task = shop.declare(body)
         shop.park(task, "2", "3")
         shop.work()
         assert shop.ran == ["2", "3", "2"]
         assert_done(shop, task, caplog, ran=["2", "3", "2"])
-
-    def test_what_takes_its_place_is_new_work(self, shop):
-        """It has the id and the headers of the task that it replaces."""
-
-        def body(self, again):
-            if again:
-                raise self.replace(self.si(False))
-
-        task = shop.declare(body)
-        with shop.held():
-            shop.run(task, "2", True)
-        shop.work()
-        assert shop.ran == ["2", "2"]
 
     def test_one_of_what_runs_is_put_off(self, shop, caplog):
         """It may be the only one if that process dies; it keeps its ticket, and is not parked."""
@@ -484,13 +440,6 @@ class TestItsEnd:
         shop.server.advance(60)
         assert_done(shop, task, caplog)
 
-    def test_one_that_lost_its_place_ends_unrun(self, shop):
-        """Its message says why; nobody is asked."""
-        shop.server.away = True
-        result = shop.run(shop.declare(), notes={"replaced": "a newer task took its place"})
-        assert (result.state, str(result.result)) == ("REVOKED", "a newer task took its place")
-        assert shop.ran == []
-
     def test_other_strategies_leave_no_mark(self, shop):
         """A task that cannot be parked needs none."""
         shop.run(shop.declare(lock_on_conflict="skip"))
@@ -581,23 +530,15 @@ class TestWhatCannotClaimItsTurn:
                 assert (shop.line, self.aside(shop), self.state(shop)) == (["2"], [], "PARKED")
             shop.work()
             assert (self.aside(shop), self.state(shop)) == (["2"], "FAILURE")
-        shop.declare()
-        assert [*self.actions(shop).put_back(LOCK)] == [("2:0:0", "")]
-        shop.work()
-        assert (shop.ran, self.aside(shop), shop.line) == (["3", "2"], [], [])
-        assert self.state(shop) == "SUCCESS"
-        assert [*self.actions(shop).put_back(LOCK)] == []
-
-    def test_what_is_put_back_goes_to_the_end_of_its_line(self, shop):
-        """Those who came meanwhile are before it."""
-        self.set_aside(shop)
         task = shop.declare()
         with shop.held():
             shop.run(task, "4")
             assert [*self.actions(shop).put_back(LOCK)] == [("2:0:0", "")]
-            assert shop.line == ["4", "2"]
+            assert shop.line == ["4", "2"]  # at the end of its line
         shop.work()
-        assert shop.ran == ["3", "4", "2"]
+        assert (shop.ran, self.aside(shop), shop.line) == (["3", "4", "2"], [], [])
+        assert self.state(shop) == "SUCCESS"
+        assert [*self.actions(shop).put_back(LOCK)] == []
 
     def test_what_is_put_back_while_its_broker_is_away_waits_in_line(self, shop, monkeypatch):
         """A sweep gives it its turn."""
@@ -932,16 +873,6 @@ class TestWhoLostItsPlace:
             shop.sweep()
             assert first.state == "REVOKED"
             assert list(shop.other.records().aside) == ["9"]
-
-    @pytest.mark.parametrize("by", ["another", "a sweep"])
-    def test_a_message_of_another_process_says_why_itself(self, shop, by):
-        """An operator has dropped it."""
-        task = shop.declare()
-        with shop.held():
-            result = shop.run(task)
-            shop.other.lines.drop(LOCK, "2:0:0", '"replaced": "dropped by ana"')
-            shop.run(task, "3") if by == "another" else shop.sweep()
-            assert (result.state, str(result.result)) == ("REVOKED", "dropped by ana")
 
 
 class TestWhichBroker:

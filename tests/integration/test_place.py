@@ -16,7 +16,6 @@ import pytest
 
 from celery_dislock import Dislock, DislockError, Key, LockKeyError, StoreError
 from celery_dislock.config.terms import LIMIT_MOST, Rate, Terms
-from celery_dislock.scripts import RELEASE
 from celery_dislock.servers.find import RETRIES, find_place
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.waiters import Place
@@ -36,6 +35,13 @@ def line(server):
     line.server = server
     line.place = lambda task: find_place(server, [LOCK], task)
     return line
+
+
+def behind(line, *tasks, **terms):
+    """Let the first one have the lock, and park tasks."""
+    assert line.ask("first", **terms) == "granted"
+    for task in tasks:
+        line.park(task, **terms)
 
 
 def run(line, task, seconds, **terms):
@@ -95,9 +101,7 @@ def test_with_costs_nothing_is_known_of_the_end_of_a_limit(line):
 
 def test_of_a_limit_nothing_is_known_before_a_body_has_ended(line):
     """Its place is; when it starts is reckoned from the bodies that ended while others waited."""
-    assert line.ask("first") == "granted"
-    for task in ("a", "b", "c"):
-        line.park(task)
+    behind(line, "a", "b", "c")
     assert line.place("b") == Place("line", 2, 3, None, is_estimate=False)
     line.server.advance(40.0)
     line.end("first")
@@ -171,9 +175,7 @@ def test_more_hold_it_than_an_operator_admits_now(line):
 
 def test_a_lock_that_is_left_to_expire_is_reckoned_with(line):
     """The end of such a lease is known, and counts as the end of its body."""
-    assert line.ask("first") == "granted"
-    line.park("a")
-    line.park("b")
+    behind(line, "a", "b")
     line.server.advance(10.0)
     line.end("first", at_least=60.0)
     assert line.place("a") == Place("line", 1, 2, pytest.approx(50.0, abs=0.01), is_estimate=True)
@@ -182,9 +184,7 @@ def test_a_lock_that_is_left_to_expire_is_reckoned_with(line):
 
 def test_a_pause_has_no_end_and_a_hold_back_has_one(line):
     """Of a pause it is not known when it ends; of a hold-back it is, to the millisecond."""
-    assert line.ask("first") == "granted"
-    line.park("a")
-    line.park("b")
+    behind(line, "a", "b")
     line.server.advance(20.0)
     line.store.override(LOCK, limit=0)
     line.end("first")
@@ -201,9 +201,7 @@ def test_a_pause_has_no_end_and_a_hold_back_has_one(line):
 def test_an_operators_rate_is_the_one_that_counts(line):
     """It stands above that of the code."""
     terms = {"rate": Rate(1, 10.0), "limit": LIMIT_MOST}
-    assert line.ask("first", **terms) == "granted"
-    for task in ("a", "b", "c"):
-        line.park(task, **terms)
+    behind(line, "a", "b", "c", **terms)
     line.store.override(LOCK, rate="1/60000")
     place = line.place("c")
     assert (place.starts_in, place.is_estimate) == (pytest.approx(180, abs=0.1), False)
@@ -241,11 +239,10 @@ def test_the_mean_is_of_the_last_bodies_and_ends(line):
     line.park("a")
     line.end("a")
     assert not line.client.exists(LASTED)  # nobody waited
-    assert line.ask("first") == "granted"
-    for task in ("b", "c", "d"):
-        line.park(task)
+    behind(line, "b", "c", "d")
     line.server.advance(40.0)
-    line.end("first")
+    for _ in range(2):  # sent twice, it counts once
+        line.end("first")
     assert line.client.get(LASTED) == b"1 40000"
     run(line, "b", 20.0)
     assert line.client.get(LASTED) == b"1 35000"
@@ -266,56 +263,28 @@ def test_who_waits_in_a_slot_leaves_no_mean(line):
     assert line.client.get(LASTED).startswith(b"1 ")
 
 
-def test_a_release_that_is_sent_twice_counts_once(line):
-    """The second one finds no lease."""
-    assert line.ask("first") == "granted"
-    line.park("a")
-    line.park("b")
-    line.server.advance(40.0)
-    owner, ending = "first@w:1/1", line.ending("first:0:0")
-    for _ in range(2):
-        line.server.run(RELEASE, [LOCK], owner, 0, "here", ending.ticket, 0)
-    assert line.client.get(LASTED) == b"1 40000"
-
-
-@pytest.mark.parametrize("written", ["", "garbage", "1 x", f"1 {'9' * 20}"])
-def test_a_mean_that_cannot_be_read_is_not_known(line, written):
-    """The next body that ends writes it anew."""
-    assert line.ask("first") == "granted"
-    line.park("a")
-    line.park("b")
-    line.client.set(LASTED, written)
-    assert line.place("a").starts_in is None
-    line.end("first")
-    assert line.client.get(LASTED).startswith(b"1 ")
-
-
-def test_a_mean_of_a_later_version_is_used_and_stays(line):
-    """It begins with the same number."""
-    assert line.ask("first") == "granted"
-    line.park("a")
-    line.park("b")
-    line.client.set(LASTED, "2 7000 more")
-    assert line.place("a").starts_in == pytest.approx(7.0, abs=0.01)
-    line.end("first")
-    assert line.client.get(LASTED) == b"2 7000 more"
-
-
-def test_a_key_of_another_type_is_in_nobodys_way(line):
-    """A release hands the lock on, and a place is told without a time."""
-    assert line.ask("first") == "granted"
-    line.park("a")
-    line.park("b")
-    line.client.hset(LASTED, "written", "by hand")
-    assert line.place("b") == Place("line", 2, 2, None, is_estimate=False)
+@pytest.mark.parametrize(
+    ("written", "starts_in", "then"),
+    [
+        *[(text, None, "1 ") for text in ("", "garbage", "1 x", f"1 {'9' * 20}")],
+        ("2 7000 more", pytest.approx(7.0, abs=0.01), "2 7000 more"),
+        (("written", "by hand"), None, None),
+    ],
+    ids=["empty", "garbage", "short", "long", "a later version", "another type"],
+)
+def test_a_mean_that_cannot_be_read_is_not_known(line, written, starts_in, then):
+    """The next body that ends writes it anew; one of a later version is used, and stays."""
+    behind(line, "a", "b")
+    line.client.set(LASTED, written) if then else line.client.hset(LASTED, *written)
+    assert line.place("a") == Place("line", 1, 2, starts_in, is_estimate=starts_in is not None)
     line.end("first")
     assert line.given() == ["a"]
+    assert not then or line.client.get(LASTED).decode().startswith(then)
 
 
 def test_a_ticket_of_a_later_release_has_a_place_and_no_time(line):
     """Its terms are not known here."""
-    assert line.ask("first") == "granted"
-    line.park("a")
+    behind(line, "a")
     line.client.set(LASTED, "1 7000")
     record = line.record_of("a")
     line.client.hset(f"{LOCK}:tickets", "a:0:0", b"2" + record[1:])
@@ -324,8 +293,7 @@ def test_a_ticket_of_a_later_release_has_a_place_and_no_time(line):
 
 def test_who_is_not_in_line_has_no_place(line):
     """An id that nobody knows, one that runs, has ended, has lost its place, or waits in a slot."""
-    assert line.ask("first") == "granted"
-    line.park("a")
+    behind(line, "a")
     line.wait("b@w:1/1")
     assert [line.place(task) for task in ("first", "b", "c", "a:0", "*")] == [None] * 5
     line.client.zrem(f"{LOCK}:line", "a:0:0#")
@@ -334,8 +302,7 @@ def test_who_is_not_in_line_has_no_place(line):
 
 def test_a_task_that_was_retried_is_found_by_its_id(line):
     """Each retry has a ticket of its own."""
-    assert line.ask("first") == "granted"
-    line.park("a")
+    behind(line, "a")
     for number in (RETRIES - 1, RETRIES):
         line.client.hset(f"{LOCK}:tickets", f"t{number}:{number}:0", line.record_of("a"))
         line.client.zadd(f"{LOCK}:line", {f"t{number}:{number}:0#": number})
@@ -346,9 +313,7 @@ def test_a_task_that_was_retried_is_found_by_its_id(line):
 def test_a_place_costs_one_request_and_changes_nothing(line):
     """However long the line is; also if the clock was set back."""
     terms = {"rate": Rate(1, 1000.0), "limit": LIMIT_MOST}
-    assert line.ask("first", **terms) == "granted"
-    for number in range(300):
-        line.park(f"t{number}", **terms)
+    behind(line, *(f"t{number}" for number in range(300)), **terms)
     line.server.advance(-100.0)
     before = line.server.contents()
     assert line.place("t299").nth == 300

@@ -1,9 +1,12 @@
 """How leases end, also when the server does not answer; time is the test's."""
 
+from functools import partial
+
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, LockLostError, SingletonTask, scripts
+import tests.declaring
+from celery_dislock import Dislock, LockLostError, scripts
 from celery_dislock.servers.store import Store
 from proof.proxy import Proxy, cut, lose_reply, runs
 from tests.holding import name_of, wait_for
@@ -61,26 +64,19 @@ def test_a_release_that_an_exception_interrupts_happens_soon(driven, monkeypatch
     driven.assert_free("k")
 
 
-@pytest.mark.parametrize("late", [0, 40], ids=["at once", "late"])
-def test_a_lease_that_is_gone_at_its_release_was_lost(driven, heard, late):
-    """Trusted or not: where no reply of this release was lost, somebody else has ended it."""
+@pytest.mark.parametrize("gone", ["deleted", "late", "on its way"])
+def test_a_lease_that_is_gone_at_its_release_was_lost(driven, heard, gone):
+    """Trusted or not: somebody else has ended it, but if it expires while its release is sent."""
     lease = driven.take()
-    if late:
-        driven.stall(late)
-    else:
+    if gone == "deleted":
         driven.client.delete(name_of("k"))
+    elif gone == "late":
+        driven.stall(40)
+    else:  # a hub that computes, or a connection that is made anew: the body has ended before
+        driven.fault(scripts.RELEASE, lambda: driven.stall(40), times=1)
     lease.release()
-    assert lease.lost
-    assert names(heard) == ["lock_acquired", "lock_lost"]
-
-
-def test_a_lease_that_expires_while_its_release_is_on_its_way_was_held(driven, heard):
-    """A hub that computes, or a connection that is made anew: the body has ended before."""
-    lease = driven.take()
-    driven.fault(scripts.RELEASE, lambda: driven.stall(40), times=1)
-    lease.release()
-    assert not lease.lost
-    assert names(heard) == ["lock_acquired", "lock_released"]
+    assert lease.lost is (gone != "on its way")
+    assert names(heard) == ["lock_acquired", "lock_lost" if lease.lost else "lock_released"]
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -199,15 +195,7 @@ def app(driven):
 @pytest.fixture
 def declare(app):
     """Declare a task with the lock, whose body does this."""
-
-    def declare(body=lambda: None, **options):
-        @app.task(base=SingletonTask, lock_key="k", name="t", shared=False, **options)
-        def task():
-            body()
-
-        return task
-
-    return declare
+    return partial(tests.declaring.declare, app)
 
 
 def test_an_end_after_a_minimum_is_sent_again_as_it_was(driven, declare):

@@ -84,12 +84,7 @@ def test_each_lock_tells_where_a_task_stands(dislock):
     assert dislock("ls").stdout.endswith("  kept, waits for 'api': a1\n")
     troubles = {one["key"]: one["troubles"] for one in dislock.json("ls")}
     assert troubles == {"api": ["no worker"], "tenant:a": ["no worker"]}
-
-
-@pytest.mark.usefixtures("parked")
-def test_programs_are_told_the_same(dislock):
-    """The keys in their order, those that are kept, and the lock that has the record."""
-    [place] = dislock.json("line", "api")["line"]
+    [place] = dislock.json("line", "api")["line"]  # programs are told the same
     known = {"stations": ["tenant:a", "api"], "keeps": ["tenant:a"], "beside": A}
     assert {name: place[name] for name in known} == known
     [kept] = dislock.json("show", "tenant:a")["holders"]

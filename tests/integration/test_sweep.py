@@ -346,7 +346,9 @@ def test_an_error_does_not_end_it(shop, caplog, fails):
 
 def test_a_worker_that_parks_nothing_writes_nothing_where_there_are_no_lines(shop):
     """One question for each interval, and no lease that stays on the server."""
+    before = shop.server.requests
     shop.sweeper(looks_first=True).step()
+    assert shop.server.requests == before + 1
     assert shop.server.names() == set()
     park(shop, "2")
     shop.sweeper(looks_first=True).step()

@@ -99,19 +99,12 @@ def next_midnight(world):
     return (world.now // (24 * HOUR) + 1) * 24 * HOUR
 
 
-def test_one_of_two_sends():
-    """The other waits in line, and each message has another id."""
+def test_one_of_two_sends_and_the_other_follows_a_clean_stop():
+    """It waits in line, leads in its next round then, and keeps the rhythm; no id comes twice."""
     world = World({"often": 2.0})
     world.run(21)
-    assert {one.by for one in world.sent} == {world.leader}
-    assert len({one.id for one in world.sent}) == len(world.sent) == 10
-
-
-def test_a_clean_stop_hands_over_at_once():
-    """The next beat leads in its next round, and keeps the rhythm."""
-    world = World({"often": 2.0})
-    world.run(5)
     stopped = world.leader
+    assert [one.by for one in world.sent] == [stopped] * 10
     stopped.stop()
     world.beats.remove(stopped)
     world.run(STEP)
@@ -119,6 +112,7 @@ def test_a_clean_stop_hands_over_at_once():
     world.run(10)
     ticks = [one.tick for one in world.ticks("often")]
     assert max(b - a for a, b in pairwise(ticks)) < 2 + 2 * STEP
+    assert len({one.id for one in world.sent}) == len(world.sent)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +298,7 @@ def test_a_leader_goes_on_from_what_it_knows_on_an_emptied_server():
 
 
 def test_a_new_beat_leads_by_the_times_of_the_server():
-    """Each entry has its own: it is sent when it would have been by the beat before."""
+    """Each entry has its own, also one that was never sent: it comes when it would have."""
     every = {"a": 7.0, "b": 60.0, "c": 25.0, "never": 600.0}
     world = World(every, beats=1)
     world.run(65)
@@ -353,18 +347,6 @@ def test_what_became_due_meanwhile_is_sent_once_or_not_at_all(catches_up):
     world.advance(24 * HOUR - 60)
     world.run(60)
     assert len(world.sent) == catches_up + 1
-
-
-def test_a_first_tick_is_not_lost_by_a_restart():
-    """When the schedule began is noted, too: beats without a file would begin anew."""
-    world = World({"daily": crontab(hour=0, minute=0)}, beats=1)
-    midnight = next_midnight(world)
-    world.run(1)
-    world.leader.stop()
-    world.advance(midnight - world.now + 60)
-    world.beats = [world.start()]
-    world.run(STEP)
-    assert len(world.sent) == 1
 
 
 def test_a_halted_leader_sends_nothing_more():

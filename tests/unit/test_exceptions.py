@@ -49,7 +49,6 @@ def test_errors_survive_pickling_and_a_json_result_backend(error):
         ((), "", (None, None)),
         ((720.0,), ", for 12 min so far", (720.0, None)),
         ((720.0, 3.1), ", for 12 min so far, last renewed 3.1 s ago", (720.0, 3.1)),
-        ((5.0, 5.0), ", for 5.0 s so far", (5.0, 5.0)),
     ],
 )
 def test_who_is_refused_reads_for_how_long_the_lock_has_been_held(known, words, args):

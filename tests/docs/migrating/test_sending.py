@@ -77,6 +77,14 @@ SENDS = [
 ]
 
 
+@pytest.fixture
+def new(redis_url):
+    """An app after the change, or before it, on the same broker."""
+    with Celery("new", broker=redis_url, backend="cache+memory://", set_as_current=False) as new:
+        Dislock(new)
+        yield new
+
+
 class TestWhenSending:
     """The table of behaviour: what is sent, and what callers get."""
 
@@ -155,36 +163,25 @@ class TestWhenSending:
         assert messages(redis_client) == 1
 
     @of_all
-    def test_messages_of_before_run_after_the_change(
-        self, app, theirs, redis_client, redis_url, library
-    ):
+    def test_messages_of_before_run_after_the_change(self, new, theirs, redis_client, library):
         """They have no reservation, and run; the other library's lock stays, as nobody ends it."""
         result = theirs(library, library.drops, name="shop.export").delay(7)
         assert len(locks_of(redis_client, library)) == 1
-        with Celery(
-            "new", broker=redis_url, backend="cache+memory://", set_as_current=False
-        ) as new:
-            Dislock(new)
-            new.task(base=SingletonTask, name="shop.export", shared=False, lock_unique_until="end")(
-                export
-            )
-            with worker(new):
-                wait_for(lambda: result.state == "SUCCESS")
+        options = {"name": "shop.export", "lock_unique_until": "end"}
+        new.task(base=SingletonTask, shared=False, **options)(export)
+        with worker(new):
+            wait_for(lambda: result.state == "SUCCESS")
         assert expiry_of(redis_client, locks_of(redis_client, library)) == about(library.expiry)
 
     @of_all
     def test_senders_without_a_reservation_leave_nothing(
-        self, app, theirs, redis_client, redis_url, library
+        self, app, new, theirs, redis_client, library
     ):
         """Messages of ours without lock_unique_until run in workers with the other library."""
         theirs(library, library.drops, name="shop.export")
-        with Celery(
-            "new", broker=redis_url, backend="cache+memory://", set_as_current=False
-        ) as new:
-            Dislock(new)
-            sender = new.task(base=SingletonTask, name="shop.export", shared=False)(export)
-            results = [sender.delay(7) for _ in range(2)]
-            with worker(app):
-                assert [result.get(timeout=LIMIT) for result in results] == [7, 7]
-                wait_for(lambda: not locks_of(redis_client, library))
+        sender = new.task(base=SingletonTask, name="shop.export", shared=False)(export)
+        results = [sender.delay(7) for _ in range(2)]
+        with worker(app):
+            assert [result.get(timeout=LIMIT) for result in results] == [7, 7]
+            wait_for(lambda: not locks_of(redis_client, library))
         assert reservations(redis_client) == []

@@ -188,17 +188,6 @@ def test_a_held_lease_lasts_over_the_countdown_and_a_timeout(app, lock_server, b
     assert lock_server.locks() == []
 
 
-def test_a_lease_kept_for_a_retry_can_be_read_whenever_that_is_due(app, lock_server, broker):
-    """Some say by the last date there is that a task shall not come again by itself."""
-    never = datetime(9999, 12, 31, tzinfo=timezone.utc)
-    task = retrying(app, body=lambda self: self.retry(eta=never), lock_hold_on_retry=True)
-    deliver(task)
-    [left] = task.lock_for().holders()
-    assert left.expiring
-    deliver(task, "2")
-    assert app.AsyncResult("2").state == "REVOKED"
-
-
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_retry_whose_lease_is_gone_asks_anew(app, lock_server, broker, taken):
     """A copy of it has taken it over, and this one is put off; or it has run out."""
@@ -260,6 +249,8 @@ def test_only_a_retry_keeps_the_lease(app, lock_server, broker, error):
         ({"eta": lambda now: now.date() - HUNDRED}, 0),
         ({"eta": lambda _now: "tomorrow"}, 0),  # Celery, or the worker, refuses these
         ({"countdown": "5"}, 5),
+        # Never, as some say it: kept for as long as a script can count.
+        ({"eta": lambda _now: datetime.max.replace(tzinfo=timezone.utc)}, 2**63 / 1e9),
         ({"countdown": math.nan}, 0),
     ],
 )

@@ -7,15 +7,11 @@ from celery.events.state import Task
 from celery_dislock.messages.events import revoked, worker_tells_revoked
 
 
-def test_a_worker_without_a_dispatcher_tells_nothing():
-    """It has no connection to the broker yet."""
-    worker_tells_revoked(None, {"1": "why"})
-
-
 def test_an_event_has_no_number_that_json_does_not_have():
     """A monitor that cannot read one event would lose the connection that has them all."""
     sent = []
     dispatcher = SimpleNamespace(send=lambda type_, **fields: sent.append((type_, fields)))
+    worker_tells_revoked(None, {"1": "why"})  # it has no connection to the broker yet
     worker_tells_revoked(dispatcher, {float("nan"): "why"})
     assert sent == [("task-revoked", {"uuid": None, **revoked("why")})]
 

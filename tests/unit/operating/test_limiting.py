@@ -55,13 +55,6 @@ def test_what_is_set_is_said(dislock, server, caplog, session):
     assert [*answer.stdout.splitlines(), *logged, f"set: {kept}"] == expected
 
 
-def test_a_note_is_logged_as_text(dislock, server, caplog):
-    """Whatever somebody has pasted into it."""
-    dislock("pause", "k", "--note", "stop\x1b")
-    assert server.overview.lock("dislock:{k}").limit_note == "by me: stop\x1b"
-    assert r"'by me: stop\x1b'" in caplog.text
-
-
 def test_a_rate_lasts_as_long_as_it_is_set_for(dislock, server):
     """As a limit does; then what the code says holds again."""
     server.put(lock(waiting=1))

@@ -46,14 +46,6 @@ def limited(limit):
     return {"overrides": [b"limit", b"%d" % limit, NOW - 3000, NOW + 60_000, b"by me"]}
 
 
-def test_a_lease():
-    """By the server's clock: held since, renewed since, until when."""
-    (found,) = state_of(SERVER, NAME, reply(leases=lease())).holders
-    assert (found.held, found.renewed, found.remaining) == (750.0, 3.0, 27.0)
-    assert (found.owner, found.token, found.mode, found.expiring) == ("me", 5, "exclusive", False)
-    assert (found.task, found.id, found.host) == ("shop.export", "9b1d", "h")
-
-
 @pytest.mark.parametrize(
     ("given", "renewed", "expiring", "may_live", "can"),
     [
@@ -114,15 +106,6 @@ def test_what_a_waiter_says_of_itself_is_bounded(number):
     found = state_of(SERVER, NAME, reply(waiting=2, line=line, turns=turns))
     assert [len(for_people(one.waiting)) < 30 for one in (*found.line, *found.turns)] == [True] * 4
     assert all(one.who.isprintable() for one in (*found.line, *found.turns))
-
-
-def test_a_limit():
-    """What an operator has set, by whom, and for how long."""
-    found = state_of(SERVER, NAME, reply(**limited(0)))
-    assert (found.limit, found.limit_remaining, found.limit_note) == (0, 60.0, "by me")
-    assert found.exists
-    found = state_of(SERVER, NAME, reply(overrides=[b"limit", b"2", NOW, 0, b""]))
-    assert found.limit_remaining is None
 
 
 @pytest.mark.parametrize(

@@ -64,15 +64,6 @@ def site(app, lock_server, broker):
     return Site(app, lock_server, broker)
 
 
-def test_a_result_that_is_there_is_returned_at_once(site, lock_server):
-    """Nobody asks the lock server."""
-    site.send()
-    site.run()
-    asked = lock_server.requests
-    assert site.result.get() == 7
-    assert lock_server.requests == asked
-
-
 @pytest.mark.parametrize("until", ["start", "end", "expiry"])
 @pytest.mark.parametrize("state", ["waiting", "running"])
 @pytest.mark.parametrize("lock_key", ["k", ["k", "l"]])
@@ -202,12 +193,14 @@ def test_a_timeout_is_kept(site, lock_server, seconds):
     assert seconds <= lock_server.clock() - began <= seconds + 0.2
 
 
-def test_a_result_of_celery_s_is_one_still(site, app):
+def test_a_result_of_celery_s_is_one_still(site, app, lock_server):
     """Its class, its methods, and what was stored; it is marked, and can be pickled and copied."""
     result = site.send()
     site.run()
+    asked = lock_server.requests
     assert isinstance(result, AsyncResult)
     assert (result, result.get(), result.duplicate) == (app.AsyncResult("a"), 7, True)
+    assert lock_server.requests == asked  # a result that is there is returned at once
     assert app.AsyncResult("a").duplicate is False
     pickled = pickle.loads(pickle.dumps(result))
     assert isinstance(pickled, AsyncResult)

@@ -336,43 +336,33 @@ def test_a_class_without_a_name_is_guarded_under_the_one_that_celery_gives_it(ap
     assert First.name is None
 
 
-def test_a_class_that_is_registered_in_a_second_app_takes_the_locks_of_that(app, lock_server):
-    """As by an app factory that each test calls: Celery binds the class to the app that is new."""
-
-    class Export(SingletonTask):
-        name, lock_key, lock_unique_until = "export", "k", "end"
-
-        def run(self):
-            return sorted(lock_server.contents())
-
-    for prefix in ("first", "second"):
-        other = new_app()
-        other.conf.dislock_prefix = prefix
-        task = other.register_task(Export())
-        assert other.register_task(task) is task
-        assert task.apply().get() == [f"{prefix}:{{k}}", f"{prefix}:{{k}}:unique"]
-
-
 def test_two_objects_of_a_class_are_two_tasks(app, lock_server):
-    """Each with its own name, in the key as well, and with the options that it was made with."""
+    """Each with its own name, in the key as well, and with the options that it was made with.
+
+    In a second app, as by a factory that each test calls, they take the locks of that.
+    """
 
     class Sync(SingletonTask):
+        lock_unique_until = "end"
+
         def __init__(self, name, **options):
             self.name = name
             vars(self).update(options)
 
         def run(self, n):
-            return self.lease.key, lock_server.locks(), self.lease.remaining
+            return self.lease.key, sorted(lock_server.contents()), self.lease.remaining
 
     kinds = {"plain": {}, "keyed": {"lock_key": "sync:<n>"}, "brief": {"lock_expire": 5}}
-    for _ in range(2):  # in another app, too
+    for prefix in ("first", "second"):
         other = new_app()
+        other.conf.dislock_prefix = prefix
         tasks = {name: other.register_task(Sync(name, **own)) for name, own in kinds.items()}
         for name, task in tasks.items():
-            key, locks, remaining = task.apply((7,)).get()
+            assert other.register_task(task) is task
+            key, names, remaining = task.apply((7,)).get()
             assert key == task.lock_for(7).key == ("sync:7" if name == "keyed" else key)
             assert key.startswith("sync:" if name == "keyed" else f"{name}:")
-            assert locks == [key]
+            assert names == [f"{prefix}:{{{key}}}", f"{prefix}:{{{key}}}:unique"]
             assert (remaining < 10) == (name == "brief")
     with pytest.raises(SettingsError, match="wrong: lock_limit='many': give a whole number"):
         other.register_task(Sync("wrong", lock_limit="many"))

@@ -153,6 +153,13 @@ class Body:
         """Do nothing."""
 
 
+def in_order(**declared):
+    """Return the keys of a call in the order in which they are taken, and their terms."""
+    options = task_options("t", declared, {})
+    keys = TaskKeys("t", Body, options, SimpleNamespace(conf={}))
+    return keys.in_order(keys.of([7], {}), options.terms)
+
+
 @pytest.mark.parametrize(
     ("declared", "order"),
     [
@@ -172,28 +179,21 @@ class Body:
 )
 def test_narrow_keys_come_before_wide_ones(declared, order):
     """Who has many tasks waits in a line of his own; a slow rate is narrower than a small limit."""
-    options = task_options("t", {"lock_key": declared}, {})
-    keys = TaskKeys("t", Body, options, SimpleNamespace(conf={}))
-    assert keys.in_order(keys.of([7], {}), options.terms)[0] == order
+    assert in_order(lock_key=declared)[0] == order
 
 
 def test_the_mode_does_not_change_the_order():
     """A reader and a writer pass the same keys in one order, or they wait for each other."""
     for mode in ("shared", "exclusive"):
-        options = task_options("t", {"lock_key": ["b", "a"], "lock_mode": mode}, {})
-        keys = TaskKeys("t", Body, options, SimpleNamespace(conf={}))
-        assert keys.in_order(keys.of([7], {}), options.terms)[0] == ["a", "b"]
+        assert in_order(lock_key=["b", "a"], lock_mode=mode)[0] == ["a", "b"]
 
 
 def test_each_key_that_a_callable_returns_has_its_terms():
     """Beside those of the keys around it; of two for one key, the stricter ones."""
     declared = [Key(lambda t: [f"repo:{t}", "all"], limit=3), Key("all", limit=2), "other"]
-    options = task_options("t", {"lock_key": declared}, {})
-    keys = TaskKeys("t", Body, options, SimpleNamespace(conf={}))
-    names, terms = keys.in_order(keys.of([7], {}), options.terms)
-    assert [(one, its.limit) for one, its in zip(names, terms, strict=True)] == [
-        *(("all", 2), ("repo:7", 3), ("other", 1))
-    ]
+    names, terms = in_order(lock_key=declared)
+    assert names == ["all", "repo:7", "other"]
+    assert [its.limit for its in terms] == [2, 3, 1]
 
 
 @pytest.mark.parametrize(

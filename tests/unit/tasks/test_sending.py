@@ -14,6 +14,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import ResponseError
 
 from celery_dislock import DuplicateTaskError, LockLostError, SingletonTask, StoreError
+from celery_dislock.exceptions import ForbiddenError
 from celery_dislock.keys.names import ticket_of_request
 from celery_dislock.servers.connections import store_error
 from celery_dislock.signals import task_deduplicated
@@ -260,6 +261,15 @@ def test_a_lock_server_that_is_away_is_left_alone_for_a_while(task, lock_server,
     lock_server.away = False
     assert [task.delay().duplicate for _ in range(2)] == [False, True]
     assert [message.split(":")[0] for message in caplog.messages] == OUTAGE
+
+
+@pytest.mark.parametrize("error", [StoreError("x", "READONLY"), ForbiddenError("x", "NOPERM")])
+def test_a_server_that_answers_errors(task, lock_server, broker, caplog, error):
+    """As one that does not answer: all is sent, with one warning, and it is left alone."""
+    lock_server.strike(error)
+    assert [task.delay().duplicate for _ in range(6)] == [False] * 6
+    assert (lock_server.requests, [one.notes for one in broker.sent]) == (1, [{}] * 6)
+    assert caplog.text.count("are sent without reservations") == 1
 
 
 def test_a_lock_server_without_memory_is_an_outage_until_it_takes_a_key(
@@ -662,6 +672,53 @@ def test_an_edition_that_was_sent_in_an_outage_always_runs(app, lock_server, bro
     deliver_all(task, reversed(broker.sent))
     newest = max({*"abc"} - {"abc"[nth]})
     assert ran == sorted({newest, "abc"[nth]}, reverse=True)
+
+
+# A failover to a replica that knows less
+
+
+def fail_over(lock_server, known=None):
+    """Let a replica take over that has this record of the key alone."""
+    lock_server.lose()
+    if known:
+        lock_server.send("SET", f"{LOCK}:unique", known, "PX", HOUR * 1000)
+
+
+def test_a_failover_that_loses_a_reservation(app, lock_server, broker):
+    """Two messages are sent, and both run; the first ends nothing of the second's."""
+    task, ran = noting(app, lock_unique_until="end")
+    task.apply_async(task_id="a")
+    fail_over(lock_server)
+    assert task.apply_async(task_id="b").duplicate is False
+    for message, left in zip(broker.sent, ["b", None], strict=True):
+        deliver_all(task, [message])
+        assert (reservation(task) and reservation(task).id) == left
+    assert (ran, lock_server.contents()) == (["a", "b"], {})
+
+
+def test_a_failover_that_loses_a_replacement(app, lock_server, broker):
+    """The older message does not learn that it was replaced: it runs as well, and first."""
+    task, ran = noting(app, lock_on_duplicate="replace")
+    task.apply_async(task_id="a")
+    known = lock_server.send("GET", f"{LOCK}:unique")
+    task.apply_async(task_id="b")
+    fail_over(lock_server, known)
+    assert reservation(task).id == "a"
+    deliver_all(task, broker.sent)
+    assert (ran, reservation(task)) == (["a", "b"], None)
+
+
+def test_a_failover_that_loses_an_end(app, lock_server, broker):
+    """The key stays reserved for a task that is over, as after a purge: for lock_unique_for."""
+    task = unique(app, lock_unique_until="end")
+    task.apply_async(task_id="a")
+    known = lock_server.send("GET", f"{LOCK}:unique")
+    deliver_all(task, broker.sent)
+    assert reservation(task) is None
+    fail_over(lock_server, known)
+    again = task.delay()
+    assert (again.id, again.duplicate) == ("a", True)
+    assert 0 <= reservation(task).remaining <= HOUR
 
 
 # Eager tasks
