@@ -1,7 +1,8 @@
-"""Tasks in line, beside plain ones, for a broker that stops answering.
+"""Tasks in line, beside plain ones, for servers that stop answering.
 
-HANGING_QUEUES names the kind of the queues.  HANGING_BROKER is the broker, and HANGING_URL the
-Redis of all else.
+HANGING_QUEUES names the kind of the queues.  HANGING_BROKER is the broker, HANGING_LOCKS and
+HANGING_RESULTS are the Redis of the locks and of the results, and HANGING_URL is that of gates and
+reports, which always answers.
 """
 
 import os
@@ -14,17 +15,17 @@ from kombu import Exchange, Queue
 from celery_dislock import Dislock, SingletonTask
 
 TIMEOUT = 3.0  # seconds: of a lock, and of the first turn
-URLS = ("BROKER", "URL")
+URLS = ("BROKER", "LOCKS", "RESULTS", "URL")
 
 
-def made(kind, broker, url):
+def made(kind, broker, locks, results, url):
     """Make the app for queues of a kind: "quorum" or "topic", or "direct": Celery's default."""
-    app = Celery("hanging", broker=broker, backend=url, set_as_current=False)
+    app = Celery("hanging", broker=broker, backend=results, set_as_current=False)
     app.conf.update(
         task_default_queue=f"hanging-{kind}",
         broker_connection_retry_on_startup=True,
         worker_prefetch_multiplier=1,
-        dislock_url=url,
+        dislock_url=locks,
         dislock_watchdog_timeout=TIMEOUT,
     )
     if kind != "direct":

@@ -442,6 +442,9 @@ build_changed = locked("build_changed", stay_by_itself, **(QUEUE if IS_OLD else 
 
 # So often at most.
 rated = locked("rated", be_brief, lock_rate="10/s", **QUEUE)
+rated_slowly_or_retry = locked(
+    "rated_slowly_or_retry", be_brief, lock_rate="1/8s", lock_on_conflict="retry"
+)
 quickened = locked("quickened", be_brief, lock_rate="1/h" if IS_OLD else "10/s", **QUEUE)
 
 # The second of a key is not sent.

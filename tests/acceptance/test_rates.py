@@ -3,7 +3,7 @@
 import pytest
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, Scene, fleets
+from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, Scene, fleets
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -27,6 +27,21 @@ def test_a_burst_keeps_its_rate_and_others_are_not_delayed(fleet, scene):
     assert len(scene.starts) == MANY
     assert max(start for one in beside for start in one.starts) < max(scene.starts)
     scene.assert_within_rate()
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
+def test_a_task_that_is_put_off_for_longer_than_its_broker_waits_runs_once(start_fleet, scene):
+    """The worker that keeps it until then would get it again from its broker, and run both."""
+    fleet = start_fleet("prefork", queue=scene.key, env={"SCENARIOS_VISIBILITY_TIMEOUT": "2"})
+    for _ in range(2):  # the second comes when the first starts
+        fleet.send(scenarios.rated_slowly_or_retry, scene.key).get(timeout=LIMIT)
+    last = fleet.send(scenarios.rated_slowly_or_retry, scene.key)
+    last.get(timeout=LIMIT)
+    # Another copy of it would take the next start, or come before the next one is over.
+    fleet.send(scenarios.rated_slowly_or_retry, scene.key).get(timeout=LIMIT)
+    assert [event["id"] for event in scene.reported("begin")].count(last.id) == 1
+    assert len(scene.starts) == 4
 
 
 @pytest.mark.extra

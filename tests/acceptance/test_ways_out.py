@@ -525,6 +525,34 @@ def test_lost_connection_and_what_the_worker_tells(start_worker, own_broker, sce
     wait_for("nothing runs", lambda: own.leases() == [])
 
 
+@pytest.mark.extra
+def test_a_broker_that_is_away_and_a_process_that_stands_still(start_fleet, scene, tmp_path):
+    """The main process waits for the broker, and renews for a stopped process meanwhile."""
+
+    def outlives(seconds):
+        wait_for("it outlives that", lambda: scene.lease.extended_by > seconds)
+        return scene.lease.extended_by
+
+    with RedisServer(tmp_path / "broker") as server:
+        own = start_fleet("prefork", "--dislock", broker_url=server.url)
+        result = own.send(scenarios.hold_renewed, scene.key)
+        pid = scene.wait_for_report("begin")["pid"]
+        server.stop()
+        own.worker.wait_until_it_says("Connection to broker lost")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            before = outlives(4 * BRIEF)
+            server.start()
+            wait_for("it has connected again", lambda: own.worker.log.count("Connected to") > 1)
+            outlives(before + 4 * BRIEF)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert scene.finish(result)["held"]
+        own.worker.terminate()
+        own.worker.wait_until_it_ends()
+    assert not own.says("is lost", scene.key)
+
+
 @ANY_BROKER
 def test_lost_connection_and_redelivery(start_worker, own_broker, scene):
     """With acks_late the message comes back while its task runs, and is put off until it ended."""
