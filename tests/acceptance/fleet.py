@@ -321,6 +321,17 @@ class Scene:
         """Delete the lock under its holder."""
         assert self.redis.delete(self.lock) == 1
 
+    @property
+    def starts(self):
+        """When the bodies began, in microseconds: the token of a lease is that of its grant."""
+        return sorted(event["token"] for event in self.reported("begin"))
+
+    def assert_within_rate(self, most=10, window=1_000_000):
+        """Check that no window, in microseconds, has more starts than the rate of the scenarios."""
+        starts = self.starts
+        pairs = zip(starts, starts[most:], strict=False)
+        assert all(later - sooner >= window for sooner, later in pairs)
+
     def assert_exclusive(self, dead=()):
         """Check that no execution began before the one before it had ended, or was dead."""
         inside = None

@@ -109,11 +109,6 @@ def reported(key, **more):
     report(key, "end", error=None, **more)
 
 
-def rate_of_plan(key):
-    """Tell the rate that a test has written for the key."""
-    return str(reports.get(f"plan:{key}").decode())
-
-
 def be_brief(key):
     """Tell that it has begun."""
     report(key, "begin")
@@ -440,7 +435,6 @@ def calling(name, *keys, **options):
 
 call = calling("call", Key("api", limit=2), TENANT)
 call_and_survive = calling("call_and_survive", Key("api", limit=2), TENANT, **SURVIVING)
-call_rated = calling("call_rated", Key("rated", rate="10/s"), TENANT)
 
 # Another strategy since the release before.
 IS_OLD = os.environ.get("SCENARIOS_RELEASE") == "old"
@@ -448,13 +442,10 @@ build_changed = locked("build_changed", stay_by_itself, **(QUEUE if IS_OLD else 
 
 # So often at most.
 rated = locked("rated", be_brief, lock_rate="10/s", **QUEUE)
-rated_or_retry = locked("rated_or_retry", be_brief, lock_rate="10/s", lock_on_conflict="retry")
 rated_slowly_or_retry = locked(
     "rated_slowly_or_retry", be_brief, lock_rate="1/8s", lock_on_conflict="retry"
 )
 quickened = locked("quickened", be_brief, lock_rate="1/h" if IS_OLD else "10/s", **QUEUE)
-planned = locked("planned", be_brief, lock_rate=rate_of_plan, **QUEUE)
-rated_or_wait = locked("rated_or_wait", be_brief, lock_rate="10/s", **WAITING)
 
 # The second of a key is not sent.
 UNTIL_START = {"lock_unique_until": "start"}

@@ -48,13 +48,6 @@ def take_over(fleet, scene, old, new=build):
     assert [*dict.fromkeys(scene.begun)] == [old.id, new.id]
 
 
-def kill_one(scene, ids):
-    """Kill the process of one of these tasks, as soon as one runs; return which process."""
-    (runs,) = wait_for("one of them runs", lambda: [x for x in scene.inside if x["id"] in ids])
-    os.kill(runs["pid"], signal.SIGKILL)
-    return runs["pid"]
-
-
 @fleets("prefork", "threads", "gevent", "eventlet", "rabbitmq")
 def test_the_newest_takes_over(fleet, scene):
     """The one that runs is stopped at once, and the newest starts then; never two at a time."""
@@ -177,26 +170,6 @@ def test_the_worker_of_the_one_that_runs_dies(fleet, scene):
     assert_superseded(old, new)
     assert finish(scene, new)["held"]
     scene.assert_exclusive(dead=[pid])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@PREFORK
-def test_of_bursts_under_kills_the_newest_runs_last(fleet, scene):
-    """Twenty bursts of twenty, and in each a process is killed: none begins after a newer one."""
-    killed = []
-    for _ in range(20):
-        sent = [fleet.send(build_and_survive, scene.key) for _ in range(20)]
-        ids = [one.id for one in sent]
-        killed.append(kill_one(scene, ids))
-        scene.wait_for_report("begin", id=ids[-1])
-        assert finish(scene, sent[-1])["held"]
-        for result in sent[:-1]:
-            with pytest.raises(TaskRevokedError, match="newer"):
-                result.get(timeout=LIMIT)
-        begun = [ids.index(one) for one in scene.begun if one in ids]
-        assert begun == sorted(begun)
-    scene.assert_exclusive(dead=killed)
 
 
 @pytest.mark.extra

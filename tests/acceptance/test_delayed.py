@@ -181,18 +181,6 @@ def test_a_message_that_waits_for_newer_ones_comes(queues, key):
     assert value_of(cut, LIMIT) == "ran"
 
 
-def test_the_newest_takes_over_when_its_countdown_is_over(queues, key):
-    """The one that runs is told then, and ends as REVOKED."""
-    older = send(queues, "cancel", key)
-    wait_for("it runs", lambda: queues.locks.exists(f"dislock:{{{key}}}"))
-    newest = send(queues, "cancel", key, countdown=2)
-    wait_for("it has ended", older.ready, LIMIT)
-    assert older.state == "REVOKED"
-    assert newest.id in str(older.result)
-    queues.client.set(f"gate:{key}", "open")
-    assert value_of(newest, LIMIT) == "held"
-
-
 def test_tasks_of_an_outage_run_after_it(queues, key, lock_server):
     """They were put off, in whole seconds if need be; none fails, and none is lost."""
     lock_server.pause()

@@ -6,25 +6,18 @@ Each task calls an API for a tenant, until the tenant's gate is open.
 import os
 import signal
 import time
-from collections import Counter
 
 import pytest
-import redis
-from celery import chord
 from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
-from tests.acceptance.scenarios import BRIEF, call
-from tests.commands import Dislock
+from tests.acceptance.scenarios import call
 
 pytestmark = [
     pytest.mark.acceptance,
     pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
 ]
-
-MOST, WINDOW = 10, 1_000_000  # starts of the tasks with a rate, and microseconds
-dislock = Dislock(scenarios.app)
 
 
 class Calls(Scene):
@@ -64,14 +57,6 @@ class Calls(Scene):
         wait_for("both run", lambda: len(self.begun) == 2)
         return tenants, results
 
-    def most(self):
-        """Return how many were inside each lock at a time, at most."""
-        inside, most = Counter(), Counter()
-        for event in self.history:
-            inside.update(dict.fromkeys(event["locks"], 1 if event["what"] == "begin" else -1))
-            most |= inside
-        return most
-
 
 @pytest.fixture
 def calls(scene):
@@ -81,21 +66,9 @@ def calls(scene):
     calls.open(*{event["tenant"] for event in calls.reported("begin")})
 
 
-@pytest.fixture
-def brief(server):
-    """Options of workers with short leases, and with a broker and so a sweep of their own."""
-    return {
-        "broker_url": f"{server.url.removesuffix('/0')}/1",
-        "conf": {"dislock_watchdog_timeout": BRIEF},
-    }
-
-
 def get_all(results):
     for result in results:
         assert result.get(timeout=LIMIT) == {"held": True}
-
-
-# One line for each tenant
 
 
 # A task that does not run, or not to its end
@@ -150,54 +123,3 @@ def test_a_process_that_is_killed_frees_all_its_keys(fleet, calls):
     calls.open(held, a)
     get_all([*holder, *victim])
     assert calls.of(a).count(victim[0].id) == 2
-
-
-@pytest.mark.extra
-def test_a_worker_that_dies_with_turns_out_bars_nobody(start_fleet, calls, brief, request):
-    """Others of its rate go on, and its tasks run when somebody serves their queue again."""
-    task = scenarios.call_rated
-    dead = start_fleet("prefork", ready=False, **brief)
-    alive = start_fleet("prefork", **brief)
-    dead.workers[0].wait_until_ready()
-    tenants, others = calls.tenants(f"dead{n}" for n in range(12)), calls.tenants("abcde")
-    calls.open(*tenants, *others)
-    request.addfinalizer(lambda: dislock("resume", "rated"))
-    assert dislock("pause", "rated").exit_code == 0
-    left = [calls.send(dead, task, tenant)[0] for tenant in tenants]
-    calls.at("rated").wait_for_line(12)
-    dead.workers[0].process.send_signal(signal.SIGSTOP)
-    assert dislock("resume", "rated").exit_code == 0
-    with redis.Redis.from_url(brief["broker_url"]) as broker:
-        wait_for("ten turns are out", lambda: broker.llen(dead.queue) >= 10)
-        dead.workers[0].kill()
-        broker.delete(dead.queue)  # as if it had them
-    get_all([one for tenant in others for one in calls.send(alive, task, tenant, 2)])
-    assert not {event["tenant"] for event in calls.reported("begin")} & {*tenants}
-    alive.serve(dead.queue)
-    get_all(left)
-    starts = sorted(event["token"] for event in calls.reported("begin"))
-    assert all(
-        later - sooner >= WINDOW for sooner, later in zip(starts, starts[MOST:], strict=False)
-    )
-
-
-# Others who take these locks
-
-
-# Canvas, and releases
-
-
-@PREFORK
-def test_a_chord_of_tasks_with_several_keys_ends(fleet, calls):
-    """Its members are parked at two keys, and its body has all their results."""
-    a, b = calls.tenants("ab")
-    held, holders = calls.hold_the_api(fleet)
-    calls.open(a, b)
-    members = [fleet.signature(call, calls.key, tenant) for tenant in (a, a, a, b, b)]
-    result = fleet.start(chord(members, scenarios.gather.s().set(queue=fleet.queue)))
-    calls.at(f"tenant:{a}").wait_for_line(2)
-    calls.at("api").wait_for_line(2)
-    calls.open(*held)
-    wait_for("the chord is over", result.ready)
-    assert result.get(timeout=LIMIT) == [{"held": True}] * 5
-    get_all(holders)

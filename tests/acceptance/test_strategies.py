@@ -21,26 +21,7 @@ from tests.acceptance.fleet import (
 )
 from tests.acceptance.scenarios import LONG
 
-SEVERAL_SLOTS = fleets("prefork", "threads", "gevent")
-
-
 # wait
-
-
-@SEVERAL_SLOTS
-def test_those_who_wait_come_in_their_order(fleet, scene):
-    """Each waiter is woken when its turn has come: first come, first served."""
-    scene.begin(fleet)
-    waiting = []
-    for number in (1, 2):  # one worker may get all messages, and has three slots
-        waiting.append(fleet.send(scenarios.hold_or_wait, scene.key))
-        scene.wait_for_line(number)
-    scene.open_gate()
-    for result in waiting:
-        assert result.get(timeout=LIMIT)["held"] is True
-    began = scene.begun
-    assert began[1:] == [result.id for result in waiting]
-    scene.assert_exclusive()
 
 
 @PREFORK

@@ -16,7 +16,6 @@ import urllib.request
 import pytest
 
 from celery_dislock import Dislock
-from celery_dislock.operating.cli.session import user
 from tests.acceptance.fleet import LIMIT, ROOT, wait_for
 from tests.programs import missing
 
@@ -130,24 +129,6 @@ def test_it_serves_the_page_of_an_app_without_a_dislock(serve, redis_url, how):
         assert "Server" not in headers
     assert server.line == f"The page is at {server.address}/ (^C ends it)\n"
     assert server.stop(how) == (0, "")
-
-
-def test_who_has_the_token_pauses_a_lock(serve, redis_url):
-    """The log says who did it; without the token one reads only."""
-    server = serve("--allow-actions")
-    form = {"name": "dislock:{export:7}", "limit": "0", "why": ""}
-    origin = {"Origin": server.address}
-    assert server.ask("/api/locks")[1]["may_act"] is False
-    assert server.ask("/api/limit", form, **origin)[0] == 403
-    assert server.ask("/?token=x")[0] == 403
-    cookie = server.cookie()
-    assert server.ask("/api/limit", form, **cookie)[0] == 403
-    assert server.ask("/api/limit", form, **origin, **cookie)[1]["done"] is True
-    with Dislock.from_url(redis_url) as dislock:
-        assert f"by {user()}" in str(dislock.lock("export:7").try_acquire())
-    _, printed = server.stop()
-    assert f"'{user()}' paused lock 'export:7'" in printed
-    assert server.token.partition("=")[2] not in printed
 
 
 def test_what_is_no_http_is_refused_and_others_are_served(serve):

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from celery_dislock import AsyncLock, LockLostError, StoreError, scripts
+from celery_dislock import AsyncLock, LockLostError, scripts
 from tests.holding import name_of
 from tests.integration.coroutines import on_loop, some_rounds
 from tests.programs import run_code
@@ -393,13 +393,6 @@ def test_a_lease_of_an_event_loop_that_was_closed_is_renewed_no_more():
     """Its task has not ended, and never will."""
     done = run_code(CLOSED)
     assert (done.stdout, done.stderr) == ("free\n", "")
-
-
-@on_loop
-async def test_an_error_of_the_lock_server_is_the_caller_s(make, driven):
-    """It is a StoreError there, as in the blocking lock."""
-    with driven.outage(), pytest.raises(StoreError):
-        await make("k").acquire()
 
 
 def test_pyright_takes_it_for_an_asynchronous_context_manager():

@@ -301,24 +301,6 @@ async def test_nobody_waits_for_a_server_that_stands_still(own_redis_server):
             await nothing_is_left(client)
 
 
-def test_tasks_that_are_pending_when_the_program_ends_leave_nothing(redis_url, redis_client):
-    """asyncio.run() cancels them; the watchdog outlives the event loop."""
-
-    async def main():
-        dislock, entered = Dislock.from_url(redis_url), asyncio.Event()
-        lock = dislock.async_lock("a")
-        tasks = [asyncio.create_task(holds(lock, entered)) for _ in range(3)]
-        await entered.wait()
-        tasks += [asyncio.create_task(tries(lock))]
-        await asyncio.sleep(0)
-        return dislock, tasks
-
-    dislock, tasks = asyncio.run(main())
-    assert all(task.cancelled() for task in tasks)
-    dislock.close()  # at once: what waits is sent before
-    assert list(redis_client.scan_iter("dislock:*")) == []
-
-
 @pytest.mark.extra
 @pytest.mark.parametrize("how", ["close_a_loop", "close_loops"])
 def test_a_loop_that_is_closed_leaves_nothing(redis_url, redis_client, how):

@@ -450,19 +450,6 @@ class TestSurroundings:
         assert run(main) == [10, 11, 12, 13, 14]
         assert sorted(seen) == [0, 1, 2, 3, 4]
 
-    def test_a_receiver_that_sends_tasks(self, redis_url, redis_client, receive):
-        """They are sent; like all of Celery's sending, that blocks the loop."""
-
-        async def main():
-            await use(dislock.async_lock("k"))
-            await dislock.aclose()
-
-        with Celery("shop", broker=redis_url, set_as_current=False) as app:
-            dislock = Dislock(app)
-            receive("lock_acquired", lambda **_: app.send_task("shop.log"))
-            run(main)
-        assert redis_client.llen("celery") == 1
-
     def test_a_parked_task_gets_its_turn_from_a_coroutine(self, driven, monkeypatch):
         """The release of an async lock publishes it, in a thread: the loop goes on."""
         app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)

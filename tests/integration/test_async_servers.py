@@ -125,35 +125,6 @@ async def test_what_a_server_pushes_is_no_reply(redis_url, redis_client):
             await use(dislock)
 
 
-@on_loop
-async def test_options_of_locks(redis_url):
-    """They are those of a blocking lock: shared, limited, several keys, a fixed expiry, unfair."""
-
-    async def hold(lock, inside, done):
-        async with lock:
-            inside.release()
-            await done.wait()
-
-    async with Dislock.from_url(redis_url) as dislock:
-        for options, most in (({"mode": "shared"}, 3), ({"limit": 2}, 2), ({"expire": 9}, 1)):
-            inside, done = asyncio.Semaphore(0), asyncio.Event()
-            locks = [dislock.async_lock(["a", "b"], **options) for _ in range(most)]
-            tasks = [asyncio.create_task(hold(lock, inside, done)) for lock in locks]
-            for _ in tasks:
-                await inside.acquire()
-            for key in "ab":
-                assert len(await dislock.async_lock(key).holders()) == most
-                assert not await dislock.async_lock(key).try_acquire()
-            done.set()
-            await asyncio.gather(*tasks)
-        async with dislock.async_lock("f"):
-            first = asyncio.create_task(dislock.async_lock("f").acquire(timeout=LIMIT))
-            await asyncio.to_thread(wait_in_line, dislock, "f")
-            unfair = dislock.async_lock("f", fair=False)
-            assert not await asyncio.create_task(unfair.acquire(blocking=False))
-        assert await first
-
-
 @pytest.mark.extra
 @on_loop
 async def test_a_failover_while_tasks_wait(watched, caplog):

@@ -383,14 +383,6 @@ def test_a_file_that_is_newer_than_the_record_counts(tmp_path):
     assert len(world.sent) == 2
 
 
-def test_redbeats_own_lock_is_off(redbeat):
-    """Two beats start; with that lock the second would wait in its start."""
-    world = World({"often": EVERY}, kept=redbeat)
-    assert [one.scheduler.lock_key for one in world.beats] == [None, None]
-    world.run(7)
-    assert not redbeat.client.exists("redbeat::lock")
-
-
 @pytest.mark.parametrize("removed", [True, False])
 def test_an_entry_that_redbeat_hides(redbeat, removed):
     """Killed after RedBeat has noted the run: the tick is sent again though it is not due."""

@@ -223,11 +223,6 @@ class TestRun:
         _, _, mode, about = script.lease
         assert (mode, about["timeout"]) == ("s", 120.0)
 
-    def test_a_cost(self, dislock, script):
-        """It takes as many units; more than there can be is refused, and nothing is started."""
-        dislock("run", "k", "--limit", "5", "--cost", "3", "--", *script.started("k"))
-        assert script.lease[2] == "x3"
-
     @pytest.mark.parametrize(
         ("options", "told"),
         [

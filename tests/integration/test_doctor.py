@@ -51,18 +51,6 @@ def test_a_healthy_server(own_redis_server):
     assert report.found("workers")[0][1].startswith("No worker answers")
 
 
-def test_a_full_server(own_redis_server):
-    """It is found by a write, not by its figures: they are of another moment."""
-    url = own_redis_server.url
-    with Locks.from_url(url) as locks, locks.lock("a"), own_redis_server.client() as client:
-        assert Report(url).found("writes") == []
-        keys = client.keys()
-        client.config_set("maxmemory", 1)
-        [(level, what)] = Report(url).found("writes")
-        assert (level, "maxmemory" in what) == ("serious", True)
-        assert client.keys() == keys
-
-
 def test_a_broker_that_refuses(own_redis_server):
     """It is there, so nobody is told to start it; what helps is said."""
     url, broker = own_redis_server.url, {"broker_url": own_redis_server.url}

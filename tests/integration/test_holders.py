@@ -36,6 +36,16 @@ def refused(app):
     return told[0].holder, holder
 
 
+def assert_names_task(done, **more):
+    """Check whom others were told of by a task that has ended; return what tools see."""
+    worker, told, seen = done.get()
+    here = {"worker": worker, "pid": os.getpid(), "host": socket.gethostname()}
+    who = {"task": "shop.export", "id": done.id, **here}
+    assert told == {**who, **more}
+    assert {name: getattr(seen, name) for name in who} == who
+    return seen
+
+
 @pytest.mark.parametrize("is_renewed", [True, False])
 def test_a_thread_says_its_name(app, is_renewed):
     """With its process; the timeout tells since when a renewal is overdue, if there are any."""
@@ -57,12 +67,7 @@ def test_a_task_says_its_id(app, is_renewed):
     def export(self):
         return self.request.hostname, *refused(app)
 
-    done = export.apply()
-    worker, told, seen = done.get()
-    who = {"task": "shop.export", "id": done.id}
-    here = {"worker": worker, "pid": os.getpid(), "host": socket.gethostname()}
-    assert told == {**who, **here, **({"timeout": TIMEOUT} if is_renewed else {})}
-    assert {name: getattr(seen, name) for name in (*who, *here)} == {**who, **here}
+    seen = assert_names_task(export.apply(), **({"timeout": TIMEOUT} if is_renewed else {}))
     assert (seen.thread, seen.renewed is not None) == (None, is_renewed)
 
 
@@ -95,11 +100,7 @@ def test_a_lock_that_a_body_takes_is_its_tasks(app, where, locked):
     how = {"base": SingletonTask, "lock_key": "own"} if locked else {}
     task = app.task(take, bind=True, name="shop.export", shared=False, **how)
     done = task.apply()
-    worker, told, seen = done.get()
-    who = {"task": "shop.export", "id": done.id}
-    here = {"worker": worker, "pid": os.getpid(), "host": socket.gethostname()}
-    assert told == {**who, **here, "timeout": 30.0}
-    assert {name: getattr(seen, name) for name in (*who, *here)} == {**who, **here}
+    seen = assert_names_task(done, timeout=30.0)
     assert seen.owner.startswith(f"{done.id}:~")
     assert "thread" in lock_of(app)[0]
 

@@ -409,14 +409,6 @@ class TestReleases:
                 pool(lock.release)
             assert lease.held
 
-    def test_what_was_released_elsewhere_can_be_taken_anew(self, lock, pool):
-        """The object forgets the lease, whichever thread has released it."""
-        for _ in range(3):
-            assert lock.acquire()
-            pool(lock.release)
-            assert lock.lease is None
-        assert not lock.locked()
-
     def test_what_was_released_by_its_lease_is_not_held_any_more(self, lock, pool):
         """A second release is refused in each thread."""
         lock.acquire()

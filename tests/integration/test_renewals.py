@@ -13,7 +13,7 @@ from billiard import current_process
 from celery_dislock import LockLostError, StoreError, scripts
 from celery_dislock.servers.store import Store
 from proof.proxy import cut, lose_reply
-from tests.holding import PATIENCE, Holding, name_of, wait_for
+from tests.holding import Holding, name_of, wait_for
 from tests.integration.driven import driving
 
 
@@ -31,6 +31,7 @@ def test_a_lease_is_renewed_every_third_of_its_timeout(driven):
         assert 29 <= driven.asked(scripts.RENEW) <= 32
         assert 29 <= lease.renewals <= driven.asked(scripts.RENEW)
         assert driven.client.pttl(name_of("k")) <= 30_000
+        assert 300 <= lease.held_for < 301
         assert 19 < lease.remaining <= 30
 
 
@@ -85,14 +86,6 @@ def test_a_failed_renewal_is_tried_again_soon(driven, caplog, fault):
     lines = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("Cannot renew 1 lock(s), trying again") for line in lines) == 1
     assert sum(line.startswith("Locks are renewed again") for line in lines) == 1
-
-
-def test_the_pauses_of_an_outage_grow(driven):
-    """Tries come less often the longer the server is away, but at least once a second."""
-    with driven.lock(watchdog_timeout=300):
-        driven.fault(scripts.RENEW, "-ERR not now")
-        driven.advance(130)
-        assert 25 <= driven.asked(scripts.RENEW) <= 45
 
 
 def test_the_first_retry_follows_at_once(driven, caplog):
@@ -250,38 +243,6 @@ def test_a_receiver_that_raises_harms_nothing(driven, receive, error, where):
         assert lost.lost
         assert lease.renewals >= 4
         assert lease.held
-
-
-def test_held_turns_false_at_the_deadline_though_the_watchdog_is_blocked(redis_url, receive):
-    """A receiver that never returns blocks the one thread: trust ends all the same, once."""
-    gate, inside = threading.Event(), threading.Event()
-
-    def blocks(**_):
-        inside.set()
-        gate.wait(PATIENCE)
-
-    with Holding(redis_url) as holding:
-        lease = holding.take("k", 1.2)
-        receive("lock_renewed", blocks)
-        assert inside.wait(PATIENCE)
-        assert lease.held
-        wait_for(lambda: not lease.held, "the deadline")
-        assert lease.remaining == 0
-        with pytest.raises(LockLostError, match="its time ran out"):
-            lease.ensure_held()
-        gate.set()
-        assert "could not be renewed in time" in holding.wait_lost(lease).arguments["reason"]
-        lease.release()
-        assert [len(holding.named(name)) for name in ("lock_lost", "lock_released")] == [1, 0]
-
-
-def test_when_a_lease_was_acquired_is_unix_time(driven):
-    """For people, and for how long the lock has been held."""
-    before = driven.now
-    with driven.lock() as lease:
-        assert before <= lease.acquired_at <= driven.now
-        driven.advance(20)
-        assert 20 <= lease.held_for < 21
 
 
 @pytest.mark.parametrize("where", ["in a round trip", "elsewhere"])

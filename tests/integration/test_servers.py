@@ -842,16 +842,6 @@ class TestParkedInAClusterThatMoves:
         assert line.ask("done", marked=True) == Done()
         store.close()
 
-    def test_a_task_is_parked_when_the_slot_has_arrived(self, cluster):
-        """Who asks meanwhile is asked again, and knows nothing of it."""
-        arrives = []
-        line = self.line_on(cluster, "arrives", pause=lambda _seconds: arrives.pop()())
-        with cluster.moving(line.lock) as finish:
-            arrives += [finish, lambda: None, lambda: None]
-            assert isinstance(line.ask("turn", marked=True), Granted)
-        assert arrives == []
-        line.store.close()
-
     def test_a_lease_that_ends_meanwhile_is_handed_on_when_the_slot_has_arrived(self, cluster):
         """The lock is free at once, and the first in line has its turn."""
         free = []

@@ -2,24 +2,15 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
-from celery import Celery
-from click.testing import CliRunner
 
 from celery_dislock import Dislock
-from celery_dislock.messages.message import Message
-from celery_dislock.operating.cli import dislock as command
-from celery_dislock.parking.answers import Parked
-from celery_dislock.parking.process import runtime_of
-from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import Conflict
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
-from tests.pace import LEASE
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 SHORT = 0.5
@@ -65,31 +56,6 @@ def threads():
 def owners(store):
     """Who holds each of the three locks."""
     return [[held.owner for held in store.holders(name)] for name in NAMES]
-
-
-def test_an_operator_drops_and_frees_on_each_kind_of_server(url):
-    """``celery dislock drop`` and ``free`` find the lock's node; the parked task is REVOKED."""
-    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.dislock_url = url
-
-    @app.task(name="tests.parked", shared=False)
-    def parked(): ...
-
-    process = runtime_of(app).process
-    assert isinstance(process.store.acquire([A], "me", LONG, HOLDER), Granted)
-    headers = {"task": "tests.parked", "id": "p-1"}
-    message = Message("", "celery", headers, "application/json", "utf-8", {}, True, b"[[],{},{}]")
-    process.lines.enlist(A)
-    ticket = Ticket("p-1:0:0", False, message.to_bytes())
-    assert isinstance(process.lines.park([A], "p-1@w/1", LONG, "{}", ticket), Parked)
-    told = []
-    for args in (("drop", "p-1", "--yes"), ("free", "a", "--yes"), ("show", "a")):
-        answer = CliRunner().invoke(command, args, obj=SimpleNamespace(app=app))
-        told.append((answer.exit_code, answer.output.splitlines()[-1]))
-    assert [code for code, _ in told] == [0, 0, 1]
-    assert [last.partition(".")[0] for _, last in told[:2]] == ["Dropped", "Freed lock a"]
-    result = app.AsyncResult("p-1")
-    assert (result.state, "dropped by an operator" in str(result.result)) == ("REVOKED", True)
 
 
 class TestStore:
@@ -154,23 +120,6 @@ class TestPlainPython:
         assert dislock.lock(["a", "b", "c"]).acquire(timeout=0.05) is False
         assert owners(store) == [[], ["other"], []]
         assert not in_line(store, B)
-
-    def test_what_is_kept_while_waiting_is_renewed(self, url, store, threads):
-        """A waiter asks often enough not to lose the locks that it has already."""
-        dislock = Dislock.from_url(url, watchdog_timeout=LEASE)
-        store.acquire([B], "other", LONG, HOLDER)
-        waiting = threads.submit(acquired, dislock.lock(["a", "b"]))
-        wait_for(lambda: in_line(store, B), "its place")
-        (first,) = store.holders(A)
-
-        def two_timeouts():
-            (still,) = store.holders(A)
-            assert still.token == first.token
-            return still.held > 2 * LEASE
-
-        wait_for(two_timeouts)
-        store.release([B], "other")
-        waiting.result(PATIENCE).release()
 
 
 def acquired(lock):

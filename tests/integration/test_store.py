@@ -19,7 +19,6 @@ from tests.holding import all_locks
 from tests.integration.lua_server import LuaServer
 from tests.integration.servers import HOLDER, LOCK, LONG, WITHIN, take
 from tests.integration.test_async_servers import used
-from tests.pace import REPLY
 from tests.redis_server import RedisServer
 
 OTHER = "dislock:{other}"
@@ -281,21 +280,6 @@ class TestInterruptedConnection:
             assert store.release([OTHER], "b/1") is True  # it had reached the server
             assert client.info("stats")["total_connections_received"] == before + 2
         signal.signal(signal.SIGUSR1, previous)
-        store.close()
-
-    def test_a_late_reply_is_nobodys(self, own_redis_server):
-        """A reply that comes after its timeout is not taken for the next command's."""
-        store = Store(own_redis_server.url, {"socket_timeout": REPLY})
-        take(store, "a/1")
-        renew(store, "a/1")
-        own_redis_server.pause()
-        with pytest.raises(StoreError):
-            store.acquire([OTHER], "b/1", LONG, HOLDER)
-        with pytest.raises(StoreError):
-            store.renew([([LOCK], "a/1", LONG)], within=0.1)
-        own_redis_server.resume()
-        assert store.release([LOCK], "nobody") is False
-        assert renew(store, "nobody") is False
         store.close()
 
 

@@ -102,18 +102,13 @@ class TestPlaces:
         assert store.release([LOCK], "second")
         assert store.wait(LOCK, "later", 1.0)
 
-    def test_a_lock_that_was_handed_over_meanwhile_is_taken(self, store, wait):
-        """Nobody has read that it was: its lease would end in seconds."""
+    @pytest.mark.parametrize("is_read", [False, True])
+    def test_a_lock_that_was_handed_over_is_taken_if_nobody_has_read_so(self, store, wait, is_read):
+        """Its lease would end in seconds; an owner that has read it runs."""
         wait("first")
         store.release([LOCK], "holder")
-        assert store.take_over([LOCK], "first", "second", NEW) == 1
-        assert isinstance(store.acquire([LOCK], "second", TTL, NEW), Granted)
-        assert not store.release([LOCK], "first")
-
-    def test_a_lock_that_was_taken_up_is_not(self, store, wait):
-        """That owner runs."""
-        wait("first")
-        store.release([LOCK], "holder")
-        assert store.wait(LOCK, "first", 1.0)
-        assert store.take_over([LOCK], "first", "second", NEW) == 0
-        assert store.release([LOCK], "first")
+        assert not is_read or store.wait(LOCK, "first", 1.0)
+        assert store.take_over([LOCK], "first", "second", NEW) == (not is_read)
+        answer = store.acquire([LOCK], "second", TTL, NEW)
+        assert type(answer) is (Conflict if is_read else Granted)
+        assert store.release([LOCK], "first") is is_read

@@ -4,10 +4,7 @@ import pytest
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import ForbiddenError
-from celery_dislock.servers.store import Store
-from celery_dislock.servers.trial import complaints
 from proof.proxy import Proxy, cut, runs, swallow_reply
-from tests.conftest import BOTH
 from tests.integration.acl import start_worker
 from tests.integration.test_doctor import Report
 from tests.pace import REPLY
@@ -159,12 +156,3 @@ def test_a_replica_refuses_nothing(own_redis_server, redis_server):
         client.replicaof("127.0.0.1", str(redis_server.port))
         _, [warning] = start_worker(own_redis_server.url)
     assert "replica" in warning
-
-
-@BOTH
-def test_the_servers_of_these_tests_refuse_nothing(redis_url, redis_client):
-    """Neither a Redis nor fakeredis, whether they have the scripts or not."""
-    store = Store(redis_url)
-    assert [complaints(store.lock_server, "dislock") for _ in range(2)] == [[], []]
-    assert redis_client.keys() == []
-    store.close()

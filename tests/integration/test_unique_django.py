@@ -1,69 +1,112 @@
-"""Uniqueness when sending in transactions of Django: what is sent and reserved, and when."""
+"""Uniqueness when sending in transactions of Django: what is sent and reserved, and when.
 
-import json
-import os
+Each scene runs in an interpreter of its own, because Django's settings are those of a process.
+"""
+
+import sys
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
+import redis
+from celery import Celery
 
-from tests.forked import ROOT, run_python
+from celery_dislock import Dislock, DuplicateTaskError, SingletonTask
+from tests.forked import ROOT
+from tests.programs import run
 
 
-@pytest.fixture
-def site(redis_url):
-    """Take these steps in a process with Django, and return what each has told."""
+def act(scene, url):
+    """Play a scene in a new interpreter; its failed assertion is this test's."""
     pytest.importorskip("django")
-
-    def take(*steps, on_duplicate="return"):
-        asked = json.dumps([redis_url, on_duplicate, steps])
-        program = ["tests.integration.django_sender", asked]
-        told = run_python(*program, folder=ROOT, env=os.environ)
-        assert told.returncode == 0, told.stderr
-        return json.loads(told.stdout)
-
-    return take
+    program = f"from {__name__} import make_site, {scene.__name__} as s; s(make_site({url!r}))"
+    run(sys.executable, "-W", "ignore", "-c", program, cwd=ROOT)
 
 
-def state(told):
-    """How many messages wait after a step, and for which documents a key is reserved."""
-    return told["messages"], told["reserved"]
+def make_site(url):
+    """Make a task for documents, and what begins a transaction and tells the state."""
+    import django
+    from celery.contrib.django.task import DjangoTask
+    from django.conf import settings
+    from django.db import transaction
+
+    class LockedTask(SingletonTask, DjangoTask):
+        """Locks, and has delay_on_commit()."""
+
+    databases = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}}
+    settings.configure(DATABASES=databases, USE_TZ=True)
+    django.setup()
+    app = Celery("site", broker=url, set_as_current=False)
+    Dislock(app)
+    options = {"base": LockedTask, "lock_key": "edit:<doc>", "lock_unique_until": "end"}
+
+    @app.task(name="edit", shared=False, **options)
+    def edit(doc): ...
+
+    @app.task(name="strict", shared=False, lock_on_duplicate="raise", **options)
+    def strict(doc): ...
+
+    client = redis.Redis.from_url(url, decode_responses=True)
+
+    def state():
+        """How many messages wait, and for which documents a key is reserved."""
+        keys = sorted(client.keys("*:unique"))
+        return client.llen("celery"), [key[len("dislock:{edit:") :][0] for key in keys]
+
+    return SimpleNamespace(edit=edit, strict=strict, begin=transaction.atomic, state=state)
 
 
-def test_a_transaction_that_commits(site):
+def commits(site):
+    with site.begin():
+        assert [site.edit.delay_on_commit("1") for _ in range(2)] == [None, None]
+        assert site.state() == (0, [])
+    assert site.state() == (1, ["1"])
+    assert site.edit.delay("1").duplicate
+
+
+def rolls_back(site):
+    with site.begin():
+        site.edit.delay_on_commit("1")
+        with suppress(ZeroDivisionError), site.begin():
+            site.edit.delay_on_commit("2")
+            raise ZeroDivisionError
+        assert site.state() == (0, [])
+    assert site.state() == (1, ["1"])
+    assert not site.edit.delay("2").duplicate
+
+
+def sends_at_once(site):
+    with suppress(ZeroDivisionError), site.begin():
+        sent = site.edit.delay("1")
+        raise ZeroDivisionError
+    assert site.state() == (1, ["1"])
+    later = site.edit.delay("1")
+    assert (later.id, later.duplicate) == (sent.id, True)
+
+
+def raises(site):
+    for task, reserved in ((site.strict, ["1"]), (site.edit, ["1", "2"])):
+        with suppress(DuplicateTaskError), site.begin():
+            for doc in "112":
+                task.delay_on_commit(doc)
+        assert site.state() == (len(reserved), reserved)
+
+
+def test_a_transaction_that_commits(redis_url):
     """Nothing before; then one message and one reservation, and the next is a duplicate."""
-    _, first, second, commit, later = site(
-        "begin", "delay_on_commit 1", "delay_on_commit 1", "commit", "delay 1"
-    )
-    assert (first["returned"], second["returned"]) == (None, None)
-    assert state(first) == state(second) == (0, [])
-    assert state(commit) == state(later) == (1, ["1"])
-    assert later["returned"]["duplicate"] is True
+    act(commits, redis_url)
 
 
-def test_a_savepoint_that_rolls_back(site):
+def test_a_savepoint_that_rolls_back(redis_url):
     """What was sent in the inner block is dropped; the outer one's goes out."""
-    *_, inner, commit, later = site(
-        *("begin", "delay_on_commit 1", "begin", "delay_on_commit 2", "rollback", "commit"),
-        "delay 2",
-    )
-    assert state(inner) == (0, [])
-    assert state(commit) == (1, ["1"])
-    assert later["returned"]["duplicate"] is False
+    act(rolls_back, redis_url)
 
 
-def test_a_plain_delay_in_a_transaction_that_rolls_back(site):
+def test_a_plain_delay_in_a_transaction_that_rolls_back(redis_url):
     """It is out at once, as with Celery alone: it stays so, and the next is a duplicate of it."""
-    _, sent, rollback, later = site("begin", "delay 1", "rollback", "delay 1")
-    assert sent["returned"]["duplicate"] is False
-    assert state(sent) == state(rollback) == state(later) == (1, ["1"])
-    assert later["returned"] == {"id": sent["returned"]["id"], "duplicate": True}
+    act(sends_at_once, redis_url)
 
 
-def test_an_error_for_a_duplicate_comes_after_the_commit(site):
+def test_an_error_for_a_duplicate_comes_after_the_commit(redis_url):
     """Django drops the calls that follow it: with delay_on_commit(), "return" is the one to use."""
-    calls = ["delay_on_commit 1", "delay_on_commit 1", "delay_on_commit 2"]
-    *_, commit = site("begin", *calls, "commit", on_duplicate="raise")
-    assert commit["error"] == "DuplicateTaskError"
-    assert state(commit) == (1, ["1"])
-    *_, commit = site("begin", *calls, "commit")
-    assert "error" not in commit
-    assert state(commit) == (2, ["1", "2"])
+    act(raises, redis_url)

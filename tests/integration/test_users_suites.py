@@ -120,17 +120,20 @@ def test_celerys_own_fixture_uses_the_server(users, more):
 
 
 @pytest.mark.extra
-def test_each_process_of_xdist_has_a_server(users):
-    """Tests of one key do not meet."""
+@pytest.mark.parametrize("is_real", [False, True])
+def test_each_process_of_xdist_has_a_server_or_databases_of_its_own(users, redis_url, is_real):
+    """A test in one process finds nothing of a test in another."""
+    need("xdist")
     outcome = users(
-        "@pytest.mark.parametrize('n', range(6))\n"
+        "@pytest.mark.parametrize('n', range(4))\n"
         "def test(dislock_server, n):\n"
         "    with dislock_server.hold('k'):\n"
-        "        dislock_server.assert_locked('k')\n",
+        "        dislock_server.advance(0.3)\n",
+        *([f"--dislock-redis={redis_url}"] if is_real else []),
         "-n2",
         plugins=["xdist.plugin"],
     )
-    assert "6 passed" in outcome.stdout, outcome.stdout
+    assert "4 passed" in outcome.stdout, outcome.stdout
 
 
 COROUTINES = """
@@ -290,27 +293,3 @@ def test_the_same_test_runs_on_a_real_server(users, redis_url):
         plugins=[],
     )
     assert "1 passed, 2 skipped" in outcome.stdout, outcome.stdout
-
-
-@pytest.mark.extra
-def test_processes_of_xdist_have_databases_of_their_own_on_a_real_server(users, redis_url):
-    """A test in one process finds nothing of a test in another."""
-    need("xdist")
-    outcome = users(
-        "@pytest.mark.parametrize('n', range(4))\n"
-        "def test(dislock_server, n):\n"
-        "    with dislock_server.hold('k'):\n"
-        "        dislock_server.advance(0.3)\n",
-        *(f"--dislock-redis={redis_url}", "-n2"),
-        plugins=["xdist.plugin"],
-    )
-    assert "4 passed" in outcome.stdout, outcome.stdout
-
-
-@pytest.mark.extra
-def test_a_real_server_that_is_not_empty_is_refused(users, redis_url, redis_client):
-    """It keeps what it has."""
-    redis_client.set("theirs", "1")
-    outcome = users("def test(dislock_server): pass\n", f"--dislock-redis={redis_url}", plugins=[])
-    assert "it has 1 keys, and tests empty its databases" in outcome.stdout
-    assert redis_client.get("theirs") == "1"

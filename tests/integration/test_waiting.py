@@ -121,6 +121,18 @@ def test_a_place_in_line_is_kept_by_asking(driven, acquire):
     assert got[0].held
 
 
+def test_what_is_kept_while_waiting_is_renewed(driven, acquire):
+    """Who waits for a second lock does not lose the first, which it has already."""
+    driven.crash_holder("k", timeout=60)
+    with driven.waiting(acquire(key=["a", "k"], watchdog_timeout=3)) as got:
+        (first,) = driven.dislock.lock("a").holders()
+        for asked in range(2, 9):
+            driven.advance(1.1)
+            driven.wait_for_waits(asked)
+        driven.beside().lock_of("k").free()
+    assert got[0].tokens["a"] == first.token
+
+
 @pytest.mark.parametrize("timeout", [1.0, 30.0])
 def test_the_next_in_line_has_the_lock_when_the_first_turns_out_to_be_dead(
     driven, first, acquire, timeout
