@@ -90,7 +90,7 @@ class Rates:
         self.net, self.fail = net, fail
         self._known = {*map(Rate.of, rates)}
         self._of: dict[str, tuple[list[Rate], int]] = {}  # rates and cost, by owner
-        self._tokens: dict[str, set[str]] = defaultdict(set)  # of all leases that began, by lock
+        self._tokens: dict[str, set[tuple[str, str]]] = defaultdict(set)  # of owners, by lock
         self._begun: dict[tuple[str, str], Begun] = {}  # by lock and owner
         self._held_back: dict[str, int] = {}  # until when, in ms
         self._set: dict[str, tuple[Rate, float]] = {}  # by an operator, and until when, in ms
@@ -168,8 +168,8 @@ class Rates:
         leases, known = self._leases(name), self._tokens[name]
         if script is scripts.SPENT and arguments[0] in leases:
             self._spends(name, *arguments)
-        new = {token: one for one, token in leases.items() if token not in known}
-        known.update(new)
+        new = {token: one for one, token in leases.items() if (one, token) not in known}
+        known.update(leases.items())  # after a clock was set back, a token may come again
         if script is scripts.TAKE_OVER or name.startswith("dislock:sweep:"):
             left = self._begun.pop((name, arguments[0]), None)
             if left and arguments[1] in leases:
