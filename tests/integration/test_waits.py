@@ -14,6 +14,7 @@ from kombu.exceptions import OperationalError
 from celery_dislock.messages import broker
 from celery_dislock.messages.broker import OwnProducer, OwnProducers, RefusedError, own_producers
 from celery_dislock.messages.resending import publish
+from celery_dislock.parking.process import runtime_of
 from tests.unit.messages.test_resending import message
 
 LIMIT = 60.0  # seconds
@@ -95,6 +96,18 @@ def test_a_connection_is_kept_for_the_next_message_unless_a_reply_is_missing(app
     for is_broken in (False, True, False):
         own.send(lambda producer, is_broken=is_broken: send(producer, is_broken=is_broken))
     assert used[0] is used[1] is not used[2]
+
+
+def test_a_process_that_closes_leaves_no_connection_to_the_broker(app):
+    """Nor does it wait for the garbage collector to close them."""
+    app.conf.dislock_url, used = "memory://", []
+    runtime = runtime_of(app)
+    assert runtime.process.can_park
+    own_producers(app).send(used.append)
+    connection = used[0].connection
+    assert connection.connected
+    runtime.close()
+    assert not connection.connected
 
 
 def test_a_message_that_a_full_queue_rejects_was_refused(app):
