@@ -19,7 +19,11 @@ from tests.leaks import Watch, remember
 from tests.orphans import pytest_configure, pytest_unconfigure  # noqa: F401 -- hooks
 from tests.programs import find_redis, not_tried
 from tests.redis_server import Client, RedisServer, ServerMissing, find_server
-from tests.unclosed import note_connections, pytest_runtest_teardown  # noqa: F401 -- a hook
+from tests.unclosed import (
+    keep_subscriptions,
+    note_connections,
+    pytest_runtest_teardown,  # noqa: F401 -- a hook
+)
 
 TESTS = Path(__file__).parent
 NOT_OF_TESTS = {"celery.app.builtins", "celery_dislock.plugin"}  # modules that extend all apps
@@ -36,6 +40,7 @@ LEFT_SOCKETS = pytest.mark.filterwarnings(
 
 if redis.VERSION[:2] != (5, 0):
     note_connections()
+keep_subscriptions()
 
 # The browser tests need the extra "site", which `make site` installs.
 collect_ignore = [] if find_spec("playwright") else ["site"]

@@ -18,12 +18,15 @@ from socket import socket
 from weakref import ref
 
 import pytest
+from celery.result import AsyncResult
 from redis import connection as blocking
 from redis.asyncio import connection as asynchronous
 
 HELD_TO = ("tests/unit/", "tests/integration/", "test_run.py::")  # the last tests this module
 ON_PURPOSE = "::test_a_loop_that_was_closed_by_hand_is_forgotten"
 TEST = "PYTEST_CURRENT_TEST"  # in the environment: the test and its phase, set by pytest
+
+unsubscribe = AsyncResult.__del__
 
 _makers = {}  # by process and the id of the connection there
 _made = []  # by the test that runs; where each keeps its socket
@@ -34,6 +37,11 @@ def note_connections():
     """Note which test makes each connection, and those that are collected while they are open."""
     _note(blocking.AbstractConnection, "_sock")
     _note(asynchronous.AbstractConnection, "_writer")
+
+
+def keep_subscriptions():
+    """Let a result stay subscribed when it is collected: by then its server may have ended."""
+    del AsyncResult.__del__
 
 
 def _note(kind, place):

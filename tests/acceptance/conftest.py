@@ -1,6 +1,5 @@
 """Workers to test with: a pair for each pool that lasts, and such as a test starts for itself."""
 
-import gc
 import importlib.util
 import json
 import re
@@ -27,7 +26,6 @@ def server(redis_program, tmp_path_factory):
     with RedisServer(tmp_path_factory.mktemp("acceptance") / "redis") as server:
         scenarios.app.conf.update(broker_url=server.url, result_backend=server.url)
         yield server
-        gc.collect()  # results that nobody awaits any more unsubscribe while there is a server
         scenarios.app.close()
 
 

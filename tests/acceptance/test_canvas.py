@@ -1,7 +1,5 @@
 """Celery's canvas in an app whose base class is SingletonTask, with and without keys."""
 
-import gc
-
 import celery
 import pytest
 from celery import chain, chord, group, states
@@ -27,7 +25,6 @@ def canvas(server, start_pair):
     canvas_app.app.conf.update(broker_url=server.url, result_backend=server.url)
     with start_pair("prefork", "canvas", modes=["", ""], app=canvas_app.__name__):
         yield canvas_app.app
-    gc.collect()  # Celery 5.5 asks the backend when a result is collected: not after its end
     canvas_app.app.close()
 
 

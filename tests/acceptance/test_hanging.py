@@ -1,6 +1,5 @@
 """A server that stops answering: a worker does all that does not need that server."""
 
-import gc
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -47,7 +46,6 @@ def start(server, redis_client, workers, tmp_path):
         finally:
             worker.kill()
             workers.pop(worker)
-            app.backend.remove_pending_result = lambda result: result  # it would connect again
             close(app)
 
     return started
@@ -87,10 +85,9 @@ def test_a_worker_goes_on_while_its_broker_is_in_alarm(
 
 @pytest.fixture
 def silent(redis_program, tmp_path):
-    """A Redis that can be paused; it outlives the results of the test, which unsubscribe."""
+    """A Redis that can be paused."""
     with RedisServer(tmp_path / "redis") as silent:
         yield silent
-        gc.collect()
 
 
 @pytest.mark.extra

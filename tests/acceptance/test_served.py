@@ -1,6 +1,5 @@
 """``python -m celery_dislock.testing``: other processes use it as a Redis."""
 
-import gc
 import os
 import re
 import signal
@@ -56,7 +55,6 @@ def fleet(workers, tmp_path_factory):
                 workers.pop(worker)
             if beat is not None:
                 kill_group(beat)
-            gc.collect()  # results that nobody awaits any more unsubscribe while there is a server
             close(app)
 
 

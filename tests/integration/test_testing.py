@@ -16,6 +16,7 @@ import redis
 import time_machine
 from celery import Celery
 from celery.exceptions import Reject
+from celery.result import AsyncResult
 from celery.worker import state
 
 from celery_dislock import Dislock, LockLostError, SettingsError, SingletonTask, StoreError
@@ -24,6 +25,7 @@ from celery_dislock.signals import lock_renewed
 from celery_dislock.testing import DislockServer
 from tests.holding import wait_for
 from tests.programs import run_code
+from tests.unclosed import unsubscribe
 
 
 @pytest.fixture
@@ -465,6 +467,7 @@ class TestOfAnApp:
             unread.then(print)
         connected = []
         monkeypatch.setattr(redis.Connection, "connect", connected.append)
+        monkeypatch.setattr(AsyncResult, "__del__", unsubscribe, raising=False)
         del result, unread
         gc.collect()
         assert connected == []
