@@ -118,23 +118,22 @@ class SweepStep(TimedStep):
         runtime = runtime_of(worker.app)
         options = [guard.options for guard in guards_of(worker.app).values()]
         every = interval(options)
-        self._every = every or 0.0
+        self.every = every or 0.0
         self._parks = any(options_of_task.parks for options_of_task in options)
         return every is not None and not runtime.off and runtime.process.can_park
 
-    def begin(self, worker: WorkController) -> float:
+    def begin(self, worker: WorkController) -> None:
         """Sweep one page at a time."""
         process = runtime_of(worker.app).new_process()
-        self._sweep = Sweep(process, worker.hostname, self._every, looks_first=not self._parks)
+        self._sweep = Sweep(process, worker.hostname, self.every, looks_first=not self._parks)
         self._sweep.tell = lambda replaced: worker_tells_revoked(
             worker.consumer.event_dispatcher, replaced
         )
         self._sweep.says = terms_said(worker.app)
-        return 0.0
 
-    def work(self) -> float:
+    def work(self) -> None:
         """Sweep a page."""
-        return self._sweep.step()
+        self.every = self._sweep.step()
 
     def end(self) -> None:
         """Let another worker sweep."""
