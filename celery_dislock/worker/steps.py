@@ -94,7 +94,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             #: INFO: Which server keeps this worker's locks. -> Workers with other servers or
             #: prefixes do not see each other's locks: compare the line of all.
             logger.info("Locks are on; lock server: %s, prefix: %s", self.server, prefix)
-        elif self._runtime.enabled is False:
+        elif self._runtime.off:
             #: WARNING: They run beside those of other workers. -> Remove the flag.
             logger.warning(
                 "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
@@ -153,19 +153,18 @@ def check_lock_server(app: Celery) -> tuple[str, list[str]]:
         DislockError: Locks would not work with a version of Celery, kombu or redis-py.
     """
     runtime = runtime_of(app)
-    if runtime.enabled is not False:
-        app_settings(app.conf)
+    if runtime.off:
+        return "", []
+    app_settings(app.conf)
     for name, guard in guards_of(app).items():  # may be bound before the command line was read
         check_servers(name, guard.options, app.conf)
-    if runtime.enabled is not False and app.conf.get("dislock_url") == MEMORY:
+    if app.conf.get("dislock_url") == MEMORY:
         raise SettingsError("app.conf", "dislock_url", MEMORY, NOT_SHARED)
-    warnings = [] if runtime.enabled is False else about_versions()
+    warnings = about_versions()
     if runtime.enabled:
         guard_tasks(app)
         warnings += startup.about_server(runtime.process.store.ping())
         check_scripts(runtime.process.store.lock_server, runtime.settings.dislock_prefix)
-    if runtime.enabled is False:
-        return "", []
     warnings += startup.about_tasks(app)
     locks = runtime.enabled or any(
         isinstance(app.tasks[name], SingletonTask) for name in guards_of(app)
