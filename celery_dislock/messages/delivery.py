@@ -179,11 +179,6 @@ class Delivery:
         info = self.request.delivery_info or {}
         return bool(self.notes.parked or self.notes.put_off or info.get("redelivered"))
 
-    @property
-    def lease(self) -> Lease | None:
-        """The lease under which the delivery runs; None if it has none."""
-        return self.attempt.lease
-
     def tell(self, what: str, reservation: Reservation) -> None:
         """Call this method of Reservations; logs a StoreError."""
         try:
