@@ -299,21 +299,15 @@ def attempt_of(caller: Caller, process: Process, lock: Lock, sender: object) -> 
         process.host, process.pid, caller.thread.ident, thread, timeout
     )
     running, around = process.running(on_loop=caller.kind == "task"), current.get()
-    if running is None and around is not None:  # in its context, as a thread of it
-        running = _running_around(around)
+    lease = None if around is None else around.lease
+    if running is None and lease is not None and not lease.finished:  # a thread in its context
+        running = lease.holder["task"], lease.holder["id"], lease.holder["worker"]
     if running is None:
         return Attempt(process.owner_name(start), holder, sender, text)
     task, task_id, worker = running
     who = {"task": task, "id": shown_id(task_id), "host": process.host}
     owner = body_owner(task_id, process.owner_name(""), start)
     return Attempt(owner, describe(who, worker, process.pid, timeout), sender)
-
-
-def _running_around(around: Attempt) -> tuple[str, object, str | None] | None:
-    """Return name, id and worker of the task of an attempt; None if it has no lease any more."""
-    if around.lease is None or around.lease.finished:
-        return None
-    return around.holder["task"], around.holder["id"], around.holder["worker"]
 
 
 @lru_cache(THREADS)

@@ -69,7 +69,7 @@ class WaitingStep(LastingStep):
         """Keep what waits, and the reservations of what runs."""
         is_here = self._entry is not None  # else another worker will have what waits
         kept = {False: list(self._waiting()) if is_here else [], True: list(self._running())}
-        turns = list(self._turns()) if is_here else []
+        turns = list(self._turns()) if is_here and self._process.can_park else []
         try:
             for runs, reservations in kept.items():
                 if reservations:
@@ -98,9 +98,7 @@ class WaitingStep(LastingStep):
         A copy of a task that is revoked or has expired is discarded as soon as it comes.
         """
         prefix = self._process.settings.dislock_prefix
-        for request in (
-            rate_limited_requests(self._worker.consumer) if self._process.can_park else ()
-        ):
+        for request in rate_limited_requests(self._worker.consumer):
             if TICKET not in notes_in(request.message.headers):
                 continue
             turn = own_turn(request._context, prefix)  # noqa: SLF001 -- Celery has no public name
