@@ -70,7 +70,7 @@ logger = logging.getLogger("celery_dislock")
 
 
 HINT = (
-    "this very {} has entered it and not left it: only code inside that block, in its context, may "
+    "{} has entered it and not left it: only code inside that block, in its context, may "
     "take it again. It is free when the block ends, or the lock object that took it is released"
 )
 
@@ -148,6 +148,7 @@ class Caller:
         thread: The thread; of a greenlet, what :mod:`threading` takes for one.
         is_main: Whether that is the main thread, which runs no jobs of a pool.
         label: What follows the thread's name in messages: the name of a task.
+        itself: How messages to this caller name it.
         pid: The process that made this record; a forked child does not have its leases.
         leases: The leases that it has, in the order in which they were taken.  The lease of an
             eager task comes after that of the task that runs it.
@@ -159,6 +160,7 @@ class Caller:
         self.thread = threading.current_thread()
         self.is_main = self.thread is threading.main_thread()
         self.label: str = f", {identity.get_name()}" if kind == "task" else ""
+        self.itself = f"this very {'asyncio task' if kind == 'task' else kind}"
         self.pid = os.getpid()
         self._identity = None if identity is None else ref(identity)
 
@@ -217,15 +219,14 @@ class Caller:
         """Return the latest lease of one of the lock's keys whose block runs here; None: none."""
         return next((held for held in self._of(lock) if self.is_inside(held)), None)
 
-    def has_entered(self, lock: Lock) -> bool:
-        """Return whether this caller has a lease of one of the keys, and runs outside its block."""
-        return any(held.lease.held and not self.is_inside(held) for held in self._of(lock))
-
     def hint(self, lock: Lock) -> str:
-        """Return a text for messages if this caller has entered the lock; empty if not."""
-        if not self.has_entered(lock):
-            return ""
-        return HINT.format("asyncio task" if self.kind == "task" else self.kind)
+        """
+        Return a text for messages if this caller has entered the lock; empty if not.
+
+        It has a lease of one of the keys then, and runs outside of that lease's block.
+        """
+        has_entered = any(held.lease.held and not self.is_inside(held) for held in self._of(lock))
+        return HINT.format(self.itself) if has_entered else ""
 
     def refuse_to_wait(self, lock: Lock) -> None:
         """
@@ -255,9 +256,7 @@ class Caller:
 
     def described(self, held: CallerLease) -> str:
         """Return a text for messages that names this caller as the holder of a lease."""
-        if held.execution:
-            return "the task that is running here"
-        return "this very " + ("asyncio task" if self.kind == "task" else self.kind)
+        return "the task that is running here" if held.execution else self.itself
 
 
 _threads = threading.local()
@@ -300,21 +299,15 @@ def attempt_of(caller: Caller, process: Process, lock: Lock, sender: object) -> 
         process.host, process.pid, caller.thread.ident, thread, timeout
     )
     running, around = process.running(on_loop=caller.kind == "task"), current.get()
-    if running is None and around is not None:  # in its context, as a thread of it
-        running = _running_around(around)
+    lease = None if around is None else around.lease
+    if running is None and lease is not None and not lease.finished:  # a thread in its context
+        running = lease.holder["task"], lease.holder["id"], lease.holder["worker"]
     if running is None:
         return Attempt(process.owner_name(start), holder, sender, text)
     task, task_id, worker = running
     who = {"task": task, "id": shown_id(task_id), "host": process.host}
     owner = body_owner(task_id, process.owner_name(""), start)
     return Attempt(owner, describe(who, worker, process.pid, timeout), sender)
-
-
-def _running_around(around: Attempt) -> tuple[str, object, str | None] | None:
-    """Return name, id and worker of the task of an attempt; None if it has no lease any more."""
-    if around.lease is None or around.lease.finished:
-        return None
-    return around.holder["task"], around.holder["id"], around.holder["worker"]
 
 
 @lru_cache(THREADS)

@@ -115,10 +115,6 @@ class Channel:
         self._tell(lambda watcher: watcher.acquired(lease, how, waited))
         signals.lock_acquired.send(sender=lease.sender, lease=lease)
 
-    def conflict(self, sender: object, conflict: Conflict, task_id: str) -> None:
-        """Tell that a task was refused its lock; :meth:`resolved` follows."""
-        signals.lock_conflict.send(sender=sender, conflict=conflict, task_id=task_id)
-
     def resolved(self, attempt: Attempt, conflict: Conflict, outcome: str) -> None:
         """
         Tell what becomes of an attempt that was refused.
@@ -219,10 +215,6 @@ class Channel:
             worker: Name of the worker that got the message; empty: this process sends it.
         """
         self._tell(lambda watcher: watcher.message(task, outcome, worker))
-
-    def deduplicated(self, sender: object, key: str, task_id: str) -> None:
-        """Tell that a message was not sent, because that of another task reserves its key."""
-        signals.task_deduplicated.send(sender=sender, key=key, task_id=task_id)
 
     def due_at(self) -> float:
         """Return the monotonic time at which the watchdog's loop calls :meth:`run`."""

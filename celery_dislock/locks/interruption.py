@@ -181,9 +181,9 @@ class TaskTarget:
 class _GreenletTarget:
     def __init__(self, by: str, block: FrameType | None) -> None:
         self._block = id(block) if block else 0  # the frame lives as long as the target is armed
-        library: Any = import_module(by)  # optional; it has patched this process
-        self._greenlet = library.getcurrent()
-        hub = import_module(f"{by}.hub" if by == "gevent" else f"{by}.hubs").get_hub()
+        self._greenlet = current_greenlet()
+        # Optional; it has patched this process.
+        hub = import_module("gevent.hub" if by == "gevent" else "eventlet.hubs").get_hub()
         # Has the hub call a function in its next round.
         self._call_soon: Callable[..., object] = (
             hub.loop.run_callback if by == "gevent" else partial(hub.schedule_call_global, 0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -81,12 +82,10 @@ class Journal:
             if not lease.finished
         ]
         line = json.dumps([*self._asking.values(), *held]).encode() + b"\n"
-        try:
+        with suppress(OSError):  # a full disk: the locks end with their expiry, if the process dies
             if self._file is None:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             os.pwrite(self._file, line, 0)
-        except OSError:  # a full disk: the locks end with their expiry, if the process dies
-            return
 
 
 def read(path: Path) -> list[Entry]:

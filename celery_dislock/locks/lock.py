@@ -316,9 +316,9 @@ class Lock:
         Raises:
             SettingsError, StoreError: See :meth:`Lease.spent`.
         """
-        each = self.terms if len(self.terms) == len(self.names) else self.terms[:1]
-        every = [*each] * len(self.names) if len(each) == 1 else each
-        counted = [pair for pair in zip(self.names, every, strict=True) if pair[1].cost is not None]
+        is_each = len(self.terms) == len(self.names)
+        each = self.terms if is_each else [self.terms[0]] * len(self.names)
+        counted = [pair for pair in zip(self.names, each, strict=True) if pair[1].cost is not None]
         if not counted:
             raise SettingsError(self.key, "spent", cost, "no key has a cost: give lock_cost")
         try:

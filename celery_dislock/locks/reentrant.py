@@ -415,7 +415,9 @@ class ReentrantLock:
         attempt, journal = attempt_of(caller, process, lock, self), process.journal
         try:
             if blocking and (caller.leases or caller.kind == "task"):
-                self._refuse_to_wait(caller, lock, timeout)
+                caller.refuse_to_wait(lock)
+                if timeout is None and (hint := caller.hint(lock)):
+                    warn_of_wait(self.key, caller.thread.name + caller.label, hint)
             ask = partial(lock.acquire, timeout=timeout) if blocking else lock.try_acquire
             answer = ask(attempt) if journal is None else journal.around(ask, attempt, lock.names)
             if isinstance(answer, Conflict):
@@ -429,12 +431,6 @@ class ReentrantLock:
             attempt.end()
             raise
         return held
-
-    def _refuse_to_wait(self, caller: Caller, lock: Lock, timeout: float | None) -> None:
-        """Raise an error if the caller would wait for itself, or warn if it may do so for ever."""
-        caller.refuse_to_wait(lock)
-        if timeout is None and (hint := caller.hint(lock)):
-            warn_of_wait(self.key, caller.thread.name + caller.label, hint)
 
     def _entered(
         self, held: CallerLease, entry: object, block: object, caller: Caller

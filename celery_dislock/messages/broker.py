@@ -121,6 +121,23 @@ class _BlockedError(Exception):
     """No answer will come while the alarm lasts."""
 
 
+class Rest:
+    """
+    Leaves something alone for a while if a failure of it was slow in coming.
+
+    Attributes:
+        until: Monotonic time until which it is left alone.
+    """
+
+    until = 0.0
+
+    def after(self, began: float) -> None:
+        """Begin, if what has just failed was slow; *began*: monotonic time at which it began."""
+        now = monotonic()
+        if now - began > SLOW:
+            self.until = now + RESTS * (now - began)
+
+
 class OwnProducers:
     """
     The producers of one process of an app, for any of its threads.
@@ -132,7 +149,7 @@ class OwnProducers:
     def __init__(self, app: Celery) -> None:
         self._app = app
         self._idle: deque[OwnProducer] = deque()
-        self._rests_until = 0.0  # monotonic seconds
+        self._rest = Rest()
 
     def send(self, publish: Callable[[Any], T]) -> T:
         """
@@ -151,7 +168,7 @@ class OwnProducers:
             Exception: Any other error of the broker's client.
         """
         began = monotonic()
-        if began < self._rests_until:
+        if began < self._rest.until:
             raise OperationalError("it did not answer a moment ago, and is left alone for a while")
         try:
             try:
@@ -163,7 +180,7 @@ class OwnProducers:
                     raise
             return self._send(OwnProducer(self._app), publish)
         except OperationalError:
-            self._rest_after(began)
+            self._rest.after(began)
             raise
 
     def _send(self, producer: OwnProducer, publish: Callable[[Any], T]) -> T:
@@ -178,18 +195,12 @@ class OwnProducers:
                 raise OperationalError(str(exc)) from exc
             raise
         if producer.is_broken:
-            self._rest_after(began)
+            self._rest.after(began)
         if producer.is_broken or len(self._idle) >= IDLE_MOST:
             connection.collect()
         else:
             self._idle.append(producer)
         return sent
-
-    def _rest_after(self, began: float) -> None:
-        """Leave the broker alone for a while, if a failure was slow in coming."""
-        now = monotonic()
-        if now - began > SLOW:
-            self._rests_until = now + RESTS * (now - began)
 
     def close(self) -> None:
         """Close the connections that are idle."""

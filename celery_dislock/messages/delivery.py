@@ -179,11 +179,6 @@ class Delivery:
         info = self.request.delivery_info or {}
         return bool(self.notes.parked or self.notes.put_off or info.get("redelivered"))
 
-    @property
-    def lease(self) -> Lease | None:
-        """The lease under which the delivery runs; None if it has none."""
-        return self.attempt.lease
-
     def tell(self, what: str, reservation: Reservation) -> None:
         """Call this method of Reservations; logs a StoreError."""
         try:
@@ -239,11 +234,6 @@ class Outbox:
         self.retries: list[Retried] = []
         self.replacements: list[Callable[[], Any]] = []
 
-    @property
-    def retry_in(self) -> float | None:
-        """Seconds until the last of the retries is due; None if there are no retries."""
-        return max((delay_of(options) for _, options, _ in self.retries), default=None)
-
     def hold(self, lease: Lease, lock: Lock) -> float:
         """
         Let the retries take over a lease, if all of them take the same locks, and it is not lost.
@@ -251,17 +241,13 @@ class Outbox:
         Returns:
             For how many seconds the lease is kept, counted from its grant; 0: it is released.
         """
-        retry_in, locks = self.retry_in, {*lock.names}
-        if retry_in is None or any({*names()} != locks for _, _, names in self.retries):
-            return 0.0
-        try:
-            is_held = lease.confirm()
-        except StoreError:
-            return 0.0
-        if not is_held:
+        locks = {*lock.names}
+        are_same = all({*names()} == locks for _, _, names in self.retries)
+        if not (self.retries and are_same and lease.held):
             return 0.0
         self.held = [lock.store.lock_server.known_as(lease.owner), *lock.names]
         # Of what comes later, no script could write the milliseconds.
+        retry_in = max(delay_of(options) for _, options, _ in self.retries)
         return lease.held_for + min(retry_in, LONGEST) + lock.timeout
 
     def send(self, delivery: Delivery) -> None:

@@ -259,10 +259,9 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     """
     given = notes_of(request).get(TICKET)
     turn = None if given is None else _ticket(given, str(request.id))
-    is_own = (
-        turn is not None and turn[1] == ticket_of_request(request) and is_under(prefix, turn[0])
-    )
-    return turn if is_own else None
+    if turn is None or turn[1] != ticket_of_request(request) or not is_under(prefix, turn[0]):
+        return None
+    return turn
 
 
 def reservation_of(

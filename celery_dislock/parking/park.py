@@ -114,9 +114,8 @@ class Parking:
     def _end_copy(self) -> NoReturn:
         """Acknowledge a copy of work that is done; raises Ignore."""
         delivery = self._delivery
-        if (
-            delivery.came_before and delivery.reservation is not None
-        ):  # else somebody has sent it anew, under the same id
+        # One that did not come before was sent anew, under the same id.
+        if delivery.came_before and delivery.reservation is not None:
             delivery.reservation.keep()  # a retry has the same
         #: INFO `Task … acknowledged unrun: it has run under lock … before.`: A second copy of a
         #: parked task, or of one that has ended. -> If it comes often, the workers of its queue

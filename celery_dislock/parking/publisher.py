@@ -25,7 +25,7 @@ from celery_dislock.config.censoring import refused
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
-from celery_dislock.messages.broker import BACKEND_WITHIN, RESTS, SLOW, answer_within
+from celery_dislock.messages.broker import BACKEND_WITHIN, Rest, answer_within
 from celery_dislock.messages.headers import REPLACED, TICKET, notes_in, readable_reason
 from celery_dislock.messages.message import Message, store_end
 from celery_dislock.messages.resending import publish
@@ -71,7 +71,7 @@ class Publisher:
 
     def __init__(self, app: Celery, lines: Lines) -> None:
         self._app, self.lines = app, lines
-        self._rests_until = 0.0  # monotonic seconds
+        self._rest = Rest()  # of the result backend
 
     def hand_over(self, turns: Sequence[Turn]) -> None:
         """Publish the messages of parked tasks that have their turn."""
@@ -128,7 +128,7 @@ class Publisher:
         began, key = monotonic(), key_of(lock)
         error = InvalidTaskError(f"it was parked for lock {key!r}, and cannot be run: {why}")
         if not store_unrunnable(self._app, Context(id=task_id_of(ticket)), error):
-            self._rest_after(began)
+            self._rest.after(began)
 
     def tell_replaced(
         self,
@@ -160,7 +160,7 @@ class Publisher:
         ended: dict[str, str] = {}
         for ticket, written in replaced.items():
             began = monotonic()
-            if began < self._rests_until:
+            if began < self._rest.until:
                 break
             try:
                 message = Message.from_bytes(written)
@@ -187,7 +187,7 @@ class Publisher:
                     logger.info("Task %s skipped: %s. It does not run.", message, reason)
                     ended[message.headers["id"]] = reason
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
-                self._rest_after(began)
+                self._rest.after(began)
                 #: WARNING: The broker, the result backend or the lock server is away. -> Repair it.
                 logger.warning(
                     "Task %s lost its place in line for lock %r; its result will say so when the "
@@ -221,7 +221,7 @@ class Publisher:
             store = partial(self._app.backend.store_result, task_id_of(ticket), meta, PARKED)
             answer_within(BACKEND_WITHIN, store)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client
-            self._rest_after(began)
+            self._rest.after(began)
             #: WARNING: The result backend is away; a sweep may set it aside again. -> Repair the
             #: backend.
             logger.warning(
@@ -232,7 +232,7 @@ class Publisher:
     def _ask(self, ticket: str) -> str | None:
         """Return the state of a parked task's result; None: it cannot be asked for."""
         backend, began = self._app.backend, monotonic()
-        if began < self._rests_until:
+        if began < self._rest.until:
             return None
         try:
             # Reading a result that is sent as a message would consume it.
@@ -244,19 +244,13 @@ class Publisher:
         except NotImplementedError:  # the app stores no results
             return None
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client
-            self._rest_after(began)
+            self._rest.after(began)
             #: WARNING: No worker claims its turns, or its message is damaged, and the result
             #: backend is away. A later sweep asks again for those in line. -> Repair the backend.
             logger.warning(
                 "Could not ask for the result of parked task %s: %s", ticket, reason_of(exc)
             )
             return None
-
-    def _rest_after(self, began: float) -> None:
-        """Leave the result backend alone for a while, if an error was slow in coming."""
-        now = monotonic()
-        if now - began > SLOW:
-            self._rests_until = now + RESTS * (now - began)
 
 
 def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: str) -> None:

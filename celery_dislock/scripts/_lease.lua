@@ -72,8 +72,12 @@ local function take_out(lock, owner)
   take_room(lock, lease, -1)
 end
 
--- Write a live lease.  The caller sees to the expiry of the hash.
-local function put(lock, lease)
+-- Write a live lease, with *fields* in place of its own.  The caller sees to the expiry of the hash.
+local function put(lock, lease, fields)
+  if fields then
+    for name, value in pairs(lease) do fields[name] = fields[name] or value end
+    lease = fields
+  end
   write(lock.name, lease.owner, lease.expires, lease.token, lease.acquired, lease.mode, lease.holder, lease.version)
   lock.newest = math.max(lock.newest, tonumber(lease.token))
   if not lock.leases then return end
@@ -102,10 +106,7 @@ local function finish(lock, lease, at_least_ms)
   local runs_out = at_least_ms > 0 and ends > now
   if runs_out then
     write_first(lock.name)
-    put(lock, {
-      owner = '~' .. lease.owner, expires = ends, token = lease.token, acquired = lease.acquired,
-      mode = lease.mode, holder = lease.holder, version = lease.version,
-    })
+    put(lock, lease, {owner = '~' .. lease.owner, expires = ends})
   end
   end_lease(lock, lease)  -- after put(): a hash that becomes empty may move to another node, and loses its expiry
   if not runs_out then return end

@@ -311,10 +311,7 @@ local function keep_units(lock, ticket, stations, nth, ttl_ms, has_gates, waits)
     local is_fresh = unit and waits and unit.holder == holder and unit.expires > now + lasts / 2
     if not unit then grant(at, member, lasts, terms, holder)
     elseif not is_fresh then
-      put(at, {
-        owner = member, expires = now + lasts, token = unit.token, acquired = unit.acquired, mode = unit.mode,
-        holder = holder, version = unit.version,
-      })
+      put(at, unit, {expires = now + lasts, holder = holder})
       live_at_least(at.name, lasts)
     end
   end

@@ -156,10 +156,7 @@ end
 for nth, lock in ipairs(locks) do
   local mine = lease_of(lock, owner)
   if has_gate(mine) then
-    put(lock, {
-      owner = owner, expires = mine.expires, token = mine.token, acquired = mine.acquired, mode = mine.mode,
-      holder = holder, version = mine.version,
-    })
+    put(lock, mine, {holder = holder})
     starting[nth] = true
   end
   if starting[nth] then count_start(lock, terms_of(nth)) end

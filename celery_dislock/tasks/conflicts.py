@@ -80,8 +80,7 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     is_copy = conflict.is_copy and not delivery.is_eager
     if is_copy and conflict.early:  # not a copy: its own turn has come before it may start
         put_off_copy(delivery, conflict)
-    if lock_conflict.receivers:
-        delivery.lock.channel.conflict(delivery.task, conflict, delivery.id)
+    lock_conflict.send(sender=delivery.task, conflict=conflict, task_id=delivery.id)
     if is_copy:
         _count(delivery, conflict, "copy")
         put_off_copy(delivery, conflict)

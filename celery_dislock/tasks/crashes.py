@@ -55,8 +55,8 @@ def count_crash(request: Any, cause: BaseException) -> None:
     if limit is None or guard.runtime.off:
         return
     try:
-        keys = guard.keys_of(request)
-        key = crashes_of(guard.runtime.lock_names(keys)[0], _ticket(request))
+        keys, ticket = guard.keys_of(request), ticket_of_request(Context(request.request_dict))
+        key = crashes_of(guard.runtime.lock_names(keys)[0], ticket)
         server = guard.runtime.process.store.lock_server
         times = server.run(scripts.CRASH, [key], uuid4().hex, milliseconds(CRASHES_KEPT))
     except Exception as exc:  # noqa: BLE001 -- also any error of a user's callable
@@ -79,7 +79,3 @@ def count_crash(request: Any, cause: BaseException) -> None:
         *(task.name, task_id, ", ".join(map(repr, keys)), limit, reason),
     )
     raise TaskCrashedError(task.name, task_id, times, limit, reason) from cause
-
-
-def _ticket(request: Any) -> str:
-    return ticket_of_request(Context(request.request_dict))

@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 from functools import lru_cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.app.task import Context
@@ -373,7 +374,7 @@ class Guard:
         """
         if self._only_key is not None and not serializer:
             return [self._only_key(args, kwargs)]
-        return self._keys.all_of(args, kwargs, serializer)
+        return in_order([*chain(*self._keys.of(args, kwargs, serializer))])
 
     def keys_of(self, request: Request) -> Sequence[str]:
         """

@@ -10,14 +10,13 @@ from __future__ import annotations
 import inspect
 import logging
 from functools import lru_cache, wraps
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.settings import only_one_key
 from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.keys.builders import CallableKey, key_builder
 from celery_dislock.keys.signatures import AS_TEXT, VARIADIC
-from celery_dislock.keys.templates import InvalidTemplate, in_order
+from celery_dislock.keys.templates import InvalidTemplate
 from celery_dislock.tasks.received import Received
 from celery_dislock.tasks.terms import CallTerms
 
@@ -81,14 +80,13 @@ class TaskKeys:
             for nth, key in enumerate(options.declared)
             if key.told
         }
-        self._declared = [declared for declared in options.keys if isinstance(declared, str)]
+        self._declared = options.keys
         each = self._terms * (len(self._builders) // len(self._terms))
         self._ranks = [
             (builder.reads == frozenset(), terms.breadth)
             for builder, terms in zip(self._builders, each, strict=True)
         ]
         self._received = Received([*self._builders, *self._calls.values()], signature)
-        self._is_digest = options.keys == (None,)
         self._validate = getattr(task.run, "dislock_validate", None)
         self._before = () if _is_static(task) else (None,)  # for `self`
         first, *more = self._builders
@@ -118,7 +116,7 @@ class TaskKeys:
             return [builder.keys(args, kwargs) for builder in self._builders]
         given, named = self._validate(*self._before, *args, **kwargs)
         given = given[len(self._before) :]
-        if not self._is_digest:
+        if self._declared != (None,):
             return [builder.keys(given, named) for builder in self._builders]
         (digest,) = self._builders
         try:
@@ -144,20 +142,14 @@ class TaskKeys:
             terms[nth] = call.of(terms[nth], args, kwargs)
         return tuple(terms)
 
-    def all_of(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str
-    ) -> Sequence[str]:
-        """Return all keys, in the order of their locks' names; see :meth:`of`."""
-        return in_order([*chain(*self.of(args, kwargs, serializer))])
-
     def declared_order(self) -> Sequence[str]:
         """
         Return the templates of several keys in the order in which their locks are taken.
 
         Empty if there is one key, or if a callable makes one of them: its keys are not known yet.
         """
-        is_known = len(self._declared) == len(self._builders) > 1
-        declared = [[declared] for declared in self._declared]
+        declared = [[key] for key in self._declared if isinstance(key, str)]
+        is_known = len(declared) == len(self._declared) > 1
         return self.in_order(declared, self._terms)[0] if is_known else ()
 
     def terms_at(self, key: str) -> Terms | None:

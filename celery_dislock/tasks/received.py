@@ -52,8 +52,6 @@ class Received:
 
         An argument that cannot be serialized is left as it is: its message cannot be sent anyway.
         """
-        if UNCHANGED.issuperset(map(type, (*args, *kwargs.values()))):
-            return args, kwargs
         names = chain(self._names, repeat(self._names[-1] if self._names else ""))  # of *args
         return (
             [self._one(name, value, serializer) for name, value in zip(names, args, strict=False)],

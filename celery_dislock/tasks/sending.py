@@ -74,6 +74,7 @@ from celery_dislock.servers.reservations import (
     Taken,
 )
 from celery_dislock.servers.server import Outage
+from celery_dislock.signals import task_deduplicated
 from celery_dislock.tasks.duplicates import FirstMessage, duplicate_of
 from celery_dislock.tasks.received import UNCHANGED
 from celery_dislock.words import plain
@@ -383,7 +384,7 @@ class Sender:
         return found
 
     def _duplicate(self, sending: Sending, first: FirstMessage, options: Mapping[str, Any]) -> Any:
-        self._runtime.process.channel.deduplicated(sending.task, first.key, first.id)
+        task_deduplicated.send(sender=sending.task, key=first.key, task_id=first.id)
         if sending.guard.options.lock_on_duplicate == "raise":
             raise DuplicateTaskError(first.key, first.id)
         known, result = self._sent.get(first.id, (None, None))

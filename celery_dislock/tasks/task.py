@@ -122,7 +122,7 @@ class SingletonTask(Task):  # type: ignore[misc]
 def lease_of(task: Task) -> Lease:
     """Return the lease of the task's current execution; NOT_LOCKED if it runs without a lock."""
     delivery = Delivery.of(running_request(task))
-    return (delivery.lease if delivery is not None else None) or NOT_LOCKED
+    return (delivery.attempt.lease if delivery is not None else None) or NOT_LOCKED
 
 
 def ensure_held() -> None:

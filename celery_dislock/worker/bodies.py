@@ -45,6 +45,7 @@ class BodyStep(LastingStep):
     """Bootstep of a prefork worker: releases what bodies had locked in processes that died."""
 
     label = "Dislock bodies"
+    every = LOOK_EVERY
 
     def include_if(self, worker: WorkController) -> bool:
         """Make the folder of the journals, before any pool process is forked."""
@@ -64,16 +65,11 @@ class BodyStep(LastingStep):
         atexit.register(_remove, self._folder, os.getpid())
         return True
 
-    def begin(self, worker: WorkController) -> float:  # noqa: ARG002 -- it needs none
-        """Release with connections of its own."""
-        self.connect()
-        return LOOK_EVERY
-
     def connect(self) -> None:
         """Make a store that is used here alone."""
         self._store = self._runtime.new_process().store
 
-    def work(self) -> float:
+    def work(self) -> None:
         """Look for journals of processes that have ended."""
         for path in self._folder.iterdir():
             pid = int(path.name)
@@ -82,7 +78,6 @@ class BodyStep(LastingStep):
                 path.unlink(missing_ok=True)
                 for names, owner, holder in entries:
                     self._release(names, owner, in_words(holder), pid)
-        return LOOK_EVERY
 
     def _release(self, names: Sequence[str], owner: str, who: str, pid: int) -> None:
         key = " + ".join(map(key_of, names))

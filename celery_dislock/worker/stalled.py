@@ -63,30 +63,23 @@ class StalledStep(LastingStep):
 
     def include_if(self, worker: WorkController) -> bool:
         """Tell whether this worker has pool processes, and tasks whose locks are renewed."""
-        runtime = runtime_of(worker.app)
+        self._runtime = runtime_of(worker.app)
         intervals = [guard.interval for guard in guards_of(worker.app).values() if guard.interval]
-        self._every = min(intervals, default=0.0) / LOOKS
+        self.every = min(intervals, default=0.0) / LOOKS
         return (
             bool(intervals)
-            and not runtime.off
-            and runtime.settings.dislock_renew_for_stalled
+            and not self._runtime.off
+            and self._runtime.settings.dislock_renew_for_stalled
             and getattr(worker.pool_cls, "uses_semaphore", False)  # prefork alone does
         )
-
-    def begin(self, worker: WorkController) -> float:
-        """Renew with connections of its own."""
-        self._runtime = runtime_of(worker.app)
-        self.connect()
-        return self._every
 
     def connect(self) -> None:
         """Begin anew: an execution is looked at a renewal interval after it is seen first."""
         self._keeper = StalledKeeper(self._runtime.new_process().store)
 
-    def work(self) -> float:
+    def work(self) -> None:
         """Look at the executions."""
         self._keeper.look(executed())
-        return self._every
 
 
 class Watched:

@@ -116,11 +116,9 @@ def _longest(task: Task, options: TaskOptions) -> float:
     if options.lock_expire is not None:
         return options.lock_expire
     interval = options.renewal_interval
-    return (
-        math.inf
-        if interval is None or options.max_renew_times <= 0
-        else options.max_renew_times * interval
-    )
+    if interval is None or options.max_renew_times <= 0:
+        return math.inf
+    return options.max_renew_times * interval
 
 
 def about_server(info: Mapping[str, str]) -> list[str]:

@@ -94,7 +94,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             #: INFO: Which server keeps this worker's locks. -> Workers with other servers or
             #: prefixes do not see each other's locks: compare the line of all.
             logger.info("Locks are on; lock server: %s, prefix: %s", self.server, prefix)
-        elif self._runtime.enabled is False:
+        elif self._runtime.off:
             #: WARNING: They run beside those of other workers. -> Remove the flag.
             logger.warning(
                 "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
@@ -118,23 +118,22 @@ class SweepStep(TimedStep):
         runtime = runtime_of(worker.app)
         options = [guard.options for guard in guards_of(worker.app).values()]
         every = interval(options)
-        self._every = every or 0.0
+        self.every = every or 0.0
         self._parks = any(options_of_task.parks for options_of_task in options)
         return every is not None and not runtime.off and runtime.process.can_park
 
-    def begin(self, worker: WorkController) -> float:
+    def begin(self, worker: WorkController) -> None:
         """Sweep one page at a time."""
         process = runtime_of(worker.app).new_process()
-        self._sweep = Sweep(process, worker.hostname, self._every, looks_first=not self._parks)
+        self._sweep = Sweep(process, worker.hostname, self.every, looks_first=not self._parks)
         self._sweep.tell = lambda replaced: worker_tells_revoked(
             worker.consumer.event_dispatcher, replaced
         )
         self._sweep.says = terms_said(worker.app)
-        return 0.0
 
-    def work(self) -> float:
+    def work(self) -> None:
         """Sweep a page."""
-        return self._sweep.step()
+        self.every = self._sweep.step()
 
     def end(self) -> None:
         """Let another worker sweep."""
@@ -154,19 +153,18 @@ def check_lock_server(app: Celery) -> tuple[str, list[str]]:
         DislockError: Locks would not work with a version of Celery, kombu or redis-py.
     """
     runtime = runtime_of(app)
-    if runtime.enabled is not False:
-        app_settings(app.conf)
+    if runtime.off:
+        return "", []
+    app_settings(app.conf)
     for name, guard in guards_of(app).items():  # may be bound before the command line was read
         check_servers(name, guard.options, app.conf)
-    if runtime.enabled is not False and app.conf.get("dislock_url") == MEMORY:
+    if app.conf.get("dislock_url") == MEMORY:
         raise SettingsError("app.conf", "dislock_url", MEMORY, NOT_SHARED)
-    warnings = [] if runtime.enabled is False else about_versions()
+    warnings = about_versions()
     if runtime.enabled:
         guard_tasks(app)
         warnings += startup.about_server(runtime.process.store.ping())
         check_scripts(runtime.process.store.lock_server, runtime.settings.dislock_prefix)
-    if runtime.enabled is False:
-        return "", []
     warnings += startup.about_tasks(app)
     locks = runtime.enabled or any(
         isinstance(app.tasks[name], SingletonTask) for name in guards_of(app)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
     from celery.worker.consumer import Consumer
 
-EVERY = 5.0  # seconds, for a step that says nothing else
-
 
 class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
     """
@@ -29,7 +27,12 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     The step starts after the pool: a pool without an event loop leaves the timer to a thread, and
     a child that is forked meanwhile inherits what that thread has locked, such as an import.
+
+    Attributes:
+        every: Seconds from one piece of work to the next, also after an error.
     """
+
+    every: float
 
     requires = ("celery.worker.components:Timer", "celery.worker.components:Pool")
 
@@ -37,11 +40,11 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
         super().__init__(worker, **kwargs)
         self._entry: Any = None
         self._turn: object = None  # of the entry that counts; others come and do nothing
-        self._every = EVERY  # also after an error
 
     def start(self, worker: WorkController) -> None:
-        """Begin, and work as soon as :meth:`begin` says."""
-        self._again(worker, self.begin(worker))
+        """Begin, and work at once."""
+        self.begin(worker)
+        self._again(worker, 0.0)
 
     def bridge(self, worker: WorkController) -> None:
         """Called when the worker has lost its broker: an event loop waits for it, too."""
@@ -58,12 +61,11 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def _run(self, worker: WorkController, turn: object) -> None:
         if turn is not self._turn:
             return
-        after = self._every
         try:
-            after = self.work()
+            self.work()
         finally:  # Celery's timer logs what it raises
             if self._entry is not None and turn is self._turn:  # it was not stopped meanwhile
-                self._again(worker, after)
+                self._again(worker, self.every)
 
     def stop(self, _worker: WorkController) -> None:
         """End, if it was started."""
@@ -72,16 +74,14 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
             self._entry = None
             self.end()
 
-    def terminate(self, worker: WorkController) -> None:
-        """End in a cold shutdown, too."""
-        self.stop(worker)
+    terminate = stop  # in a cold shutdown, too
 
-    def begin(self, worker: WorkController) -> float:
-        """Make what the work needs; return the seconds until it starts."""
+    def begin(self, worker: WorkController) -> None:
+        """Make what the work needs."""
         raise NotImplementedError
 
-    def work(self) -> float:
-        """Work; return the seconds until it is due again."""
+    def work(self) -> None:
+        """Work once."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -108,6 +108,10 @@ class LastingStep(TimedStep):
         if waits and worker.use_eventloop:  # else the timer goes on by itself
             wrap_methods(worker, {"wait_for_soft_shutdown": self._stopping})
         super().start(worker)
+
+    def begin(self, worker: WorkController) -> None:  # noqa: ARG002 -- it needs none
+        """Work with connections of its own."""
+        self.connect()
 
     def _stopping(self, wait: Callable[[], None]) -> Callable[[], None]:
         """Wrap the first step of a cold shutdown, in which the event loop stands still."""
@@ -150,10 +154,9 @@ class LastingStep(TimedStep):
 
     def _work_on(self) -> None:
         while _is_any_executed() and not self._is_over.is_set():
-            after = self._every
             with suppress(RuntimeError):  # what runs has changed as it was listed
-                after = self.work()
-            self._is_over.wait(after)
+                self.work()
+            self._is_over.wait(self.every)
 
     def connect(self) -> None:
         """Make the connections with which the step works."""

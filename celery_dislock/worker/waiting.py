@@ -51,31 +51,25 @@ class WaitingStep(LastingStep):
 
     def include_if(self, worker: WorkController) -> bool:
         """Tell whether this worker has tasks that are unique when they are sent, or that park."""
-        guards = guards_of(worker.app).values()
+        self._worker, guards = worker, guards_of(worker.app).values()
         times = [
             min(guard.options.lock_unique_for, guard.kept)
             for guard in guards
             if guard.options.lock_unique_until in {"start", "end"}
         ]
         times += [guard.timeout for guard in guards if guard.options.parks]
-        self._every = max(min(times, default=0.0) / RENEWALS, EVERY_LEAST)
+        self.every = max(min(times, default=0.0) / RENEWALS, EVERY_LEAST)
         return bool(times) and not runtime_of(worker.app).off
-
-    def begin(self, worker: WorkController) -> float:
-        """Renew with connections of its own."""
-        self._worker = worker
-        self.connect()
-        return self._every
 
     def connect(self) -> None:
         """Make connections that nothing else uses."""
         self._process = runtime_of(self._worker.app).new_process()
 
-    def work(self) -> float:
+    def work(self) -> None:
         """Keep what waits, and the reservations of what runs."""
         is_here = self._entry is not None  # else another worker will have what waits
         kept = {False: list(self._waiting()) if is_here else [], True: list(self._running())}
-        turns = list(self._turns()) if is_here else []
+        turns = list(self._turns()) if is_here and self._process.can_park else []
         try:
             for runs, reservations in kept.items():
                 if reservations:
@@ -84,7 +78,6 @@ class WaitingStep(LastingStep):
                 self._process.lines.keep_turns(turns, within=WITHIN)
         except StoreError as exc:
             logger.debug("What waits in this worker is not kept on the lock server: %s", exc)
-        return self._every
 
     def end(self) -> None:
         """Renew no more what waits: the broker delivers it to another worker."""
@@ -105,9 +98,7 @@ class WaitingStep(LastingStep):
         A copy of a task that is revoked or has expired is discarded as soon as it comes.
         """
         prefix = self._process.settings.dislock_prefix
-        for request in (
-            rate_limited_requests(self._worker.consumer) if self._process.can_park else ()
-        ):
+        for request in rate_limited_requests(self._worker.consumer):
             if TICKET not in notes_in(request.message.headers):
                 continue
             turn = own_turn(request._context, prefix)  # noqa: SLF001 -- Celery has no public name

@@ -255,8 +255,9 @@ def test_a_thread_goes_on_while_the_worker_waits_for_its_broker(app, worker, mon
     """It has ended when the event loop goes on; but not in a worker that shuts down."""
     declare(app)
     step, worked = StalledStep(worker), threading.Event()
-    monkeypatch.setattr(step, "work", lambda: worked.set() or 0.01)
+    monkeypatch.setattr(step, "work", worked.set)
     assert step.include_if(worker)
+    step.every = 0.01
     step.start(worker)
     worker.state.active_requests.add("one")
     worker.use_eventloop = False  # its timer has a thread, and goes on by itself

@@ -52,6 +52,16 @@ def test_a_bad_setting_stops_a_worker_that_locks_nothing(app, worker):
     LockStep(worker, dislock=False)
 
 
+def test_what_several_servers_do_not_support_stops_a_worker_that_locks(app, worker):
+    """Its message names --no-dislock as a way out, and with that the worker starts."""
+    declare(app, name="queues", lock_on_conflict="queue")
+    app.finalize()  # before the command line is read
+    several = ("redis://a", "redis://b", "redis://c")
+    with pytest.raises(SystemExit, match="lock_on_conflict='queue': several lock servers"):
+        LockStep(worker, dislock_url=several)
+    LockStep(worker, dislock=False, dislock_url=several)
+
+
 def test_no_dislock_says_so_loudly(app, worker, caplog):
     """An operator sees in the log that nothing locks."""
     step = LockStep(worker, dislock=False)
