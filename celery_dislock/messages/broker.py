@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -171,13 +170,12 @@ class OwnProducers:
         if began < self._rest.until:
             raise OperationalError("it did not answer a moment ago, and is left alone for a while")
         try:
-            try:
-                return self._send(self._idle.pop(), publish)
-            except IndexError:  # no connection is idle
-                pass
-            except (OperationalError, ChannelError):
-                if monotonic() - began > SLOW:
-                    raise
+            if idle := self._take_idle():
+                try:
+                    return self._send(idle, publish)
+                except (OperationalError, ChannelError):
+                    if monotonic() - began > SLOW:
+                        raise
             return self._send(OwnProducer(self._app), publish)
         except OperationalError:
             self._rest.after(began)
@@ -204,9 +202,14 @@ class OwnProducers:
 
     def close(self) -> None:
         """Close the connections that are idle."""
-        with suppress(IndexError):  # another thread may take the last one
-            while True:
-                self._idle.pop().connection.collect()
+        while idle := self._take_idle():
+            idle.connection.collect()
+
+    def _take_idle(self) -> OwnProducer | None:
+        try:
+            return self._idle.pop()
+        except IndexError:  # perhaps another thread has just taken the last one
+            return None
 
 
 def own_producers(app: Celery) -> OwnProducers:

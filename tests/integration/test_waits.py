@@ -85,6 +85,20 @@ def test_a_connection_that_was_closed_meanwhile_is_replaced(app):
     assert third is fourth is not first
 
 
+def test_an_error_of_what_publishes_is_none_of_the_connection(app):
+    """It is raised, and nothing is published a second time."""
+    own, used = own_producers(app), []
+
+    def send(producer):
+        used.append(producer)
+        raise IndexError
+
+    own.send(bool)
+    with pytest.raises(IndexError):
+        own.send(send)
+    assert len(used) == 1
+
+
 def test_a_connection_is_kept_for_the_next_message_unless_a_reply_is_missing(app):
     """What comes late would be taken for the answer to another question."""
     own, used = own_producers(app), []
