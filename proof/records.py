@@ -10,7 +10,7 @@ Who knows one lock and its line judges here what no client is told:
 * the bytes of all records of a line are counted right;
 * a turn lasts as long as it may, twice as long each time, and never gets shorter; no message is out
   long before its task may start;
-* who is refused is told of the lease that ends first;
+* who is refused is told of the lease that ends first; who waits asks again later, not at once;
 * whoever ends something hands on all that it can: a sweep at once after it finds nothing to do.
 """
 
@@ -162,6 +162,8 @@ class Records:
         """Judge of which lease somebody is told who is refused, or put in line."""
         if script in ACQUIRES and reply[0] == REFUSED:
             name, (lasts, owner) = keys[reply[1]], reply[2:4]
+            if arguments[4] and lasts <= 0:
+                self.fail(f"{arguments[0]} waits for {name}, and is told to ask again at once")
         elif script in PARKS and reply[0] in {REFUSED, PARKED}:
             name, (lasts, owner) = reply[2].decode(), reply[4:6]
         else:

@@ -88,9 +88,10 @@ local function take(lock, terms)
     if not waits and admits(lock, terms) and redis.call('EXISTS', lock.line) == 0 then
       return grant(lock, owner, ttl, terms, holder), true, true
     end
-    -- If it is only too early, no release wakes the asker: it asks again when those before it in line have started.
+    -- If it is only too early, no release wakes the asker: it asks again when those before it in line have started,
+    -- of whom the first may have a slower rate.
     local rank = lock.early and redis.call('ZRANK', lock.line, owner)
-    if rank then lock.early = starts_in(lock, terms, lock.gates + rank) end
+    if rank then lock.early = math.max(lock.early, starts_in(lock, terms, lock.gates + rank)) end
   end
 end
 

@@ -44,6 +44,10 @@ BROKEN = {
         "math.max(window, terms.window or 0)",
         "window",
     ),
+    "who waits behind a slower rate asks over and over": (
+        "math.max(lock.early, starts_in(lock, terms, lock.gates + rank))",
+        "starts_in(lock, terms, lock.gates + rank)",
+    ),
     "starts in the future stay there": (
         "if log.newest <= now_us then return log end",
         "do return log end",

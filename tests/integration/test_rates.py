@@ -189,6 +189,13 @@ def test_who_waits_in_a_slot_comes_in_time(monkeypatch, timeout):
     assert server.clock() - began == pytest.approx(min(4, timeout), abs=0.01)
 
 
+def test_who_waits_behind_a_slower_rate_asks_again_when_that_one_may_start(shop):
+    """Its own rate would let it start now: without that it would ask over and over."""
+    assert isinstance(ask(shop, "a", "1/m"), Granted)
+    for owner, rate in (("b", "1/m"), ("c", "9/m")):
+        assert ask(shop, owner, rate, place=60.0).remaining == pytest.approx(60)
+
+
 def test_several_keys_count_together_or_not_at_all(shop):
     """If one of several keys refuses, none of them has counted a start."""
     keys = Key("narrow", rate="1/m"), Key("wide", rate="1/m")
