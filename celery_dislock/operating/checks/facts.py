@@ -45,7 +45,6 @@ class RedisProcess(NamedTuple):
 
     Attributes:
         name: Its URL without password.
-        send: Sends it a command.
         away: Why it does not answer; empty: it does.
         info: The fields of ``INFO``; empty: not known.
         no_info: Why they are not known.
@@ -54,7 +53,6 @@ class RedisProcess(NamedTuple):
     """
 
     name: str
-    send: Callable[..., Any] | None = None
     away: str = ""
     info: Mapping[str, str] = {}
     no_info: str = ""
@@ -71,7 +69,7 @@ def members_of(server: Server) -> list[RedisProcess]:
 
 
 def _member(name: str, send: Callable[..., Any]) -> RedisProcess:
-    member = RedisProcess(name, send)
+    member = RedisProcess(name)
     times, ahead = [], []
     try:
         for _ in range(ROUND_TRIPS):

@@ -169,7 +169,7 @@ def _add_gauges(values: Values, overview: Overview) -> None:
     pages = 0
     for page in islice(overview.names(failed=failed), PAGES_MOST):
         pages += 1
-        for lock in _with_lines(overview, page):
+        for lock in overview.look(page, most=PLACES_SHOWN):
             for metric, labels, number in _gauges(lock, site, names):
                 known = found[metric.name]
                 is_new = labels not in known
@@ -222,17 +222,6 @@ def _bounded(given: str | None, names: set[str]) -> str:
     if len(names) < TASKS_MOST:
         names.add(name)
     return name if name in names else OTHER
-
-
-def _with_lines(overview: Overview, names: Sequence[str]) -> Iterator[LockState | StoreError]:
-    """Look at locks, and again at those that have a line, of which the first places are wanted."""
-    lined = []
-    for name, lock in zip(names, overview.look(names), strict=True):
-        if isinstance(lock, StoreError) or not lock.waiting:
-            yield lock
-        else:
-            lined.append(name)
-    yield from overview.look(lined, most=PLACES_SHOWN) if lined else ()
 
 
 def _fields(flat: Sequence[bytes]) -> Iterator[tuple[str, int]]:
