@@ -371,6 +371,7 @@ LOCKS = {
         {"ticked": 9.0, "limit": 0, "limit_age": 9.0},
     ],
     "no beats": [{"waiting": 1}],
+    "a turn": [{"turns": [place(0, turns=3)]}],  # and nobody in line
 }
 
 
