@@ -7,8 +7,6 @@ blocks the server.  If the lock server is away, what the workers say is judged n
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,12 +21,12 @@ from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.facts import Facts, Fleet, members_of, understood
 from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding
 from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, within, write_json
+from celery_dislock.operating.cli.table import wrapped
 from celery_dislock.operating.inspection import about
 from celery_dislock.operating.locks import as_data
 from celery_dislock.operating.site import ANSWERS_WITHIN, patient
 from celery_dislock.redaction import reason_of
 from celery_dislock.tasks.task import guards_of
-from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.checks.facts import Description
 
-WIDTH = 100  # columns of the text, if a terminal has them
 BLOCKS_WITHIN = 0.3  # seconds for RabbitMQ to say that it takes no messages
 COLORS = {"serious": "red", "warning": "yellow", "note": "cyan", "ok": "green"}
 
@@ -162,16 +159,13 @@ def _replies(app: Celery, command: str, **how: Any) -> dict[str, Any]:
 
 
 def _write(found: Iterable[Finding], counts: Mapping[str, int]) -> None:
-    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
-    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     indent = " " * 9
     for finding in found:
         level = click.style(
             finding.level.ljust(7), fg=COLORS[finding.level], bold=finding.level != "ok"
         )
-        wrapper.initial_indent = wrapper.subsequent_indent = indent
-        click.echo(f"{level}  {wrapper.fill(plain(f'{finding.check}: {finding.what}')).lstrip()}")
+        what = wrapped(f"{finding.check}: {finding.what}", indent, indent)
+        click.echo(f"{level}  {what.lstrip()}")
         if finding.remedy:
-            wrapper.initial_indent, wrapper.subsequent_indent = f"{indent}-> ", f"{indent}   "
-            click.echo(wrapper.fill(plain(finding.remedy)))
+            click.echo(wrapped(finding.remedy, f"{indent}-> ", f"{indent}   "))
     click.echo(", ".join(f"{many} {level}" for level, many in counts.items() if many))
