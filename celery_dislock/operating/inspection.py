@@ -63,8 +63,8 @@ def inspect_task(state: Any, task_id: str, **_kwargs: Any) -> dict[str, Any]:
     told = {
         "locks": not runtime_of(state.app).off,
         "queues": sorted(queue.name for queue in queues),
+        "revoked": task_id in worker_state.revoked,
     }
-    told["revoked"] = task_id in worker_state.revoked
     for name, requests in (
         (ACTIVE, worker_state.active_requests),
         (RESERVED, worker_state.reserved_requests),

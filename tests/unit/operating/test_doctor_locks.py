@@ -361,7 +361,7 @@ def test_the_tasks_that_may_have_a_key(app):
         ("x", []),
     ):
         tasks = Site(None, app).tasks_of(key)
-        assert [(one.unique_for, one.queue) for one in tasks] == found
+        assert [(one.options.lock_unique_for, one.queue) for one in tasks] == found
         assert Site(None).tasks_of(key) == []
 
 
