@@ -144,10 +144,10 @@ class ListedLock(NamedTuple):
 
 
 def rows(
-    overview: Overview, pattern: str = "*", failed: list[StoreError] | None = None
+    overview: Overview, pattern: str = "*", failed: list[StoreError] | None = None, most: int = 1
 ) -> Iterator[ListedLock]:
     """
-    Read all locks whose keys match, with the first place of their lines.
+    Read all locks whose keys match, with *most* places of their lines, in pages.
 
     See :meth:`Overview.names`.  A lock that may be taken now and has nothing but the rate of its
     task is left out: it was taken within the last window, and that is all.
@@ -156,7 +156,7 @@ def rows(
         StoreError: A server did not answer.
     """
     for names in overview.names(pattern, failed):
-        for name, found in zip(names, overview.look(names, most=1), strict=True):
+        for name, found in zip(names, overview.look(names, most), strict=True):
             if isinstance(found, StoreError) or (found.exists and not _is_idle(found)):
                 yield ListedLock(shown_key(name), name, found)
 

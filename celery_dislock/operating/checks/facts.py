@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.operating.checks.table import Row
-    from celery_dislock.operating.locks import ListedLock
     from celery_dislock.operating.site import Site
     from celery_dislock.servers.server import Server
     from celery_dislock.servers.trial import Complaint
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     Description = Mapping[str, Any]
 
 ROUND_TRIPS = 11  # that are timed
-LINES_MOST = 200  # lines that are read place by place
-PLACES_MOST = 50  # places of each that are read
+PLACES_MOST = 50  # places of each line that are read
 
 
 class RedisProcess(NamedTuple):
@@ -140,11 +138,6 @@ class Locks:
     troubles: dict[Row, dict[str, str]] = field(default_factory=dict)
     away: list[StoreError] = field(default_factory=list)
 
-    def judge(self, key: str, lock: LockState | StoreError, site: Site) -> None:
-        """Take note of what is wrong with a lock."""
-        for trouble in troubles_of(lock, site, (*TROUBLES, *MENTIONED)):
-            self.troubles.setdefault(trouble.row, {})[key] = trouble.more
-
 
 @dataclass
 class Facts:
@@ -212,28 +205,21 @@ class Facts:
 
     def look(self) -> None:
         """
-        Look at all locks.  Blocks for a round trip per hundred locks, and one per line.
+        Look at all locks.  Blocks for a round trip per hundred locks.
 
         Raises:
             StoreError: No server answered.
         """
-        seen, overview = Locks(), self.site.overview
-        lines: list[ListedLock] = []
-        for row in rows(overview, failed=seen.away):
-            if row.waiting:
-                lines.append(row)
-            else:
-                seen.judge(row.key, row.found, self.site)
+        seen = Locks()
+        for row in rows(self.site.overview, failed=seen.away, most=PLACES_MOST):
+            for trouble in troubles_of(row.found, self.site, (*TROUBLES, *MENTIONED)):
+                seen.troubles.setdefault(trouble.row, {})[row.key] = trouble.more
             if (lock := row.state) is not None:
                 seen.locks += 1
                 seen.leases += len(lock.holders)
                 seen.waiting += lock.waiting
                 seen.of_tasks = seen.of_tasks or _is_of_task(lock)
                 seen.parked = seen.parked or any(waiter.parked for waiter in lock.line)
-        lines.sort(key=lambda row: -row.waiting)
-        for nth, row in enumerate(lines):
-            found = overview.look([row.name], PLACES_MOST) if nth < LINES_MOST else [row.found]
-            seen.judge(row.key, found[0], self.site)
         self.locks = seen
 
 

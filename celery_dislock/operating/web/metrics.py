@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.troubles import troubles_of
 from celery_dislock.operating.counting import LABEL_MOST, OTHER, TASKS_MOST
-from celery_dislock.operating.locks import AppLocks
+from celery_dislock.operating.locks import AppLocks, rows
 from celery_dislock.operating.metrics import (
     BUCKETS,
     COUNTED,
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = 1.0  # seconds for a reply; a command is sent three times at most
 TOGETHER = 20  # workers whose counts are read in one round trip, by a script each
-PAGES_MOST = 500  # of a hundred locks, that are looked at for the gauges
+LOCKS_MOST = 50_000  # locks that are looked at for the gauges
 DIGITS_MOST = 18  # of a count
 UP = "celery_dislock_server_up"
 GAUGES = [(metric, metric.of) for metric in METRICS if metric.of is not None]
@@ -166,18 +166,17 @@ def _add_gauges(values: Values, overview: Overview) -> None:
     failed: list[StoreError] = []
     found: dict[str, dict[Labels, float]] = defaultdict(dict)
     names: set[str] = set()
-    pages = 0
-    for page in islice(overview.names(failed=failed), PAGES_MOST):
-        pages += 1
-        for lock in overview.look(page, most=PLACES_SHOWN):
-            for metric, labels, number in _gauges(lock, site, names):
-                known = found[metric.name]
-                is_new = labels not in known
-                known[labels] = number if is_new else metric.together(known[labels], number)
+    looked_at = 0
+    for row in islice(rows(overview, failed=failed, most=PLACES_SHOWN), LOCKS_MOST):
+        looked_at += 1
+        for metric, labels, number in _gauges(row.found, site, names):
+            known = found[metric.name]
+            is_new = labels not in known
+            known[labels] = number if is_new else metric.together(known[labels], number)
     if failed and overview.server.kind != "quorum":  # several servers have the same locks
         raise failed[0]
     values.update(found)
-    if pages == PAGES_MOST:
+    if looked_at == LOCKS_MOST:
         values["celery_dislock_locks_cut"][()] = 1.0
 
 

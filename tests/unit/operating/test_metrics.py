@@ -397,7 +397,7 @@ def test_the_locks_that_are_looked_at_are_bounded(server, read, monkeypatch):
     """Beyond that the gauges are too low, and one says so."""
     server.put(*(lock(str(number), holders=[holder()]) for number in range(150)))
     assert of(read(), "locks_cut") == {}
-    monkeypatch.setattr(metrics, "PAGES_MOST", 1)
+    monkeypatch.setattr(metrics, "LOCKS_MOST", 100)
     found = read()
     assert (found["locks_cut",], found["server_up",]) == (1, 1)
     assert found["leases", "shop.export", "celery@w1"] == 100
