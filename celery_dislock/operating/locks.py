@@ -8,7 +8,6 @@ from celery import Celery
 
 from celery_dislock.config.censoring import in_place_of_app
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.keys.templates import check_key
 from celery_dislock.operating.site import Site
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
@@ -84,15 +83,6 @@ class AppLocks:
         if self.app is None:
             raise SettingsError("locks", "app", None, "actions need a Celery app")
         return Actions(self.app, self.process)
-
-    def name_of(self, key: str) -> str:
-        """
-        Return the name in Redis of the lock of a key, as people write it.
-
-        Raises:
-            LockKeyError: The key cannot be used.
-        """
-        return self.runtime.lock_names([check_key(key)])[0]
 
 
 SOUND = 100  # rank of a lock with which nothing is wrong

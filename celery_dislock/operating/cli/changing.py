@@ -10,7 +10,6 @@ import click
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of
-from celery_dislock.keys.templates import check_written
 from celery_dislock.operating import audit
 from celery_dislock.operating.cli.reading import holder_lines, reservation_line, write_lines
 from celery_dislock.operating.cli.session import (
@@ -156,11 +155,10 @@ def _free(
     wait: float,
 ) -> str:
     """Ask, and end a lease that was shown; return what became of it."""
-    is_body = not (holder.turn or holder.expiring)
     if terminate and not holder.can_be_terminated:
         why = "is no task that a worker runs" if holder.thread else "runs no body now"
         write_remark(f"It cannot be terminated: {holder.who} {why}.")
-        if is_body:
+        if holder.may_live:
             return STILL_RUNS
         terminate = False
     if not agrees(_question(holder, terminate=terminate), sure=sure):
@@ -179,7 +177,7 @@ def _free(
     else:
         is_freed = opened.actions.free(lock.name, holder.owner, holder.token)
         outcome = FREED if is_freed else ENDED_MEANWHILE
-        told = _afterwards(holder) if is_body else ""
+        told = _afterwards(holder) if holder.may_live else ""
     if outcome == FREED:
         record(audit.freed(lock.name, holder))
     write_remark(OUTCOMES[outcome].format(key=lock.key, wait=for_people(wait), told=told))
@@ -296,7 +294,7 @@ def _parked(opened: AppLocks, wanted: str, key: str | None) -> Iterator[Standing
     """Yield where each parked task of that ticket or id stands."""
     if not opened.process.store.lock_server.keeps_lines:
         raise click.UsageError("Several independent lock servers keep no parked tasks.")
-    names = opened.process.lines.names() if key is None else [opened.name_of(check_written(key))]
+    names = opened.process.lines.names() if key is None else WhichLock(key).names(opened)
     search = Search(opened.overview.server, opened.overview.prefix, wanted)
     seen: set[tuple[str, str]] = set()
     for name in names:
