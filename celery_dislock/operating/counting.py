@@ -57,7 +57,6 @@ FINISH_WITHIN = 2.0  # seconds to wait for a batch on its way, at the end of a p
 OTHER = "other"
 SPOKEN = "celery_dislock."  # before all names that OpenTelemetry gets
 UNSET = ("Proxy", "NoOp")  # how the meter provider's name begins if the application has set none
-HISTOGRAMS = {word for word, metric in COUNTED.items() if metric.kind == "histogram"}
 
 
 class Instruments:
@@ -220,7 +219,7 @@ class Counters:
             else:
                 task = OTHER
         sums = self._sums.setdefault(worker[:LABEL_MOST], Counter())
-        if what in HISTOGRAMS:
+        if COUNTED[what].kind == "histogram":
             seconds = max(value, 0.0)
             if micros := round(seconds * MICROSECONDS):
                 sums[f"{what} {SUM} {task}"] += micros

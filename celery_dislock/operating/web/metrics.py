@@ -45,6 +45,7 @@ from celery_dislock.operating.metrics import (
 )
 from celery_dislock.operating.site import Site
 from celery_dislock.operating.web.cache import Cache
+from celery_dislock.operating.web.listing import LOCKS_MOST
 from celery_dislock.scripts import COUNTS
 from celery_dislock.scripts.names import counts_of, index_of_counts
 from celery_dislock.servers.overview import PLACES_SHOWN
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
 
 TIMEOUT = 1.0  # seconds for a reply; a command is sent three times at most
 TOGETHER = 20  # workers whose counts are read in one round trip, by a script each
-LOCKS_MOST = 50_000  # locks that are looked at for the gauges
 DIGITS_MOST = 18  # of a count
 UP = "celery_dislock_server_up"
 GAUGES = [(metric, metric.of) for metric in METRICS if metric.of is not None]
