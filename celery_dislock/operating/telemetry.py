@@ -77,7 +77,6 @@ class Telemetry(Watcher):
         self.process = process
         self._channel = process.channel
         self.counters: Counters | None = None
-        self._unsent = False  # whether counts cannot be sent, which is logged once
         self._events: deque[Callable[[], None]] = deque(maxlen=EVENTS_MOST)
         if process.settings.dislock_metrics:
             self.counters = Counters(process.settings.dislock_prefix, self._send_last)
@@ -194,16 +193,15 @@ class Telemetry(Watcher):
         while self._events:
             self._events.popleft()()
         if self.counters is not None:
-            server = self.process.loop_store.lock_server
+            server, before = self.process.loop_store.lock_server, self.counters.error
             self.counters.flush(lambda calls: server.run_many(COUNT, calls, within=WITHIN))
             error = self.counters.error
-            if error is not None and not self._unsent:
+            if error is not None and before is None:
                 #: WARNING: Metrics stand still; locks may work all the same; once per process and
                 #: outage. -> Read the reason: the lock server is away, full, or refuses the
                 #: command.
                 text = "Counts for metrics cannot be sent, and are kept until they can: %s"
                 logger.warning(text, error)
-            self._unsent = error is not None
 
     def finish(self) -> None:
         """Send what is left to count."""
