@@ -59,6 +59,14 @@ SPOKEN = "celery_dislock."  # before all names that OpenTelemetry gets
 UNSET = ("Proxy", "NoOp")  # how the meter provider's name begins if the application has set none
 
 
+def label(name: str, known: set[str]) -> str:
+    """Return the value of a label, of limited length; OTHER if there are too many known ones."""
+    name = name[:LABEL_MOST]
+    if len(known) < TASKS_MOST:
+        known.add(name)
+    return name if name in known else OTHER
+
+
 class Instruments:
     """
     The instruments of OpenTelemetry's metrics API.
@@ -212,12 +220,7 @@ class Counters:
         return [worker for worker, reply in done if not isinstance(reply, StoreError)]
 
     def _add_up(self, what: str, word: str, task: str, worker: str, value: float) -> None:
-        if task not in self._tasks:
-            task = task[:LABEL_MOST]
-            if len(self._tasks) < TASKS_MOST:
-                self._tasks.add(task)
-            else:
-                task = OTHER
+        task = label(task, self._tasks)
         sums = self._sums.setdefault(worker[:LABEL_MOST], Counter())
         if COUNTED[what].kind == "histogram":
             seconds = max(value, 0.0)

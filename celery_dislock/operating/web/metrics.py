@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.troubles import troubles_of
-from celery_dislock.operating.counting import LABEL_MOST, OTHER, TASKS_MOST
+from celery_dislock.operating.counting import label
 from celery_dislock.operating.locks import AppLocks, rows
 from celery_dislock.operating.metrics import (
     BUCKETS,
@@ -193,7 +193,7 @@ def _gauges(
     for metric, of in GAUGES:
         is_ours = metric.labels == (STATE,)
         for given, number in of(lock):
-            labels = tuple(str(x) if is_ours else _bounded(x, names) for x in given)
+            labels = tuple(str(x) if is_ours else plain(label(x or "", names)) for x in given)
             yield metric, labels, number
 
 
@@ -213,14 +213,6 @@ def _add_counted(values: Values, counts: Mapping[str, Mapping[str, int]]) -> Non
             else:
                 labels = (task, worker, word) if OUTCOME in metric.labels else (task, worker)
                 of_metric[labels] = number
-
-
-def _bounded(given: str | None, names: set[str]) -> str:
-    """Return the value of a label that comes from a record in Redis; their number is bounded."""
-    name = plain((given or "")[:LABEL_MOST])
-    if len(names) < TASKS_MOST:
-        names.add(name)
-    return name if name in names else OTHER
 
 
 def _fields(flat: Sequence[bytes]) -> Iterator[tuple[str, int]]:
