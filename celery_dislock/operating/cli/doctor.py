@@ -26,7 +26,6 @@ from celery_dislock.operating.inspection import about
 from celery_dislock.operating.locks import as_data
 from celery_dislock.operating.site import ANSWERS_WITHIN, patient
 from celery_dislock.redaction import reason_of
-from celery_dislock.tasks.task import guards_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,14 +50,13 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
     """
     with session(context) as opened:
         store, settings = opened.process.store, opened.runtime.settings
-        options = {name: guard.options for name, guard in guards_of(opened.app).items()}
         facts = Facts(
             store.lock_server,
             settings.dislock_prefix,
             store.broker,
             settings.dislock_min_replicas,
             opened.site,
-            ours=about(opened.runtime, options),
+            ours=about(opened.app),
             fleet=ask_fleet(opened.app, timeout),
             keyprefix=any_keyprefix(opened.runtime.conf),
         )
