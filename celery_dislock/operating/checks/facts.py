@@ -14,8 +14,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.options import IN_LINE
+from celery_dislock.config.urls import any_keyprefix
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.troubles import MENTIONED, TROUBLES, troubles_of
+from celery_dislock.operating.inspection import about
 from celery_dislock.operating.locks import rows
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.trial import complaints
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.operating.checks.table import Row
-    from celery_dislock.operating.site import Site
+    from celery_dislock.operating.locks import AppLocks
     from celery_dislock.servers.server import Server
     from celery_dislock.servers.trial import Complaint
     from celery_dislock.servers.view import Holder, LockState
@@ -59,7 +61,7 @@ class RedisProcess(NamedTuple):
 
 
 def members_of(server: Server) -> list[RedisProcess]:
-    """Ask each process of a lock server about itself; about twelve round trips to each."""
+    """Ask each process of a lock server about itself."""
     try:
         return [_member(member.name, member.send) for member in server.members()]
     except StoreError as exc:
@@ -139,10 +141,13 @@ class Locks:
     away: list[StoreError] = field(default_factory=list)
 
 
-@dataclass
 class Facts:
     """
-    All that the checks judge.
+    All that the checks judge.  Blocks for about twelve round trips to each process.
+
+    Args:
+        locks: The app's locks.
+        fleet: What the workers have answered.
 
     Attributes:
         server: The lock server.
@@ -151,22 +156,21 @@ class Facts:
         min_replicas: ``dislock_min_replicas``.
         site: Reads the locks, and knows what is beside them.
         ours: How the app here describes its locks.
-        fleet: What the workers have answered.
+        fleet: The argument of this name.
         keyprefix: The ``global_keyprefix`` of the app's broker or result backend; empty: none.
         members: The processes of the lock server.
         locks: What was seen of all locks.
     """
 
-    server: Server
-    prefix: str
-    broker: str
-    min_replicas: int
-    site: Site
-    ours: Description
-    fleet: Fleet
-    keyprefix: str = ""
-    members: Sequence[RedisProcess] = ()
-    locks: Locks = field(default_factory=Locks)
+    def __init__(self, locks: AppLocks, fleet: Fleet) -> None:
+        store, settings = locks.process.store, locks.runtime.settings
+        self.server, self.broker = store.lock_server, store.broker
+        self.prefix, self.min_replicas = settings.dislock_prefix, settings.dislock_min_replicas
+        self.site, self.fleet = locks.site, fleet
+        self.ours: Description = about(locks.app)
+        self.keyprefix = any_keyprefix(locks.runtime.conf)
+        self.members = members_of(self.server)
+        self.locks = Locks()
 
     @property
     def answering(self) -> list[RedisProcess]:

@@ -14,15 +14,13 @@ from uuid import uuid4
 
 import click
 
-from celery_dislock.config.urls import any_keyprefix
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.broker import answer_within
 from celery_dislock.operating.checks import locks, server, workers
-from celery_dislock.operating.checks.facts import Facts, Fleet, members_of, understood
+from celery_dislock.operating.checks.facts import Facts, Fleet, understood
 from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding
 from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, within, write_json
 from celery_dislock.operating.cli.table import wrapped
-from celery_dislock.operating.inspection import about
 from celery_dislock.operating.locks import as_data
 from celery_dislock.operating.site import ANSWERS_WITHIN, patient
 from celery_dislock.redaction import reason_of
@@ -49,17 +47,7 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
     serious.  3: the lock server is away.
     """
     with session(context) as opened:
-        store, settings = opened.process.store, opened.runtime.settings
-        facts = Facts(
-            store.lock_server,
-            settings.dislock_prefix,
-            store.broker,
-            settings.dislock_min_replicas,
-            opened.site,
-            ours=about(opened.app),
-            fleet=ask_fleet(opened.app, timeout),
-            keyprefix=any_keyprefix(opened.runtime.conf),
-        )
+        facts = Facts(opened, ask_fleet(opened.app, timeout))
         found = examine(facts)
         counts = {level: sum(finding.level == level for finding in found) for level in LEVELS}
         if json_:
@@ -80,9 +68,8 @@ def examine(facts: Facts) -> list[Finding]:
     Blocks for the round trips of all checks.
 
     Args:
-        facts: What is known before the lock server is asked.
+        facts: What is known before the locks are looked at.
     """
-    facts.members = members_of(facts.server)
     checks, found = [*workers.CHECKS, *server.CHECKS], []
     if not facts.away:
         try:
