@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 WITHIN = 0.5  # seconds to wait for a reply of the lock server, in the watchdog's loop
 LAST_WITHIN = 1.0  # the same at the end of the process, on a new connection
+BATCH_WITHIN = 2.0  # seconds to wait then for a batch that is on its way
 EVENTS_MOST = 100  # that wait for the loop; then the oldest is dropped
 
 logger = logging.getLogger("celery_dislock")
@@ -79,8 +80,7 @@ class Telemetry(Watcher):
         self.counters: Counters | None = None
         self._events: deque[Callable[[], None]] = deque(maxlen=EVENTS_MOST)
         if process.settings.dislock_metrics:
-            self.counters = Counters(process.settings.dislock_prefix, self._send_last)
-            self.counters.wake = self._wake
+            self.counters = Counters(process.settings.dislock_prefix, self._wake)
             self._channel.watched = True
 
     def _wake(self) -> None:
@@ -206,4 +206,4 @@ class Telemetry(Watcher):
     def finish(self) -> None:
         """Send what is left to count."""
         if self.counters is not None:
-            self.counters.finish()
+            self.counters.flush(self._send_last, patience=BATCH_WITHIN)
