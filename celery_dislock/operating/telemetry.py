@@ -76,15 +76,14 @@ class Telemetry(Watcher):
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self._channel = process.channel
         self.counters: Counters | None = None
         self._events: deque[Callable[[], None]] = deque(maxlen=EVENTS_MOST)
         if process.settings.dislock_metrics:
             self.counters = Counters(process.settings.dislock_prefix, self._wake)
-            self._channel.watched = True
+            self.process.channel.watched = True
 
     def _wake(self) -> None:
-        self._channel.wake()  # the watchdog sets it later
+        self.process.channel.wake()  # the watchdog sets it later
 
     def _send_last(self, calls: Sequence[Any]) -> list[Any]:
         with closing(self.process.new_store(LAST_WITHIN)) as store:
@@ -101,7 +100,7 @@ class Telemetry(Watcher):
         """Keep the current span."""
         attempt.trace = current_span()
         if attempt.trace is not None:
-            self._channel.watched = True
+            self.process.channel.watched = True
 
     def acquired(self, lease: Lease, how: str, waited: float) -> None:
         """Count a lease."""

@@ -172,8 +172,7 @@ class Child:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._starting = False
-        self._came: list[int] = []  # while the command was started
+        self._came: list[int] | None = None  # while the command is started
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -190,7 +189,7 @@ class Child:
     def _got(self, number: int, _frame: object) -> None:
         if self._process is not None:
             self._send(number)
-        elif self._starting:
+        elif self._came is not None:
             self._came.append(number)
         elif signal.Signals(number).name in STOP:
             raise SystemExit(BY_SIGNAL + number)
@@ -206,13 +205,10 @@ class Child:
         Raises:
             OSError: It cannot be started.
         """
-        self._starting = True
-        try:
-            self._process = subprocess.Popen(  # noqa: S603 -- it is what the command is for
-                command, env={**os.environ, **environment}, start_new_session=True
-            )
-        finally:
-            self._starting = False
+        self._came = []
+        self._process = subprocess.Popen(  # noqa: S603 -- it is what the command is for
+            command, env={**os.environ, **environment}, start_new_session=True
+        )
         for number in self._came:
             self._send(number)
 
