@@ -203,7 +203,7 @@ def options(facts: Facts) -> Iterator[Finding]:
         for option in sorted({option for given in sides.values() for option in given}):
             values = _by_value(sides, lambda given, o=option: given.get(o, "the default"))
             if len(values) > 1:
-                among = [sides for sides in values.values() if not workers.isdisjoint(sides)]
+                among = [names for names in values.values() if not workers.isdisjoint(names)]
                 decides = len(among) > 1 and option in DECIDE
                 found.setdefault((decides, option, _groups(values)), []).append(name)
     for (decides, option, groups), names in found.items():
