@@ -75,7 +75,6 @@ class BeatLock:
         schedule: Any
         max_interval: float
         producer: Any
-        apply_entry: Any
 
     _attempt: Attempt | None = None  # a schedule is saved while it is set up, too
 

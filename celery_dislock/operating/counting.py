@@ -24,16 +24,14 @@ Counts are kept by the names of task and worker.  The number of both is bounded.
 from __future__ import annotations
 
 import sys
-import time
 from bisect import bisect_left
 from collections import Counter, deque
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.clock import FOREVER
+from celery_dislock.clock import FOREVER, monotonic
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.channel import nothing
 from celery_dislock.locks.loop import mutex
 from celery_dislock.operating.metrics import BUCKETS, COUNTED, MICROSECONDS, PARTS, SUM
 from celery_dislock.scripts import milliseconds
@@ -53,11 +51,17 @@ FIELDS_MOST = 10_000  # of one worker on the lock server
 TASKS_MOST = 500  # names of tasks that a process counts by; the others are counted as OTHER
 LABEL_MOST = 200  # characters of a label
 EVENTS_MOST = 200_000  # that are not added up yet; the oldest are dropped
-FINISH_WITHIN = 2.0  # seconds to wait for a batch on its way, at the end of a process
 OTHER = "other"
 SPOKEN = "celery_dislock."  # before all names that OpenTelemetry gets
 UNSET = ("Proxy", "NoOp")  # how the meter provider's name begins if the application has set none
-HISTOGRAMS = {word for word, metric in COUNTED.items() if metric.kind == "histogram"}
+
+
+def label(name: str, known: set[str]) -> str:
+    """Return the value of a label, of limited length; OTHER if there are too many known ones."""
+    name = name[:LABEL_MOST]
+    if len(known) < TASKS_MOST:
+        known.add(name)
+    return name if name in known else OTHER
 
 
 class Instruments:
@@ -115,29 +119,23 @@ class Counters:
     """
     Counts what happens to locks in one process.
 
-    Every method but :meth:`flush` and :meth:`finish` returns at once.  All are safe to call from
-    many threads or greenlets.
+    Every method but :meth:`flush` returns at once.  All are safe to call from many threads or
+    greenlets.
 
     Args:
         prefix: Prefix of the names in Redis.
-        send_last: Sends what is left at the end of the process.
-        clock: Returns monotonic seconds.
+        wake: Called when something is to be flushed within EVERY seconds.
 
     Attributes:
-        wake: Called when something is to be flushed within EVERY seconds; set by the watchdog.
         due_at: Time of the next flush.
         error: Why the last flush could not send everything; None: it has.
     """
 
-    def __init__(
-        self, prefix: str, send_last: Send, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, prefix: str, wake: Callable[[], None]) -> None:
         self.due_at = FOREVER
-        self.wake: Callable[[], None] = nothing
         self.error: StoreError | None = None
-        self._clock = clock
         self._prefix = prefix
-        self._send_last = send_last
+        self._wake = wake
         self._events: deque[Counted] = deque(maxlen=EVENTS_MOST)
         self._instruments: Instruments | None = None
         self._mutex = mutex()  # of a flush
@@ -159,9 +157,9 @@ class Counters:
         counted = (what, outcome, holder.get("task") or "", holder.get("worker") or "", value)
         self._events.append(counted)
         if self.due_at == FOREVER:
-            self.due_at = self._clock() + EVERY
+            self.due_at = monotonic() + EVERY
             self._instruments = instruments()
-            self.wake()
+            self._wake()
         if self._instruments is not None:
             self._instruments.record(*counted)
 
@@ -174,7 +172,7 @@ class Counters:
             patience: Seconds to wait for another thread that flushes; it sends what is there.
         """
         if not self._mutex.acquire(timeout=patience):
-            self.due_at = self._clock() + EVERY
+            self.due_at = monotonic() + EVERY
             return
         try:
             self.due_at = FOREVER  # before the queue is read: what comes later asks for a flush
@@ -187,14 +185,9 @@ class Counters:
                 for worker in self._try(send, self._sums):
                     del self._sums[worker]
             if self._sums:
-                self.due_at = self._clock() + EVERY
+                self.due_at = monotonic() + EVERY
         finally:
             self._mutex.release()
-
-    def finish(self) -> None:
-        """Send what is left, at the end of the process; blocks for a round trip or two."""
-        if self._events or self._sums:
-            self.flush(self._send_last, patience=FINISH_WITHIN)
 
     def _try(self, send: Send, sums: Mapping[str, Mapping[str, int]]) -> list[str]:
         """Send sums, and return the workers whose sums the server has confirmed."""
@@ -213,14 +206,9 @@ class Counters:
         return [worker for worker, reply in done if not isinstance(reply, StoreError)]
 
     def _add_up(self, what: str, word: str, task: str, worker: str, value: float) -> None:
-        if task not in self._tasks:
-            task = task[:LABEL_MOST]
-            if len(self._tasks) < TASKS_MOST:
-                self._tasks.add(task)
-            else:
-                task = OTHER
+        task = label(task, self._tasks)
         sums = self._sums.setdefault(worker[:LABEL_MOST], Counter())
-        if what in HISTOGRAMS:
+        if COUNTED[what].kind == "histogram":
             seconds = max(value, 0.0)
             if micros := round(seconds * MICROSECONDS):
                 sums[f"{what} {SUM} {task}"] += micros

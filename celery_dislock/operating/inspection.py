@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
     from celery.worker.request import Request
 
-    from celery_dislock.locks.runtime import Runtime
     from celery_dislock.servers.view import LockState
 
 FULL = "full"  # the argument of `celery inspect dislock` that asks for everything
@@ -63,8 +62,8 @@ def inspect_task(state: Any, task_id: str, **_kwargs: Any) -> dict[str, Any]:
     told = {
         "locks": not runtime_of(state.app).off,
         "queues": sorted(queue.name for queue in queues),
+        "revoked": task_id in worker_state.revoked,
     }
-    told["revoked"] = task_id in worker_state.revoked
     for name, requests in (
         (ACTIVE, worker_state.active_requests),
         (RESERVED, worker_state.reserved_requests),
@@ -104,14 +103,13 @@ def inspection(app: Celery, worker: WorkController) -> dict[str, Any]:
         the worker's start, "errors" that the main process's watchdog has survived, "unavailable":
         why the lock server did not answer, or None, and "leases".
     """
-    runtime = runtime_of(app)
-    answer = about(runtime, {name: guard.options for name, guard in guards_of(app).items()})
+    answer = about(app)
     answer["warnings"] = [
         warning for step in worker.steps for warning in getattr(step, "warnings", ())
     ]
     answer |= {"errors": 0, "unavailable": None, "leases": []}
     if answer["no_server"] is None and answer["locks"]:
-        answer["errors"] = runtime.process.watchdog.errors
+        answer["errors"] = runtime_of(app).process.watchdog.errors
         try:
             answer["leases"] = _leases(app)
         except StoreError as exc:
@@ -119,19 +117,16 @@ def inspection(app: Celery, worker: WorkController) -> dict[str, Any]:
     return answer
 
 
-def about(runtime: Runtime[Any], tasks: Mapping[str, TaskOptions]) -> dict[str, Any]:
+def about(app: Celery) -> dict[str, Any]:
     """
     Describe an app's locks.  No round trip.
-
-    Args:
-        runtime: The locks of the app.
-        tasks: The options of each guarded task, by the task's name.
 
     Returns:
         A JSON object: version, whether tasks lock, lock server without its password, prefix, and
         of each task the options that differ from the defaults.  It has no "error": Celery's
         command line takes an answer with one for the refusal of the command.
     """
+    runtime, guards = runtime_of(app), guards_of(app)
     description: dict[str, Any] = {
         "version": _version(),
         "enabled": runtime.enabled,
@@ -139,7 +134,7 @@ def about(runtime: Runtime[Any], tasks: Mapping[str, TaskOptions]) -> dict[str, 
         "server": None,
         "prefix": None,
         "no_server": None,
-        "tasks": {name: differing(options) for name, options in sorted(tasks.items())},
+        "tasks": {name: differing(guard.options) for name, guard in sorted(guards.items())},
     }
     try:
         description["server"] = runtime.process.store.server

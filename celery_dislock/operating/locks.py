@@ -8,7 +8,6 @@ from celery import Celery
 
 from celery_dislock.config.censoring import in_place_of_app
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.keys.templates import check_key
 from celery_dislock.operating.site import Site
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
@@ -85,15 +84,6 @@ class AppLocks:
             raise SettingsError("locks", "app", None, "actions need a Celery app")
         return Actions(self.app, self.process)
 
-    def name_of(self, key: str) -> str:
-        """
-        Return the name in Redis of the lock of a key, as people write it.
-
-        Raises:
-            LockKeyError: The key cannot be used.
-        """
-        return self.runtime.lock_names([check_key(key)])[0]
-
 
 SOUND = 100  # rank of a lock with which nothing is wrong
 
@@ -144,10 +134,10 @@ class ListedLock(NamedTuple):
 
 
 def rows(
-    overview: Overview, pattern: str = "*", failed: list[StoreError] | None = None
+    overview: Overview, pattern: str = "*", failed: list[StoreError] | None = None, most: int = 1
 ) -> Iterator[ListedLock]:
     """
-    Read all locks whose keys match, with the first place of their lines.
+    Read all locks whose keys match, with *most* places of their lines, in pages.
 
     See :meth:`Overview.names`.  A lock that may be taken now and has nothing but the rate of its
     task is left out: it was taken within the last window, and that is all.
@@ -156,7 +146,7 @@ def rows(
         StoreError: A server did not answer.
     """
     for names in overview.names(pattern, failed):
-        for name, found in zip(names, overview.look(names, most=1), strict=True):
+        for name, found in zip(names, overview.look(names, most), strict=True):
             if isinstance(found, StoreError) or (found.exists and not _is_idle(found)):
                 yield ListedLock(shown_key(name), name, found)
 

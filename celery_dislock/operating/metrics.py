@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 PREFIX = "celery_dislock_"
 BUCKETS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0)  # seconds
-INFINITE, SUM = "inf", "sum"
+SUM = "sum"
 MICROSECONDS = 1e6  # in which sums are counted: whole numbers add up exactly
-PARTS = (*(f"{limit:g}" for limit in BUCKETS), INFINITE, SUM)  # of a histogram
+PARTS = (*(f"{limit:g}" for limit in BUCKETS), "inf", SUM)  # of a histogram
 
 TASK, WORKER, OUTCOME, STATE, TROUBLE = "task", "worker", "outcome", "state", "trouble"
 BY_WORKER, BY_OUTCOME = (TASK, WORKER), (TASK, WORKER, OUTCOME)

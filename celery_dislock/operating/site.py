@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
+    from celery_dislock.config.options import TaskOptions
     from celery_dislock.servers.overview import Overview
 
 WORKERS_WITHIN = 1.0  # seconds for the workers' answers
@@ -35,17 +36,13 @@ class UniqueTask(NamedTuple):
 
     Attributes:
         heads: What each of its keys begins with, whatever its arguments are.
-        until: ``lock_unique_until``.
-        unique_for: ``lock_unique_for``, in seconds.
         queue: The queue that it is sent to, unless its sender names another.
-        parks: Whether it may be parked in line, where no worker has its message.
+        options: Its options.
     """
 
     heads: Sequence[str]
-    until: str
-    unique_for: float
     queue: str
-    parks: bool = False
+    options: TaskOptions
 
 
 class Site:
@@ -95,12 +92,9 @@ def _unique_tasks(app: Celery) -> Iterable[UniqueTask]:
     with suppress(Exception):  # of a module of the user's; the others are there
         app.loader.import_default_modules()
     for name, guard in guards_of(app).items():
-        until = guard.options.lock_unique_until
-        if until is not None:
+        if guard.options.lock_unique_until is not None:
             heads = [_head(key, name) for key in guard.options.keys]
-            queue = _queue_of(app, name)
-            kept, parks = guard.options.lock_unique_for, guard.options.parks
-            yield UniqueTask(heads, until, kept, queue, parks)
+            yield UniqueTask(heads, _queue_of(app, name), guard.options)
 
 
 def _head(declared: str | Callable[..., Any] | None, task: str) -> str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 WITHIN = 0.5  # seconds to wait for a reply of the lock server, in the watchdog's loop
 LAST_WITHIN = 1.0  # the same at the end of the process, on a new connection
+BATCH_WITHIN = 2.0  # seconds to wait then for a batch that is on its way
 EVENTS_MOST = 100  # that wait for the loop; then the oldest is dropped
 
 logger = logging.getLogger("celery_dislock")
@@ -75,17 +76,14 @@ class Telemetry(Watcher):
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self._channel = process.channel
         self.counters: Counters | None = None
-        self._unsent = False  # whether counts cannot be sent, which is logged once
         self._events: deque[Callable[[], None]] = deque(maxlen=EVENTS_MOST)
         if process.settings.dislock_metrics:
-            self.counters = Counters(process.settings.dislock_prefix, self._send_last)
-            self.counters.wake = self._wake
-            self._channel.watched = True
+            self.counters = Counters(process.settings.dislock_prefix, self._wake)
+            self.process.channel.watched = True
 
     def _wake(self) -> None:
-        self._channel.wake()  # the watchdog sets it later
+        self.process.channel.wake()  # the watchdog sets it later
 
     def _send_last(self, calls: Sequence[Any]) -> list[Any]:
         with closing(self.process.new_store(LAST_WITHIN)) as store:
@@ -102,7 +100,7 @@ class Telemetry(Watcher):
         """Keep the current span."""
         attempt.trace = current_span()
         if attempt.trace is not None:
-            self._channel.watched = True
+            self.process.channel.watched = True
 
     def acquired(self, lease: Lease, how: str, waited: float) -> None:
         """Count a lease."""
@@ -194,18 +192,17 @@ class Telemetry(Watcher):
         while self._events:
             self._events.popleft()()
         if self.counters is not None:
-            server = self.process.loop_store.lock_server
+            server, before = self.process.loop_store.lock_server, self.counters.error
             self.counters.flush(lambda calls: server.run_many(COUNT, calls, within=WITHIN))
             error = self.counters.error
-            if error is not None and not self._unsent:
+            if error is not None and before is None:
                 #: WARNING: Metrics stand still; locks may work all the same; once per process and
                 #: outage. -> Read the reason: the lock server is away, full, or refuses the
                 #: command.
                 text = "Counts for metrics cannot be sent, and are kept until they can: %s"
                 logger.warning(text, error)
-            self._unsent = error is not None
 
     def finish(self) -> None:
         """Send what is left to count."""
         if self.counters is not None:
-            self.counters.finish()
+            self.counters.flush(self._send_last, patience=BATCH_WITHIN)

@@ -157,7 +157,7 @@ class DislockServer:
                 f"lock {row.key!r} is still held by {holder.who}"
                 for row in rows(overview)
                 for holder in row.holders
-                if not (holder.expiring or holder.turn or holder.owner in crashed)
+                if holder.may_live and holder.owner not in crashed
             ]
             for url in [self.url] if self._is_ours else self._databases():
                 _ask(url, "FLUSHDB")

@@ -79,7 +79,9 @@ class Messages:
         original = Control.broadcast
 
         def broadcast(control: Control, command: str, *args: Any, **options: Any) -> Any:
-            self._hear(control, command, (args[0] if args else options.get("arguments")) or {})
+            if control.app in self._apps and command == "revoke":  # as a worker hears it
+                told = args[0] if args else options["arguments"]
+                state.revoked.update(map(str, maybe_list(told["task_id"]) or ()))
             return original(control, command, *args, **options)
 
         self._undo.enter_context(mock.patch.object(Control, "broadcast", broadcast))
@@ -93,11 +95,6 @@ class Messages:
         moved = self._moved()
         told = body if isinstance(body, dict) else headers  # in message protocol 1 the body has it
         self._sent.update(((told.get("id"), told[n]), moved) for n in TIMES if told.get(n))
-
-    def _hear(self, control: Control, command: str, told: dict[str, Any]) -> None:
-        """Do what a worker does about a revoke; nothing runs at the same time."""
-        if control.app in self._apps and command == "revoke":
-            state.revoked.update(map(str, maybe_list(told["task_id"]) or ()))
 
     def run(self) -> int:
         """

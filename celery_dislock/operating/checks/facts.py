@@ -14,8 +14,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.options import IN_LINE
+from celery_dislock.config.urls import any_keyprefix
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.troubles import MENTIONED, TROUBLES, troubles_of
+from celery_dislock.operating.inspection import about
 from celery_dislock.operating.locks import rows
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.trial import complaints
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.operating.checks.table import Row
-    from celery_dislock.operating.locks import ListedLock
-    from celery_dislock.operating.site import Site
+    from celery_dislock.operating.locks import AppLocks
     from celery_dislock.servers.server import Server
     from celery_dislock.servers.trial import Complaint
     from celery_dislock.servers.view import Holder, LockState
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
     Description = Mapping[str, Any]
 
 ROUND_TRIPS = 11  # that are timed
-LINES_MOST = 200  # lines that are read place by place
-PLACES_MOST = 50  # places of each that are read
+PLACES_MOST = 50  # places of each line that are read
 
 
 class RedisProcess(NamedTuple):
@@ -45,7 +45,6 @@ class RedisProcess(NamedTuple):
 
     Attributes:
         name: Its URL without password.
-        send: Sends it a command.
         away: Why it does not answer; empty: it does.
         info: The fields of ``INFO``; empty: not known.
         no_info: Why they are not known.
@@ -54,7 +53,6 @@ class RedisProcess(NamedTuple):
     """
 
     name: str
-    send: Callable[..., Any] | None = None
     away: str = ""
     info: Mapping[str, str] = {}
     no_info: str = ""
@@ -63,7 +61,7 @@ class RedisProcess(NamedTuple):
 
 
 def members_of(server: Server) -> list[RedisProcess]:
-    """Ask each process of a lock server about itself; about twelve round trips to each."""
+    """Ask each process of a lock server about itself."""
     try:
         return [_member(member.name, member.send) for member in server.members()]
     except StoreError as exc:
@@ -71,7 +69,7 @@ def members_of(server: Server) -> list[RedisProcess]:
 
 
 def _member(name: str, send: Callable[..., Any]) -> RedisProcess:
-    member = RedisProcess(name, send)
+    member = RedisProcess(name)
     times, ahead = [], []
     try:
         for _ in range(ROUND_TRIPS):
@@ -142,16 +140,14 @@ class Locks:
     troubles: dict[Row, dict[str, str]] = field(default_factory=dict)
     away: list[StoreError] = field(default_factory=list)
 
-    def judge(self, key: str, lock: LockState | StoreError, site: Site) -> None:
-        """Take note of what is wrong with a lock."""
-        for trouble in troubles_of(lock, site, (*TROUBLES, *MENTIONED)):
-            self.troubles.setdefault(trouble.row, {})[key] = trouble.more
 
-
-@dataclass
 class Facts:
     """
-    All that the checks judge.
+    All that the checks judge.  Blocks for about twelve round trips to each process.
+
+    Args:
+        locks: The app's locks.
+        fleet: What the workers have answered.
 
     Attributes:
         server: The lock server.
@@ -160,22 +156,21 @@ class Facts:
         min_replicas: ``dislock_min_replicas``.
         site: Reads the locks, and knows what is beside them.
         ours: How the app here describes its locks.
-        fleet: What the workers have answered.
+        fleet: The argument of this name.
         keyprefix: The ``global_keyprefix`` of the app's broker or result backend; empty: none.
         members: The processes of the lock server.
         locks: What was seen of all locks.
     """
 
-    server: Server
-    prefix: str
-    broker: str
-    min_replicas: int
-    site: Site
-    ours: Description
-    fleet: Fleet
-    keyprefix: str = ""
-    members: Sequence[RedisProcess] = ()
-    locks: Locks = field(default_factory=Locks)
+    def __init__(self, locks: AppLocks, fleet: Fleet) -> None:
+        store, settings = locks.process.store, locks.runtime.settings
+        self.server, self.broker = store.lock_server, store.broker
+        self.prefix, self.min_replicas = settings.dislock_prefix, settings.dislock_min_replicas
+        self.site, self.fleet = locks.site, fleet
+        self.ours: Description = about(locks.app)
+        self.keyprefix = any_keyprefix(locks.runtime.conf)
+        self.members = members_of(self.server)
+        self.locks = Locks()
 
     @property
     def answering(self) -> list[RedisProcess]:
@@ -214,28 +209,21 @@ class Facts:
 
     def look(self) -> None:
         """
-        Look at all locks.  Blocks for a round trip per hundred locks, and one per line.
+        Look at all locks.  Blocks for a round trip per hundred locks.
 
         Raises:
             StoreError: No server answered.
         """
-        seen, overview = Locks(), self.site.overview
-        lines: list[ListedLock] = []
-        for row in rows(overview, failed=seen.away):
-            if row.waiting:
-                lines.append(row)
-            else:
-                seen.judge(row.key, row.found, self.site)
+        seen = Locks()
+        for row in rows(self.site.overview, failed=seen.away, most=PLACES_MOST):
+            for trouble in troubles_of(row.found, self.site, (*TROUBLES, *MENTIONED)):
+                seen.troubles.setdefault(trouble.row, {})[row.key] = trouble.more
             if (lock := row.state) is not None:
                 seen.locks += 1
                 seen.leases += len(lock.holders)
                 seen.waiting += lock.waiting
                 seen.of_tasks = seen.of_tasks or _is_of_task(lock)
                 seen.parked = seen.parked or any(waiter.parked for waiter in lock.line)
-        lines.sort(key=lambda row: -row.waiting)
-        for nth, row in enumerate(lines):
-            found = overview.look([row.name], PLACES_MOST) if nth < LINES_MOST else [row.found]
-            seen.judge(row.key, found[0], self.site)
         self.locks = seen
 
 

@@ -139,8 +139,9 @@ def unmet(record: ReservationState, tasks: Iterable[UniqueTask]) -> tuple[float,
     """
     kept = record.since + record.remaining
     # One that was sent with an earlier expiry is kept for less; which it was cannot be told.
-    senders = [task for task in tasks if task.unique_for <= kept + 1.0]
-    return min((task.unique_for for task in senders), default=kept) - record.remaining, senders
+    senders = [task for task in tasks if task.options.lock_unique_for <= kept + 1.0]
+    least = min((task.options.lock_unique_for for task in senders), default=kept)
+    return least - record.remaining, senders
 
 
 def _unmet(lock: LockState, site: Site) -> Sign | None:
@@ -154,12 +155,14 @@ def _unmet(lock: LockState, site: Site) -> Sign | None:
     since, tasks = unmet(record, of_key := site.tasks_of(lock.key))
     are_unseen = lock.waiting > len(lock.line)  # in line; it may be one of those
     if lock.are_several:  # that does not say in which line their task would stand
-        are_unseen = not of_key or any(task.parks for task in of_key)
+        are_unseen = not of_key or any(task.options.parks for task in of_key)
     is_parked = any(waiter.id == record.id for waiter in (*lock.turns, *lock.line))
     if since < min(UNMET_LONG, record.remaining) or are_unseen or is_parked:
         return None
     queues, told = sorted({task.queue for task in tasks}), f"for {for_people(since)}"
-    no_worker_renews = not tasks or any(task.until == "expiry" for task in tasks)
+    no_worker_renews = not tasks or any(
+        task.options.lock_unique_until == "expiry" for task in tasks
+    )
     if not no_worker_renews and site.messages_in(queues) == 0:
         return Sign(f"{told}, nothing waits in {' and '.join(queues)}", since)
     return Sign(told, since) if since > record.remaining else None

@@ -193,17 +193,17 @@ def tasks(facts: Facts) -> Iterator[Finding]:
 def options(facts: Facts) -> Iterator[Finding]:
     """Find options that differ between workers, or from the app here."""
     found: dict[tuple[bool, str, str], list[str]] = {}
+    workers = facts.fleet.described.keys()
     for name in _tasks(facts):
         sides = {
             side: side_tasks["tasks"][name]
             for side, side_tasks in facts.sides.items()
             if name in side_tasks["tasks"]
         }
-        workers = {side: given for side, given in sides.items() if side in facts.fleet.described}
         for option in sorted({option for given in sides.values() for option in given}):
             values = _by_value(sides, lambda given, o=option: given.get(o, "the default"))
-            among = _by_value(workers, lambda given, o=option: given.get(o, "the default"))
             if len(values) > 1:
+                among = [names for names in values.values() if not workers.isdisjoint(names)]
                 decides = len(among) > 1 and option in DECIDE
                 found.setdefault((decides, option, _groups(values)), []).append(name)
     for (decides, option, groups), names in found.items():

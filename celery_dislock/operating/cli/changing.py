@@ -10,7 +10,6 @@ import click
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of
-from celery_dislock.keys.templates import check_written, key_of
 from celery_dislock.operating import audit
 from celery_dislock.operating.cli.reading import holder_lines, reservation_line, write_lines
 from celery_dislock.operating.cli.session import (
@@ -24,18 +23,19 @@ from celery_dislock.operating.cli.session import (
     write_json,
     write_remark,
 )
+from celery_dislock.servers.find import Search
 from celery_dislock.servers.overview import SEARCHED, look_at_all
 from celery_dislock.servers.waiters import ticket_of_member
 from celery_dislock.tasks.actions import ENDED_MEANWHILE, FREED, STILL_RUNS, TERMINATED, WAIT
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from celery_dislock.operating.locks import AppLocks
     from celery_dislock.servers.overview import Overview
     from celery_dislock.servers.view import Holder, LockState, ReservationState
-    from celery_dislock.servers.waiters import Waiter
+    from celery_dislock.servers.waiters import Standing
 
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask, for scripts.")
 
@@ -155,11 +155,10 @@ def _free(
     wait: float,
 ) -> str:
     """Ask, and end a lease that was shown; return what became of it."""
-    is_body = not (holder.turn or holder.expiring)
     if terminate and not holder.can_be_terminated:
         why = "is no task that a worker runs" if holder.thread else "runs no body now"
         write_remark(f"It cannot be terminated: {holder.who} {why}.")
-        if is_body:
+        if holder.may_live:
             return STILL_RUNS
         terminate = False
     if not agrees(_question(holder, terminate=terminate), sure=sure):
@@ -178,7 +177,7 @@ def _free(
     else:
         is_freed = opened.actions.free(lock.name, holder.owner, holder.token)
         outcome = FREED if is_freed else ENDED_MEANWHILE
-        told = _afterwards(holder) if is_body else ""
+        told = _afterwards(holder) if holder.may_live else ""
     if outcome == FREED:
         record(audit.freed(lock.name, holder))
     write_remark(OUTCOMES[outcome].format(key=lock.key, wait=for_people(wait), told=told))
@@ -242,20 +241,21 @@ def drop(
     """
     done = []
     with session(context) as opened:
-        for name, place in _parked(opened, ticket, key):
-            at = f"place {place.place}" if place.place else "its turn"
-            since = for_people(place.parked_for or 0.0)
-            keeps = f", keeps {', '.join(place.keeps)}" if place.keeps and place.place else ""
+        for found in _parked(opened, ticket, key):
+            place, at = found.waiter, found.place
+            where = f"place {at.nth}" if at.nth else "its turn"
+            since = for_people(place.parked_for)
+            keeps = f", keeps {', '.join(place.keeps)}" if place.keeps and at.nth else ""
             write_remark(
-                f"{place.who}, {at} in line for lock {key_of(name)}{keeps}, parked for {since}"
+                f"{place.who}, {where} in line for lock {at.key}{keeps}, parked for {since}"
             )
             gone = False
             if agrees("Drop it? It does not run.", sure=yes):
-                gone = opened.actions.drop(name, place.ticket, beside=place.beside)
+                gone = opened.actions.drop(found.lock, place.ticket, beside=place.beside)
                 if gone:
-                    record(audit.dropped(name, place.ticket))
+                    record(audit.dropped(found.lock, place.ticket))
                 write_remark("Dropped." if gone else "It has left the line meanwhile.")
-            done.append({"key": key_of(name), "ticket": place.ticket, "dropped": gone})
+            done.append({"key": at.key, "ticket": place.ticket, "dropped": gone})
         if json_:
             write_json(done)
         if not done:
@@ -290,58 +290,44 @@ def put_back(context: click.Context, /, *, which: WhichLock, ticket: str, json_:
             context.exit(FOUND)
 
 
-def _parked(opened: AppLocks, wanted: str, key: str | None) -> Iterator[tuple[str, Waiter]]:
-    """Yield each parked task of that ticket or id, with the lock at which it waits."""
+def _parked(opened: AppLocks, wanted: str, key: str | None) -> Iterator[Standing]:
+    """Yield where each parked task of that ticket or id stands."""
     if not opened.process.store.lock_server.keeps_lines:
         raise click.UsageError("Several independent lock servers keep no parked tasks.")
-    names = opened.process.lines.names() if key is None else [opened.name_of(check_written(key))]
+    names = opened.process.lines.names() if key is None else WhichLock(key).names(opened)
+    search = Search(opened.overview.server, opened.overview.prefix, wanted)
     seen: set[tuple[str, str]] = set()
     for name in names:
         try:
-            for at, place in _find_parked(opened.overview, name, wanted):
-                record = place.beside or at, place.ticket
-                if record not in seen:  # it is found from each lock that it keeps
-                    seen.add(record)
-                    yield at, place
+            new = set(_tickets(opened.overview, name, wanted)) - seen
+            seen |= new  # it is found from each lock that it keeps
+            for home, ticket in sorted(new):
+                found = search.where(home, f"{ticket}#")
+                if found is not None and not found.is_lost:
+                    yield found
         except DamagedLockError as exc:
             if key is not None:
                 raise
             write_remark(f"Not looked into: {exc}")
 
 
-def _find_parked(overview: Overview, name: str, wanted: str) -> list[tuple[str, Waiter]]:
+def _tickets(overview: Overview, name: str, wanted: str) -> Iterator[tuple[str, str]]:
     """
-    Return the parked tasks of a ticket or a task id that wait for a lock, or keep it.
+    Yield the tickets of a task, or this ticket, that wait for a lock or keep it; reads in pages.
 
-    Each comes with the name of the lock in whose line it stands.
-
-    Raises:
-        StoreError: The server did not answer.
+    Each comes after the name of the lock that has its record.
     """
-    found, holders = _in_line(overview, name, wanted)
-    there = {place.ticket for _, place in found}
-    for holder in holders:
-        ticket, beside = ticket_of_member(holder.owner.encode())
-        if holder.turn and wanted in {ticket, task_id_of(ticket)} and ticket not in there:
-            waits_at = f"{name.partition('{')[0]}{{{holder.waits}}}" if holder.is_kept else beside
-            found += _in_line(overview, waits_at or name, ticket)[0]
-    return found
-
-
-def _in_line(
-    overview: Overview, name: str, wanted: str
-) -> tuple[list[tuple[str, Waiter]], Sequence[Holder]]:
-    """Read one line in pages; return those of this ticket or id, and who holds the lock."""
-    found: dict[str, tuple[str, Waiter]] = {}
-    first, seen_all = 0, False
-    while not seen_all:
+    first, waiting = 0, 1
+    while first < waiting:
         lock = overview.lock(name, first, SEARCHED)
-        for place in (*lock.turns, *lock.line):
-            if place.parked and wanted in {place.ticket, place.id}:
-                found[place.ticket] = name, place
-        first += SEARCHED
-        seen_all = first >= lock.waiting
-    return list(found.values()), lock.holders
+        there = [
+            (place.ticket, place.beside) for place in (*lock.turns, *lock.line) if place.parked
+        ]
+        there += [ticket_of_member(holder.owner.encode()) for holder in lock.holders if holder.turn]
+        for ticket, beside in there:
+            if wanted in {ticket, task_id_of(ticket)}:
+                yield beside or name, ticket
+        first, waiting = first + SEARCHED, lock.waiting
 
 
 def agrees(question: str, *, sure: bool) -> bool:

@@ -7,8 +7,6 @@ blocks the server.  If the lock server is away, what the workers say is judged n
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,19 +14,16 @@ from uuid import uuid4
 
 import click
 
-from celery_dislock.config.urls import any_keyprefix
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.broker import answer_within
 from celery_dislock.operating.checks import locks, server, workers
-from celery_dislock.operating.checks.facts import Facts, Fleet, members_of, understood
+from celery_dislock.operating.checks.facts import Facts, Fleet, understood
 from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding
 from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, within, write_json
-from celery_dislock.operating.inspection import about
+from celery_dislock.operating.cli.table import wrapped
 from celery_dislock.operating.locks import as_data
 from celery_dislock.operating.site import ANSWERS_WITHIN, patient
 from celery_dislock.redaction import reason_of
-from celery_dislock.tasks.task import guards_of
-from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +32,6 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.checks.facts import Description
 
-WIDTH = 100  # columns of the text, if a terminal has them
 BLOCKS_WITHIN = 0.3  # seconds for RabbitMQ to say that it takes no messages
 COLORS = {"serious": "red", "warning": "yellow", "note": "cyan", "ok": "green"}
 
@@ -53,18 +47,7 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
     serious.  3: the lock server is away.
     """
     with session(context) as opened:
-        store, settings = opened.process.store, opened.runtime.settings
-        options = {name: guard.options for name, guard in guards_of(opened.app).items()}
-        facts = Facts(
-            store.lock_server,
-            settings.dislock_prefix,
-            store.broker,
-            settings.dislock_min_replicas,
-            opened.site,
-            ours=about(opened.runtime, options),
-            fleet=ask_fleet(opened.app, timeout),
-            keyprefix=any_keyprefix(opened.runtime.conf),
-        )
+        facts = Facts(opened, ask_fleet(opened.app, timeout))
         found = examine(facts)
         counts = {level: sum(finding.level == level for finding in found) for level in LEVELS}
         if json_:
@@ -85,9 +68,8 @@ def examine(facts: Facts) -> list[Finding]:
     Blocks for the round trips of all checks.
 
     Args:
-        facts: What is known before the lock server is asked.
+        facts: What is known before the locks are looked at.
     """
-    facts.members = members_of(facts.server)
     checks, found = [*workers.CHECKS, *server.CHECKS], []
     if not facts.away:
         try:
@@ -162,16 +144,13 @@ def _replies(app: Celery, command: str, **how: Any) -> dict[str, Any]:
 
 
 def _write(found: Iterable[Finding], counts: Mapping[str, int]) -> None:
-    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
-    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     indent = " " * 9
     for finding in found:
         level = click.style(
             finding.level.ljust(7), fg=COLORS[finding.level], bold=finding.level != "ok"
         )
-        wrapper.initial_indent = wrapper.subsequent_indent = indent
-        click.echo(f"{level}  {wrapper.fill(plain(f'{finding.check}: {finding.what}')).lstrip()}")
+        what = wrapped(f"{finding.check}: {finding.what}", indent, indent)
+        click.echo(f"{level}  {what.lstrip()}")
         if finding.remedy:
-            wrapper.initial_indent, wrapper.subsequent_indent = f"{indent}-> ", f"{indent}   "
-            click.echo(wrapper.fill(plain(finding.remedy)))
+            click.echo(wrapped(finding.remedy, f"{indent}-> ", f"{indent}   "))
     click.echo(", ".join(f"{many} {level}" for level, many in counts.items() if many))

@@ -59,8 +59,7 @@ def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
     apply_options(context.obj.app, dislock_url=dislock_url)
 
 
-_READING = (ls, show, line, why, doctor, web)
-for _command in (*_READING, free, drop, put_back, pause, limit, resume, run):
+for _command in (ls, show, line, why, doctor, web, free, drop, put_back, pause, limit, resume, run):
     # Its first paragraph, whole: click cuts what it makes of the help by itself.
     _command.short_help = (_command.help or "").partition("\n\n")[0]
     dislock.add_command(_command)

@@ -22,12 +22,13 @@ from celery_dislock.operating.cli.session import (
 )
 from celery_dislock.operating.locks import as_data
 from celery_dislock.servers.view import is_beat
-from celery_dislock.words import as_argument, for_people, plain
+from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from celery_dislock.operating.locks import AppLocks
+    from celery_dislock.servers.view import LockState
 
 for_ = click.option(
     "--for",
@@ -104,13 +105,12 @@ def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
                 about["held_back_before"] = seen.held_back
                 record(audit.rated(name, None, ""))
             done.append({**about, "seconds": None})
+            if not json_:
+                past = " ".join(_before(about)) or "Nobody had set another."
+                back = f"Lock {about['key']} has the limit and rate of the code again."
+                click.echo(plain(f"{back} {past}"))
     if json_:
         write_json(as_data(done))
-        return
-    for row in done:
-        told = [*_before(row), *(["It was held back."] if row.get("held_back_before") else [])]
-        past = " ".join(told) or "Nobody had set another."
-        click.echo(plain(f"Lock {row['key']} has the limit and rate of the code again. {past}"))
 
 
 def _set(
@@ -125,18 +125,10 @@ def _set(
 ) -> None:
     by = audit.signed(user(), note)
     done: list[dict[str, Any]] = []
-    led: set[str] = set()  # by beats, or were within thirty days
-    barred: dict[str, str] = {}
     with session(context) as opened:
         for name in _names(opened, which):
-            about: dict[str, Any] = {"key": key_of(name)}
             lock = opened.overview.lock(name, most=0)
-            if lock.ticked is not None or any(map(is_beat, lock.holders)):
-                led.add(about["key"])
-            if number != 0 and lock.rate is not None and lock.rate.held_back:
-                barred[about["key"]] = (
-                    f"It is held back for {for_people(lock.rate.held_back)} more."
-                )
+            about: dict[str, Any] = {"key": lock.key}
             if rate is not None:
                 before = opened.actions.rate(name, rate, seconds=seconds, note=by)
                 about |= {"rate": rate, "rate_before": before}
@@ -146,28 +138,36 @@ def _set(
                 about["before"] = opened.actions.limit(name, number, seconds=seconds, note=by)
                 record(audit.log_limit(name, number, by, seconds))
             done.append({**about, "seconds": seconds})
+            if not json_:
+                click.echo(plain(" ".join([_now(lock, number, rate, seconds), *_before(about)])))
     if json_:
         write_json(as_data(done))
-        return
-    for row in done:
-        lasts = f"until: celery dislock resume {as_argument(row['key'])}"
-        if seconds:
-            lasts = f"for {for_people(seconds)}"
-        admits = [f"{number} at a time"] if number else []
-        admits += [str(rate)] if rate else []
-        stops = "The beat that leads by it sends nothing more, and the others nothing, either."
-        then = stops if row["key"] in led else "Who has the lock keeps it."
-        now = [f"is paused {lasts}. {then}"] if number == 0 else []
-        now += [f"admits {' and '.join(admits)}, {lasts}."] if admits else []
-        told = [f"Lock {row['key']} {' It '.join(now)}", barred.get(row["key"], ""), *_before(row)]
-        click.echo(plain(" ".join(filter(None, told))))
+
+
+def _now(lock: LockState, number: int | None, rate: Rate | None, seconds: float | None) -> str:
+    """Say what holds from now on for a lock, and for how long."""
+    lasts = f"until: celery dislock resume {lock.argument}"
+    if seconds:
+        lasts = f"for {for_people(seconds)}"
+    admits = [f"{number} at a time"] if number else []
+    admits += [str(rate)] if rate else []
+    # By beats, now or within thirty days.
+    is_led = lock.ticked is not None or any(map(is_beat, lock.holders))
+    stops = "The beat that leads by it sends nothing more, and the others nothing, either."
+    then = stops if is_led else "Who has the lock keeps it."
+    now = [f"is paused {lasts}. {then}"] if number == 0 else []
+    now += [f"admits {' and '.join(admits)}, {lasts}."] if admits else []
+    held_back = lock.rate.held_back if lock.rate is not None and number != 0 else 0.0
+    barred = f" It is held back for {for_people(held_back)} more." if held_back else ""
+    return f"Lock {lock.key} {' It '.join(now)}{barred}"
 
 
 def _before(done: dict[str, Any]) -> list[str]:
     """Say what somebody had set until then."""
     limit, rate = done.get("before"), done.get("rate_before")
     told = [] if limit is None else [f"It admitted {limit}." if limit else "It was paused."]
-    return [*told, *([] if rate is None else [f"Its rate was {rate}."])]
+    told += [] if rate is None else [f"Its rate was {rate}."]
+    return told + (["It was held back."] if done.get("held_back_before") else [])
 
 
 def _names(opened: AppLocks, which: WhichLock, *, sets: bool = True) -> Sequence[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from celery_dislock.operating.cli.table import wrapped
 from celery_dislock.operating.locks import as_data, rows
 from celery_dislock.servers.overview import PLACES_SHOWN, look_at_all
 from celery_dislock.servers.view import is_beat
-from celery_dislock.words import for_people, plain, to_json
+from celery_dislock.words import for_people, plain, time_of_day, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -239,7 +238,7 @@ def write_lines(lines: Iterable[str]) -> None:
 
 def holder_lines(holder: Holder) -> Iterator[str]:
     """Yield all that is known of a lease, in words."""
-    since = _as_date(holder.acquired_at)
+    since = time_of_day(holder.acquired_at)
     leads = is_beat(holder)
     how = "led" if leads else "kept" if holder.is_kept else "held"
     host = holder.worker if holder.thread else holder.host
@@ -328,7 +327,7 @@ def _next_start(rate: RateState) -> str:
 def _lasting(remaining: float | None, note: str, since: float | None) -> str:
     """Say for how long something holds that people have set, why, and since when."""
     lasts = "until it is resumed" if remaining is None else f"for {for_people(remaining)} more"
-    dated = "" if since is None else f"since {_as_date(since)}"
+    dated = "" if since is None else f"since {time_of_day(since)}"
     return ", ".join(filter(None, (lasts, note, dated)))
 
 
@@ -350,13 +349,6 @@ def _line_lines(lock: LockState) -> Iterator[str]:
             yield f"       waits for lock {station}"
     if lock.waiting > len(lock.line):
         yield f"    ... celery dislock line {lock.argument} --first {len(lock.line) + 1}"
-
-
-def _as_date(unix_time: float) -> str:
-    try:
-        return datetime.fromtimestamp(unix_time).astimezone().isoformat(" ", "seconds")
-    except (ValueError, OverflowError, OSError):  # of a damaged record
-        return "?"
 
 
 def reservation_line(reserved: ReservationState) -> str:

@@ -142,11 +142,13 @@ def _run(lock: ReentrantLock, child: Child, command: tuple[str, ...], grace: flo
                 "DISLOCK_TOKEN": str(lease.token),
                 "DISLOCK_OWNER": lease.owner,
             }
-            code = child.start(command, environment)
-            if code:
-                why = "not found" if code == NOT_FOUND else "cannot be run"
+            try:
+                child.start(command, environment)
+            except OSError as exc:
+                is_missing = isinstance(exc, FileNotFoundError)
+                why = "not found" if is_missing else "cannot be run"
                 write_remark(f"Error: {command[0]}: {why}")
-                return code
+                return NOT_FOUND if is_missing else CANNOT_RUN
             code = child.wait(lambda: lease.held, grace)
             lease.ensure_held()
     except LockHeldError as exc:
@@ -170,8 +172,7 @@ class Child:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._starting = False
-        self._came: list[int] = []  # while the command was started
+        self._came: list[int] | None = None  # while the command is started
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -188,12 +189,12 @@ class Child:
     def _got(self, number: int, _frame: object) -> None:
         if self._process is not None:
             self._send(number)
-        elif self._starting:
+        elif self._came is not None:
             self._came.append(number)
         elif signal.Signals(number).name in STOP:
             raise SystemExit(BY_SIGNAL + number)
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """
         Start the command.
 
@@ -201,23 +202,15 @@ class Child:
             command: The program and its arguments; no shell reads them.
             environment: Variables beside those of this process.
 
-        Returns:
-            0, or the exit code of a command that could not be started.
+        Raises:
+            OSError: It cannot be started.
         """
-        self._starting = True
-        try:
-            self._process = subprocess.Popen(  # noqa: S603 -- it is what the command is for
-                command, env={**os.environ, **environment}, start_new_session=True
-            )
-        except FileNotFoundError:
-            return NOT_FOUND
-        except OSError:
-            return CANNOT_RUN
-        finally:
-            self._starting = False
+        self._came = []
+        self._process = subprocess.Popen(  # noqa: S603 -- it is what the command is for
+            command, env={**os.environ, **environment}, start_new_session=True
+        )
         for number in self._came:
             self._send(number)
-        return 0
 
     def wait(self, goes_on: Callable[[], bool], grace: float) -> int:
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import getpass
 import json
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from celery_dislock.config.urls import MEMORY
-from celery_dislock.config.values import LONGEST
+from celery_dislock.config.values import LONGEST, did_you_mean
 from celery_dislock.exceptions import DamagedLockError, DislockError, SettingsError, StoreError
 from celery_dislock.keys.templates import check_written
 from celery_dislock.operating.cli.table import columns, table
@@ -185,9 +184,8 @@ def _task(app: Celery, name: str) -> Any:
     try:
         return app.tasks[name]
     except KeyError:
-        near = difflib.get_close_matches(name, app.tasks, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else " Does -A name the right app?"
-        raise click.UsageError(f"This app has no task {name!r}.{hint}") from None
+        hint = did_you_mean(name, tuple(app.tasks)) or ". Does -A name the right app?"
+        raise click.UsageError(f"This app has no task {name!r}{hint}") from None
 
 
 def user() -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from celery_dislock.operating.site import Site
     from celery_dislock.servers.view import LockState
 
-LOCKS_MOST = 50_000  # locks that are listed; the others are found by their key
+LOCKS_MOST = 50_000  # that are listed and measured; the others are found by their key
 WORDS_MOST = 8  # of a search
 HOLDERS_MOST = 200  # of a lock in its own view
 

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.troubles import troubles_of
-from celery_dislock.operating.counting import LABEL_MOST, OTHER, TASKS_MOST
-from celery_dislock.operating.locks import AppLocks
+from celery_dislock.operating.counting import label
+from celery_dislock.operating.locks import AppLocks, rows
 from celery_dislock.operating.metrics import (
     BUCKETS,
     COUNTED,
@@ -45,6 +45,7 @@ from celery_dislock.operating.metrics import (
 )
 from celery_dislock.operating.site import Site
 from celery_dislock.operating.web.cache import Cache
+from celery_dislock.operating.web.listing import LOCKS_MOST
 from celery_dislock.scripts import COUNTS
 from celery_dislock.scripts.names import counts_of, index_of_counts
 from celery_dislock.servers.overview import PLACES_SHOWN
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
 
 TIMEOUT = 1.0  # seconds for a reply; a command is sent three times at most
 TOGETHER = 20  # workers whose counts are read in one round trip, by a script each
-PAGES_MOST = 500  # of a hundred locks, that are looked at for the gauges
 DIGITS_MOST = 18  # of a count
 UP = "celery_dislock_server_up"
 GAUGES = [(metric, metric.of) for metric in METRICS if metric.of is not None]
@@ -166,18 +166,17 @@ def _add_gauges(values: Values, overview: Overview) -> None:
     failed: list[StoreError] = []
     found: dict[str, dict[Labels, float]] = defaultdict(dict)
     names: set[str] = set()
-    pages = 0
-    for page in islice(overview.names(failed=failed), PAGES_MOST):
-        pages += 1
-        for lock in _with_lines(overview, page):
-            for metric, labels, number in _gauges(lock, site, names):
-                known = found[metric.name]
-                is_new = labels not in known
-                known[labels] = number if is_new else metric.together(known[labels], number)
+    looked_at = 0
+    for row in islice(rows(overview, failed=failed, most=PLACES_SHOWN), LOCKS_MOST):
+        looked_at += 1
+        for metric, labels, number in _gauges(row.found, site, names):
+            known = found[metric.name]
+            is_new = labels not in known
+            known[labels] = number if is_new else metric.together(known[labels], number)
     if failed and overview.server.kind != "quorum":  # several servers have the same locks
         raise failed[0]
     values.update(found)
-    if pages == PAGES_MOST:
+    if looked_at == LOCKS_MOST:
         values["celery_dislock_locks_cut"][()] = 1.0
 
 
@@ -194,7 +193,7 @@ def _gauges(
     for metric, of in GAUGES:
         is_ours = metric.labels == (STATE,)
         for given, number in of(lock):
-            labels = tuple(str(x) if is_ours else _bounded(x, names) for x in given)
+            labels = tuple(str(x) if is_ours else plain(label(x or "", names)) for x in given)
             yield metric, labels, number
 
 
@@ -214,25 +213,6 @@ def _add_counted(values: Values, counts: Mapping[str, Mapping[str, int]]) -> Non
             else:
                 labels = (task, worker, word) if OUTCOME in metric.labels else (task, worker)
                 of_metric[labels] = number
-
-
-def _bounded(given: str | None, names: set[str]) -> str:
-    """Return the value of a label that comes from a record in Redis; their number is bounded."""
-    name = plain((given or "")[:LABEL_MOST])
-    if len(names) < TASKS_MOST:
-        names.add(name)
-    return name if name in names else OTHER
-
-
-def _with_lines(overview: Overview, names: Sequence[str]) -> Iterator[LockState | StoreError]:
-    """Look at locks, and again at those that have a line, of which the first places are wanted."""
-    lined = []
-    for name, lock in zip(names, overview.look(names), strict=True):
-        if isinstance(lock, StoreError) or not lock.waiting:
-            yield lock
-        else:
-            lined.append(name)
-    yield from overview.look(lined, most=PLACES_SHOWN) if lined else ()
 
 
 def _fields(flat: Sequence[bytes]) -> Iterator[tuple[str, int]]:

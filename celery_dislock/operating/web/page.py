@@ -27,6 +27,7 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
+from celery_dislock.keys.templates import check_key
 from celery_dislock.operating import audit
 from celery_dislock.operating.checks.troubles import troubles_of
 from celery_dislock.operating.locks import AppLocks
@@ -261,7 +262,10 @@ class Page:
 
     def _lock(self, request: Request, visitor: Visitor) -> Response:
         key = request.args.get("key")
-        name = self._lock_name(request.args) if key is None else self._locks.name_of(key)
+        if key is None:
+            name = self._lock_name(request.args)
+        else:
+            [name] = self._locks.runtime.lock_names([check_key(key)])
         first = min(max(request.args.get("first", 0, int), 0), PAGES_MOST)
         kept = self._cache.get((name, first), lambda: self._look(name, first))
         state, told = kept.value

@@ -49,11 +49,6 @@ class StoredResult(NamedTuple):
     first: str | None = None
     unknown: str = ""
 
-    @property
-    def is_final(self) -> bool:
-        """Whether the task has ended."""
-        return self.state in states.READY_STATES or self.state in {states.IGNORED, states.REJECTED}
-
 
 def ask_backend(app: Celery | None, task_id: str, *, errors: bool) -> StoredResult:
     """

@@ -176,20 +176,18 @@ class Case:
         **more: Any,
     ) -> Answer:
         """Make the answer; *more* are its other attributes."""
-        facts = (*rests_on, *self._stored_line(), *self._gaps())
+        facts = (*rests_on, *self._sources())
         told = tuple(plain(fact) for fact in facts if fact)
         more = {"away": self.away, **more}
         return Answer(self.id, state, plain(sentence), told, plain(remedy), **more)
 
-    def _stored_line(self) -> Iterator[str]:
+    def _sources(self) -> Iterator[str]:
+        """Yield lines that say what the result is, and what could not be asked."""
         stored = self.stored
         if stored.state:
             yield f"result: {stored.state}{stored.reason and ': '}{stored.reason}"
-
-    def _gaps(self) -> Iterator[str]:
-        """Yield lines that say what could not be asked."""
-        if self.stored.unknown:
-            yield f"result: not asked: {self.stored.unknown}"
+        if stored.unknown:
+            yield f"result: not asked: {stored.unknown}"
         if self.away:
             yield f"lock server: has not told: {self.away}"
         if self.runtime.off:

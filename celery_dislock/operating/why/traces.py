@@ -41,7 +41,7 @@ ENDS = {
 def ended(case: Case) -> Answer | None:
     """Its result says how the task has ended, and when."""
     stored = case.stored
-    if not stored.is_final:
+    if stored.state not in ENDS:
         return None
     when = f", at {at(stored.at)}" if stored.at else ""
     says_more = stored.reason not in {"", "revoked"}

@@ -177,6 +177,11 @@ WRONG = {
     "no leader": {"ticked": 240.0},
     "no leader on purpose": {"ticked": 240.0, "limit": 0, **NOTE},
     "unclaimed": {"line": [place(turns=3, routing_key="pay")], "holders": [holder()], "waiting": 1},
+    "unclaimed by the last": {
+        "line": [place(), place(2, turns=3, routing_key="pay")],
+        "holders": [holder()],
+        "waiting": 2,
+    },
     "stuck": {"waiting": 1, "line": [place(waiting=9.0)]},
     "aside": {"aside": 2},
     "a reservation": {"reservation": OLD},
@@ -361,7 +366,7 @@ def test_the_tasks_that_may_have_a_key(app):
         ("x", []),
     ):
         tasks = Site(None, app).tasks_of(key)
-        assert [(one.unique_for, one.queue) for one in tasks] == found
+        assert [(one.options.lock_unique_for, one.queue) for one in tasks] == found
         assert Site(None).tasks_of(key) == []
 
 

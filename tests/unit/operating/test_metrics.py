@@ -79,8 +79,7 @@ class Sender:
         self.error = None
         self.loses = False
         self.sent = []
-        self.counters = Counters("dislock", self)
-        self.counters.wake = lambda: self.sent.append("woken")
+        self.counters = Counters("dislock", lambda: self.sent.append("woken"))
 
     def __call__(self, calls):
         if self.error and not self.loses:
@@ -168,14 +167,14 @@ def test_names_of_tasks_are_bounded(sender, read):
     assert max(len(label) for labels in told for label in labels) == 200
 
 
-def test_what_is_left_is_sent_at_the_end_of_the_process(sender, read):
-    """Once; a server that is away holds up no end."""
+def test_what_could_not_be_sent_is_left_for_the_next_batch(sender, read):
+    """It is sent once; a server that is away raises nothing."""
     sender.add()
     sender.error = AWAY
-    sender.counters.finish()
+    assert sender.flush()
     sender.error = None
     for _ in range(2):
-        sender.counters.finish()
+        assert not sender.flush()
     assert of(read(), "acquisitions_total") == {("at_once", "shop.export", "w"): 1}
 
 
@@ -371,6 +370,7 @@ LOCKS = {
         {"ticked": 9.0, "limit": 0, "limit_age": 9.0},
     ],
     "no beats": [{"waiting": 1}],
+    "a turn": [{"turns": [place(0, turns=3)]}],  # and nobody in line
 }
 
 
@@ -396,7 +396,7 @@ def test_the_locks_that_are_looked_at_are_bounded(server, read, monkeypatch):
     """Beyond that the gauges are too low, and one says so."""
     server.put(*(lock(str(number), holders=[holder()]) for number in range(150)))
     assert of(read(), "locks_cut") == {}
-    monkeypatch.setattr(metrics, "PAGES_MOST", 1)
+    monkeypatch.setattr(metrics, "LOCKS_MOST", 100)
     found = read()
     assert (found["locks_cut",], found["server_up",]) == (1, 1)
     assert found["leases", "shop.export", "celery@w1"] == 100

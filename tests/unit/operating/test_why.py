@@ -8,6 +8,7 @@ import pytest
 from celery.exceptions import NotRegistered, TaskRevokedError
 
 from celery_dislock import SingletonTask
+from celery_dislock.config.options import TaskOptions
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import LockHeldError, StoreError
 from celery_dislock.messages.message import Message
@@ -495,12 +496,18 @@ def test_its_message_waits_in_its_queue_or_is_lost(
     assert remedy in answer["remedy"]
 
 
+def unique(key, seconds):
+    """Make a task whose messages reserve this key for so long, in a queue of their own."""
+    options = TaskOptions(lock_unique_until="end", lock_unique_for=seconds)
+    return UniqueTask([key], "mail", options)
+
+
 def test_what_is_due_later_for_one_task_of_its_key_is_not_lost(why, server, monkeypatch):
     """Which of the tasks it is cannot be told; doctor and lists go by the same time.
 
     Its queue is empty until it is due, as with native delayed delivery.
     """
-    tasks = [UniqueTask(["k"], "end", hours * 3600.0, "mail") for hours in (1, 2)]
+    tasks = [unique("k", hours * 3600.0) for hours in (1, 2)]
     monkeypatch.setattr(Site, "tasks_of", lambda *_: tasks)
     monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
     for since, state in ((900.0, "not due"), (4500.0, "sent")):  # the first, with an ETA in an hour
@@ -532,7 +539,7 @@ def test_a_shell_reads_each_command_as_it_is_meant(why, server, key):
 
 def test_what_is_reserved_for_several_keys_is_freed_by_its_task(why, server, monkeypatch):
     """Their name for people is no key of a lock."""
-    monkeypatch.setattr(Site, "tasks_of", lambda *_: [UniqueTask(["a"], "end", 20.0, "mail")])
+    monkeypatch.setattr(Site, "tasks_of", lambda *_: [unique("a", 20.0)])
     monkeypatch.setattr(Site, "messages_in", lambda *_: 0)
     name = "dislock:{a}:and:0123456789abcdef0123456789abcdef"
     server.put(lock("a and others", name=name, reservation=RESERVED))
