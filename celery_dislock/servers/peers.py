@@ -25,11 +25,9 @@ from celery_dislock.servers.node import Node
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import redis
-
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connecting import Driver
-    from celery_dislock.servers.connections import Command, Wire
+    from celery_dislock.servers.connections import Command, Connection, Wire
 
 RETRY_AFTER = 0.5  # seconds until a server that failed is asked again; doubled each time
 GRACE = 0.05  # seconds that it then gets, after the others have answered; doubled each time
@@ -69,7 +67,7 @@ def ask_all(
         The replies of each server, or a StoreError if it did not answer.
     """
     until = monotonic() + within
-    sent: dict[Key, redis.Connection] = {}
+    sent: dict[Key, Connection] = {}
     replies: dict[Key, Any] = {}
 
     def read(server: Key, left: float) -> list[Any]:
