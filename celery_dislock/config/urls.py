@@ -208,13 +208,11 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
         The URL, or the URLs of several servers, and the connection options that belong to it.
 
     Raises:
-        SettingsError: None of them is a Redis, or ``dislock_url`` is no usable URL.
+        SettingsError: None of them is a Redis.
     """
     url = conf.get("dislock_url")
     if isinstance(url, (list, tuple)) or url == MEMORY:
         return url, {}
-    if url and not url.startswith(SCHEMES):
-        raise SettingsError("app.conf", "dislock_url", shown(url), URL_WANTED)
     for candidate, name, tls, transport in _of_celery(conf):
         if not url or url == candidate:
             options = _options_of(candidate, conf.get(tls), conf.get(transport) or {})

@@ -143,9 +143,7 @@ class Quorum(Server):
         there = [reply for reply in replies if not isinstance(reply, StoreError)] + refusals
         if len(there) < self._majority:
             raise self._too_few(replies)
-        if there[0] in refusals:
-            raise refusals[0]
-        return there[0]
+        return only_reply(there[:1])
 
     def members(self) -> list[Member]:
         """Return all servers; see :meth:`Server.members`."""
