@@ -77,7 +77,7 @@ class Overview:
         while page := list(islice(names, TOGETHER)):
             yield page
         if failed is None and errors:
-            may_fail = (len(self.server.members()) - 1) // 2 if self.server.kind == "quorum" else 0
+            may_fail = (len(self.server.senders()) - 1) // 2 if self.server.kind == "quorum" else 0
             if len(errors) > may_fail:
                 raise errors[0]
 

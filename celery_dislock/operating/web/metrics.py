@@ -163,19 +163,16 @@ def _counts(overview: Overview) -> Iterator[tuple[str, dict[str, int]]]:
 
 def _add_gauges(values: Values, overview: Overview) -> None:
     site = Site(overview)
-    failed: list[StoreError] = []
     found: dict[str, dict[Labels, float]] = defaultdict(dict)
     names: set[str] = set()
     pages = 0
-    for page in islice(overview.names(failed=failed), PAGES_MOST):
+    for page in islice(overview.names(), PAGES_MOST):
         pages += 1
         for lock in _with_lines(overview, page):
             for metric, labels, number in _gauges(lock, site, names):
                 known = found[metric.name]
                 is_new = labels not in known
                 known[labels] = number if is_new else metric.together(known[labels], number)
-    if failed and overview.server.kind != "quorum":  # several servers have the same locks
-        raise failed[0]
     values.update(found)
     if pages == PAGES_MOST:
         values["celery_dislock_locks_cut"][()] = 1.0
