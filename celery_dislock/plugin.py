@@ -77,16 +77,14 @@ STEPS = {
 
 def __getattr__(name: str) -> Any:
     """
-    Return a step, the worker command or its options.
+    Return a step, or one of Celery's commands.
 
     The entry points "worker" and "beat" in the group celery.commands name Celery's own commands.
     They make Celery's command line import this module even if the app does not.  If --dislock were
     unknown, Celery would suggest --discard, which purges the queues.
     """
-    if name == "OPTIONS":
-        return _command("worker")[1]
     if name in ("worker_command", "beat_command"):
-        return _command(name.removesuffix("_command"))[0]
+        return _command(name.removesuffix("_command"))
     for steps in STEPS.values():
         if name in steps:
             _extend_workers()
@@ -103,21 +101,16 @@ HELP = {
 
 
 @cache
-def _command(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """Return Celery's command of this name, extended by our options, and our options."""
+def _command(name: str) -> Any:
+    """Return Celery's command of this name, extended by our options."""
     from celery.bin.base import CeleryOption  # noqa: PLC0415 -- see above
 
     _extend_workers()
-    about: dict[str, Any] = {"help_group": "Lock Options"}
+    about: dict[str, Any] = {"help_group": "Lock Options", "callback": _with_its_step}
     if name == "beat":
         about |= {"callback": _for_beat, "expose_value": False}
     options = (
-        CeleryOption(
-            ["--dislock/--no-dislock"],
-            default=None,
-            help=HELP[name],
-            **{"callback": _with_its_step, **about},
-        ),
+        CeleryOption(["--dislock/--no-dislock"], default=None, help=HELP[name], **about),
         CeleryOption(
             ["--dislock-url"],
             default=None,
@@ -128,7 +121,7 @@ def _command(name: str) -> tuple[Any, tuple[Any, ...]]:
             **about,
         ),
     )
-    return hooks.extend_command(name, options), options
+    return hooks.extend_command(name, options)
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from celery_dislock.config.urls import HIDDEN, harmless, shown
 from celery_dislock.exceptions import SettingsError
@@ -26,6 +26,14 @@ SECRETS = ("pass", "secret", "token", "credential", "transport_option", "kwargs"
 def refused(owner: str, name: str, value: object, remedy: str) -> SettingsError:
     """Make the error about an option, without any password in its value."""
     return SettingsError(owner, name, censored(name, value), remedy)
+
+
+def checked(owner: str, name: str, check: Callable[[Any], T], value: object) -> T:
+    """Return the value of an option as its check does; raise the error about it."""
+    try:
+        return check(value)
+    except ValueError as exc:
+        raise refused(owner, name, value, str(exc)) from exc
 
 
 def alone(function: Callable[A, T]) -> Callable[A, T]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
-from celery_dislock.config.censoring import alone
+from celery_dislock.config.censoring import alone, checked
 from celery_dislock.config.settings import OPTIONS, refuse_unknown, task_options
 from celery_dislock.config.values import seconds, yes_or_no
 from celery_dislock.exceptions import SettingsError
@@ -96,10 +96,7 @@ def plain_options(
     own: dict[str, Any] = {"timeout": None, "fair": True}
     for name, check in CHECKS.items():
         if name in stated:
-            try:
-                own[name] = check(stated.pop(name))
-            except ValueError as exc:
-                raise SettingsError(owner, name, given[name], str(exc)) from exc
+            own[name] = checked(owner, name, check, stated.pop(name))
     if "cost" in stated and not isinstance(stated["cost"], int):
         raise SettingsError(owner, "cost", stated["cost"], "give a whole number from 1 on")
     declared = {of_task(name): value for name, value in stated.items()}

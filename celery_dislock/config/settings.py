@@ -13,12 +13,12 @@ with the remedy.  All checks run when a task is bound, a lock is made or a worke
 from __future__ import annotations
 
 import logging
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.config.censoring import alone, censored, refused
+from celery_dislock.config.censoring import alone, censored, checked, refused
 from celery_dislock.config.options import (
     BELONG_TO,
     IN_LINE,
@@ -137,11 +137,11 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
 
     values: dict[str, Any] = {}
     for option in fields(TaskOptions):
-        setting = setting_name(option.name)
+        setting, check = setting_name(option.name), option.metadata["check"]
         if option.name in declared:
-            values[option.name] = _checked(owner, option.name, option, declared[option.name])
+            values[option.name] = checked(owner, option.name, check, declared[option.name])
         elif setting and setting in conf:
-            default = _checked("app.conf", setting, option, conf[setting])
+            default = checked("app.conf", setting, check, conf[setting])
             if not _overruled(option.name, default, declared):
                 values[option.name] = default
     if values.get("lock_rate") and "lock_limit" not in values:
@@ -293,7 +293,7 @@ def app_settings(conf: Mapping[str, Any]) -> AppSettings:
     check_settings(conf)
     settings = AppSettings(
         **{
-            f.name: _checked("app.conf", f.name, f, conf[f.name])
+            f.name: checked("app.conf", f.name, f.metadata["check"], conf[f.name])
             for f in fields(AppSettings)
             if f.name in conf
         }
@@ -451,10 +451,3 @@ def _near(given: str) -> str:
     if URL_WORDS.intersection(rest):
         return "dislock_url"
     return next(iter(get_close_matches(given, _SETTINGS, 1, NEAR_SETTING)), "")
-
-
-def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
-    try:
-        return option.metadata["check"](value)
-    except ValueError as exc:
-        raise refused(owner, name, value, str(exc)) from exc

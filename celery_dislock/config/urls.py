@@ -208,21 +208,16 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
         The URL, or the URLs of several servers, and the connection options that belong to it.
 
     Raises:
-        SettingsError: None of them is a Redis, or ``dislock_url`` is no usable URL.
+        SettingsError: None of them is a Redis.
     """
-    url = conf.get("dislock_url")
-    if isinstance(url, (list, tuple)) or url == MEMORY:
-        return url, {}
-    if url and not url.startswith(SCHEMES):
-        raise SettingsError("app.conf", "dislock_url", shown(url), URL_WANTED)
-    for candidate, name, tls, transport in _of_celery(conf):
-        if not url or url == candidate:
-            options = _options_of(candidate, conf.get(tls), conf.get(transport) or {})
-            if name == _BACKEND and conf.get(f"redis_backend_{_CREDENTIALS}"):
-                options.setdefault(_CREDENTIALS, conf[f"redis_backend_{_CREDENTIALS}"])
-            return candidate, options
-    if url:
-        return url, {}
+    if shared := _shared_with_celery(conf):
+        url, name, tls, transport = shared
+        options = _options_of(url, conf.get(tls), conf.get(transport) or {})
+        if name == _BACKEND and conf.get(f"redis_backend_{_CREDENTIALS}"):
+            options.setdefault(_CREDENTIALS, conf[f"redis_backend_{_CREDENTIALS}"])
+        return url, options
+    if conf.get("dislock_url"):
+        return conf["dislock_url"], {}
     remedy = f"neither the broker nor the result backend is a Redis; {URL_WANTED}"
     raise SettingsError("app.conf", "dislock_url", None, remedy)
 
@@ -234,17 +229,20 @@ def keyprefix(conf: Mapping[str, Any]) -> str:
     The prefix separates apps, or environments of one app, that share a Redis.  It belongs to the
     server, as the TLS options do: a lock server that is not Celery's has none.
     """
-    url = conf.get("dislock_url")
-    for candidate, name, _, transport in _of_celery(conf):
-        if not url or url == candidate:
-            return _keyprefix(name, conf.get(transport))
-    return ""
+    shared = _shared_with_celery(conf)
+    return _keyprefix(shared[1], conf.get(shared[3])) if shared else ""
 
 
 def any_keyprefix(conf: Mapping[str, Any]) -> str:
     """Return the first prefix that Celery's Redis servers have; empty: none."""
     found = (_keyprefix(name, conf.get(transport)) for _, name, _, transport in _of_celery(conf))
     return next(filter(None, found), "")
+
+
+def _shared_with_celery(conf: Mapping[str, Any]) -> tuple[str, str, str, str] | None:
+    """Return what :func:`_of_celery` tells of the lock server; None: it is not one of Celery's."""
+    url = conf.get("dislock_url")
+    return next((server for server in _of_celery(conf) if not url or url == server[0]), None)
 
 
 def _of_celery(conf: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:

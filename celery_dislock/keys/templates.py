@@ -96,8 +96,13 @@ class KeyBuilder:
 
 
 def key_of(lock: str) -> str:
-    """Return the key of a lock, given the lock's name in Redis."""
-    return lock.partition("{")[2][:-1]
+    """
+    Return the key of a lock, given the lock's name in Redis.
+
+    Of several keys that are reserved together, the name tells the first.
+    """
+    key, _, several = lock.partition("{")[2].rpartition("}")
+    return f"{key} and others" if several else key
 
 
 def in_order(keys: Sequence[str]) -> Sequence[str]:

@@ -6,6 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+from celery_dislock.config.censoring import checked
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.config.terms import LIMIT_MOST
 from celery_dislock.config.values import number_from
@@ -321,10 +322,7 @@ class Lock:
         counted = [pair for pair in zip(self.names, each, strict=True) if pair[1].cost is not None]
         if not counted:
             raise SettingsError(self.key, "spent", cost, "no key has a cost: give lock_cost")
-        try:
-            number_from(0, LIMIT_MOST)(cost)
-        except ValueError as exc:
-            raise SettingsError(self.key, "spent", cost, str(exc)) from exc
+        checked(self.key, "spent", number_from(0, LIMIT_MOST), cost)
         names, terms = zip(*counted, strict=True)
         return self.store.spent(names, lease.owner, cost, terms)
 

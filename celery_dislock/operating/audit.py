@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from celery_dislock.servers.view import shown_key
+from celery_dislock.keys.templates import key_of
 from celery_dislock.words import for_people
 
 if TYPE_CHECKING:
@@ -16,33 +16,33 @@ def freed(name: str, holder: Holder) -> str:
     """Say that a lease was ended."""
     #: WARNING `Command: … on … freed lock … of … (owner …, token …).`: An operator has ended this
     #: lease.
-    return f"freed lock {shown_key(name)!r} of {_of(holder)}"
+    return f"freed lock {key_of(name)!r} of {_of(holder)}"
 
 
 def terminated(name: str, holder: Holder) -> str:
     """Say that the workers were told to end a task."""
     #: WARNING `Command: … on … told the workers to end … (owner …, token …), which holds lock ….`:
     #: This task is revoked, and its process gets the signal.
-    return f"told the workers to end {_of(holder)}, which holds lock {shown_key(name)!r}"
+    return f"told the workers to end {_of(holder)}, which holds lock {key_of(name)!r}"
 
 
 def unreserved(name: str, task_id: str) -> str:
     """Say that a reservation was ended."""
     #: WARNING `Command: … on … ended the reservation of lock … for task ….`: The next message of
     #: the key is sent.
-    return f"ended the reservation of lock {shown_key(name)!r} for task {task_id!r}"
+    return f"ended the reservation of lock {key_of(name)!r} for task {task_id!r}"
 
 
 def dropped(name: str, ticket: str) -> str:
     """Say that a parked task was taken out of its line."""
     #: WARNING `Command: … on … dropped the parked task of ticket … from the line of lock ….`: This
     #: task does not run.
-    return f"dropped the parked task of ticket {ticket!r} from the line of lock {shown_key(name)!r}"
+    return f"dropped the parked task of ticket {ticket!r} from the line of lock {key_of(name)!r}"
 
 
 def log_limit(name: str, limit: int | None, note: str, seconds: float | None = None) -> str:
     """Say that a limit or a pause was set, or taken back."""
-    key = repr(shown_key(name))
+    key = repr(key_of(name))
     if limit is None:
         #: WARNING `Command: … on … took back the limit of lock ….`: The limit of the code holds
         #: again.
@@ -57,7 +57,7 @@ def log_limit(name: str, limit: int | None, note: str, seconds: float | None = N
 
 def rated(name: str, rate: Rate | None, note: str, seconds: float | None = None) -> str:
     """Say that a rate was set, or that it and a hold-back were taken back."""
-    key = repr(shown_key(name))
+    key = repr(key_of(name))
     if rate is None:
         #: WARNING `Command: … on … let lock … be taken as often as the code says.`: The rate of the
         #: code holds again, and the lock is not held back.

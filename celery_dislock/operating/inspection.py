@@ -22,11 +22,11 @@ from celery_dislock.config.options import Key, TaskOptions
 from celery_dislock.config.terms import Rate
 from celery_dislock.exceptions import DislockError, StoreError
 from celery_dislock.keys.names import shown_id
+from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import PUT_OFF, notes_in
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overview import PLACES_SHOWN, Overview
-from celery_dislock.servers.view import shown_key
 from celery_dislock.tasks.request import is_child, scheduled
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import for_people
@@ -211,7 +211,7 @@ def _is_forgotten(request: Request) -> bool:
 
 def _lease(request: Request, name: str, lock: LockState | None) -> dict[str, Any]:
     about_task = {
-        "key": shown_key(name),
+        "key": key_of(name),
         "task": request.task.name,
         "id": request.id,
         "pid": request.worker_pid,

@@ -8,10 +8,10 @@ from celery import Celery
 
 from celery_dislock.config.censoring import in_place_of_app
 from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.keys.templates import key_of
 from celery_dislock.operating.site import Site
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.view import shown_key
 from celery_dislock.tasks.actions import Actions
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def rows(
     for names in overview.names(pattern, failed):
         for name, found in zip(names, overview.look(names, most), strict=True):
             if isinstance(found, StoreError) or (found.exists and not _is_idle(found)):
-                yield ListedLock(shown_key(name), name, found)
+                yield ListedLock(key_of(name), name, found)
 
 
 def _is_idle(lock: LockState) -> bool:

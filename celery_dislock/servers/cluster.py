@@ -37,7 +37,7 @@ from celery_dislock.servers.peers import LEAST, ask_all
 from celery_dislock.servers.server import Member, Server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connecting import Driver
@@ -100,7 +100,7 @@ class Cluster(Server):
         self._nodes: dict[Address, Node] = {}
         self._slots: list[Address | None] = []  # master of each slot; empty until asked
         self._closed = False
-        self._failing: set[Address] = set()  # nodes that did not answer the last batch
+        self._failed_at: dict[Address, float] = {}  # when a node failed the last time
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """Group consecutive keys of one slot.  One script can take the keys of one group."""
@@ -159,7 +159,8 @@ class Cluster(Server):
             elif isinstance(cause, UNSETTLED) and failures < RESENDS:
                 self._pause(failures * RESEND_PAUSE)
                 failures += 1
-                self._find_slots(last=address)
+                self._failed_at[address] = monotonic()
+                self._find_slots()
             else:
                 raise error
             address, asking = self._owner(slot), False
@@ -227,16 +228,16 @@ class Cluster(Server):
                 replies[number] = self._uncovered(slot)
             else:
                 batches.setdefault(address, []).append(number)
-        # Nodes that failed the last time come last: connecting to one may take all of the time.
-        order = sorted(batches, key=self._failing.__contains__)
+        # Connecting to a node that is away may take all of the time.
         asked = {
             at: (self._node(at).wire, commands_of(script, [calls[n] for n in batches[at]]))
-            for at in order
+            for at in self._failed_last(batches)
         }
         answers = ask_all(asked, script, within=max(until - monotonic(), LEAST))
-        self._failing = {at for at, answer in answers.items() if isinstance(answer, StoreError)}
         for at, answer in answers.items():
-            each = repeat(answer) if at in self._failing else answer
+            each = answer
+            if isinstance(answer, StoreError):
+                self._failed_at[at], each = monotonic(), repeat(answer)
             replies.update(zip(batches[at], each, strict=False))
         self._follow(script, calls, replies, until)
         return [replies[number] for number in range(len(calls))]
@@ -293,26 +294,19 @@ class Cluster(Server):
         error.raw = ClusterDownError(error.reason)  # what any node would have answered
         return error
 
-    def _find_slots(
-        self,
-        *,
-        first: Address | None = None,
-        last: Address | None = None,
-        within: float | None = None,
-    ) -> None:
+    def _find_slots(self, *, first: Address | None = None, within: float | None = None) -> None:
         """
         Read the slot map from one node after another, until one answers.
 
         Args:
             first: The node that is most likely to have the current slot map.
-            last: A node that has just failed.
             within: Seconds for all nodes together; None: the timeout of one reply.
 
         Raises:
             StoreError: No node answered with a slot map.  The previous one is kept.
         """
-        known = [*([first] if first else []), *self._known]
-        order = sorted(dict.fromkeys(known), key=lambda a: a == last or a in self._failing)
+        known = [*([first] if first else []), *self._failed_last(self._known)]
+        order = list(dict.fromkeys(known))
         within = self._patience if within is None else within
         each = within / min(len(order), ASKED)
         until = monotonic() + within
@@ -322,8 +316,7 @@ class Cluster(Server):
                 reply = only_reply(self._node(address).wire.ask(SLOTS, within=each))
             except StoreError as exc:
                 error = exc
-                # The node that failed moves to the end.
-                self._known = sorted(self._known, key=address.__eq__)
+                self._failed_at[address] = monotonic()
                 if monotonic() >= until:
                     break
             else:
@@ -331,6 +324,10 @@ class Cluster(Server):
                     self._learn(parse_cluster_slots(reply, current_host=address[0]))
                     return
         raise StoreError(self.name, f"no node tells the slots: {error.reason}") from error
+
+    def _failed_last(self, addresses: Iterable[Address]) -> list[Address]:
+        """Sort nodes: those that have failed lately come last."""
+        return sorted(addresses, key=lambda at: self._failed_at.get(at, 0.0))
 
     def _learn(self, found: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
         slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS

@@ -84,6 +84,10 @@ class _Quick(AbstractConnection):
         connection.connect()
         self.replies = reply_reader()
 
+    def set_patience(self, seconds: float) -> None:
+        """Wait *seconds* for each reply, for now; redis-py has no way to do so before version 8."""
+        self._sock.settimeout(seconds)
+
     def reset_patience(self) -> None:
         """
         Wait *socket_timeout* seconds for each reply.

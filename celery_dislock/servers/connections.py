@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 
     Command = tuple[str | bytes | float, ...]
     Call = tuple[str | bytes | int, ...]
+    Connection = Any  # one of redis-py's with the methods of `connecting._Quick`, or its like
     # Given the seconds to find the server; None: the timeout in the options.
-    Connect = Callable[[float | None], redis.Connection]
+    Connect = Callable[[float | None], Connection]
     # Given a connection and the seconds for the check; raises redis.ConnectionError.
-    Confirm = Callable[[redis.Connection, float | None], None]
+    Confirm = Callable[[Connection, float | None], None]
 
 SOCKET_TIMEOUT = 2.0  # seconds to wait for a reply, and to connect
 SHORTEST = 0.001  # seconds to wait for a reply if no time is left
@@ -89,7 +90,7 @@ def by_text(script: Script, keys: Sequence[str], *arguments: str | bytes | float
     return (b"EVAL", script.text, len(keys), *keys, *arguments)
 
 
-def send_commands(connection: redis.Connection, *commands: Command) -> None:
+def send_commands(connection: Connection, *commands: Command) -> None:
     """
     Send commands on a connection, which connects first if it is not connected.
 
@@ -154,7 +155,7 @@ class Wire:
         self.name = name
         self._connect = connect
         self._confirm = confirm
-        self._idle: list[redis.Connection] = []
+        self._idle: list[Connection] = []
         self._closed = False
 
     def ask(
@@ -176,7 +177,7 @@ class Wire:
         *,
         within: float | None = None,
         again: bool = False,
-    ) -> redis.Connection:
+    ) -> Connection:
         """
         Send commands; :meth:`finish` reads the replies.
 
@@ -208,13 +209,13 @@ class Wire:
 
     def finish(
         self,
-        connection: redis.Connection,
+        connection: Connection,
         commands: Sequence[Command],
         script: Script | None = None,
         *,
         within: float | None = None,
         again: bool = False,
-        then: Callable[[redis.Connection, Any], Any] | None = None,
+        then: Callable[[Connection, Any], Any] | None = None,
         undo: Callable[[], Command] | None = None,
     ) -> list[Any]:
         """
@@ -267,8 +268,8 @@ class Wire:
                 connection.disconnect()
         return replies
 
-    def _connected(self, within: float | None) -> redis.Connection:
-        connection: redis.Connection | None = None
+    def _connected(self, within: float | None) -> Connection:
+        connection: Connection | None = None
         try:
             connection = self._connect(within)
             patience = connection.socket_timeout
@@ -276,7 +277,7 @@ class Wire:
                 connection.socket_connect_timeout = connection.socket_timeout = within
             connection.connect()
             connection.socket_timeout = patience
-            reset_patience(connection)
+            connection.reset_patience()
         except BaseException as exc:  # noqa: BLE001 -- raised again by _failed()
             if connection is not None:
                 connection.disconnect()
@@ -285,13 +286,13 @@ class Wire:
 
     def _read(
         self,
-        connection: redis.Connection,
+        connection: Connection,
         commands: Sequence[Command],
         script: Script | None,
         within: float | None,
     ) -> list[Any]:
         if within is not None:
-            set_patience(connection, max(within, SHORTEST))
+            connection.set_patience(max(within, SHORTEST))
         replies: list[Any] = []
         unknown: list[int] = []
         for number, command in enumerate(commands):
@@ -312,7 +313,7 @@ class Wire:
             for number, answer in zip(unknown, answers, strict=True):
                 replies[number] = answer
         if within is not None:
-            reset_patience(connection)
+            connection.reset_patience()
         return replies
 
     def _failed(self, exc: BaseException, kind: type[StoreError] = StoreError) -> StoreError:
@@ -337,7 +338,7 @@ class Wire:
 
 
 def _break_off(
-    connection: redis.Connection,
+    connection: Connection,
     exc: BaseException,
     within: float | None,
     undo: Callable[[], Command],
@@ -350,17 +351,6 @@ def _break_off(
     if is_open and (silent or not isinstance(exc, (RedisError, OSError))):
         with contextlib.suppress(RedisError, OSError):
             send_commands(connection, undo())
-
-
-def set_patience(connection: redis.Connection, seconds: float | None) -> None:
-    """Set the seconds to wait for each reply on a connected connection, for now."""
-    sock: Any = connection._sock  # noqa: SLF001 -- redis-py has no other way before version 8
-    sock.settimeout(seconds)
-
-
-def reset_patience(connection: Any) -> None:
-    """Wait *socket_timeout* seconds for each reply again."""
-    connection.reset_patience()
 
 
 def _meant(exc: ResponseError) -> ResponseError:

@@ -29,7 +29,7 @@ from celery_dislock.scripts.names import (
 )
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.records import decode
-from celery_dislock.servers.server import SCANNED, escaped, keys_pattern, scan
+from celery_dislock.servers.server import SCANNED, escaped, keys_pattern, scan_all
 from celery_dislock.servers.view import LEASES_ALONE
 from celery_dislock.servers.waiters import parse_standing, ticket_of_member
 
@@ -129,20 +129,13 @@ class Search:
         Raises:
             StoreError: No server answered.
         """
-        senders, failed = self._server.senders(), []
-        for send in senders:
-            try:
-                for page in scan(send, keys_pattern(self._prefix, "*") + end):
-                    yield from self._in_page(page)
-                    self._names_read += SCANNED
-                    if self._names_read >= KEYS_MOST or self._looks >= LOOKS_MOST:
-                        self.is_cut = True
-                        return
-            except StoreError as exc:
-                failed.append(exc)
-        if len(failed) == len(senders):
-            raise failed[0]
-        self.failed = failed
+        self.failed = []
+        for page in scan_all(self._server, keys_pattern(self._prefix, "*") + end, self.failed):
+            yield from self._in_page(page)
+            self._names_read += SCANNED
+            if self._names_read >= KEYS_MOST or self._looks >= LOOKS_MOST:
+                self.is_cut = True
+                return
 
     def where(self, lock: str, member: str) -> Standing | None:
         """

@@ -44,7 +44,7 @@ def server_for(
     if not isinstance(url, str):
         from celery_dislock.servers.quorum import Quorum  # noqa: PLC0415
 
-        return Quorum(url, options, driver=driver)
+        return Quorum(url, options, driver)
     if url.startswith(SENTINEL):
         from celery_dislock.servers.sentinel import watched  # noqa: PLC0415
 

@@ -62,11 +62,11 @@ class LoopConnection(asyncio.Protocol):
         self._lost: redis.ConnectionError | None = redis.ConnectionError("it is not connected")
 
     @property
-    def _sock(self) -> LoopConnection:
-        return self  # which has the one method of sockets that is used
+    def _sock(self) -> Any:
+        return self._transport  # None: it is closed
 
-    def settimeout(self, seconds: float | None) -> None:
-        """Set the seconds to wait for each reply."""
+    def set_patience(self, seconds: float) -> None:
+        """Wait *seconds* for each reply, for now."""
         self._patience = seconds
 
     def reset_patience(self) -> None:

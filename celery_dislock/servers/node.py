@@ -26,9 +26,7 @@ from celery_dislock.servers.connections import (
     by_text,
     commands_of,
     only_reply,
-    reset_patience,
     send_commands,
-    set_patience,
     store_error,
 )
 from celery_dislock.servers.server import Member, Server
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Call, Command, Connect
+    from celery_dislock.servers.connections import Call, Command, Connect, Connection
     from celery_dislock.servers.sentinel import Sentinels
 
 # Scripts whose work replicas may have to confirm.
@@ -171,7 +169,7 @@ class Node(Server):
                     return f"{key!r} is a {found}, not a {kind}"
         return ""
 
-    def _await_replicas(self, connection: redis.Connection, reply: Any) -> Any:
+    def _await_replicas(self, connection: Connection, reply: Any) -> Any:
         """
         Wait until enough replicas have the lease or the parked task; return an error if not.
 
@@ -210,7 +208,7 @@ class Node(Server):
         command = (b"BLPOP", key, seconds)
         commands = (ASKING, command) if asking else (command,)
         connection = self.wire.start(commands)
-        set_patience(connection, seconds)
+        connection.set_patience(seconds)
         try:
             reply = only_reply(self.wire.finish(connection, commands, then=_reset_patience)[-1:])
         except StoreError as exc:
@@ -230,8 +228,8 @@ class Node(Server):
             self._watched_by.close()
 
 
-def _reset_patience(connection: redis.Connection, reply: Any) -> Any:
-    reset_patience(connection)
+def _reset_patience(connection: Connection, reply: Any) -> Any:
+    connection.reset_patience()
     return reply
 
 

@@ -10,11 +10,11 @@ from celery_dislock.keys.names import reserved_lock
 from celery_dislock.scripts import LOOK
 from celery_dislock.scripts.names import lock_in
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
-from celery_dislock.servers.server import keys_pattern, scan
+from celery_dislock.servers.server import keys_pattern, scan_all
 from celery_dislock.servers.view import LockState, read_state, state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
     from celery_dislock.servers.server import Server
@@ -72,31 +72,22 @@ class Overview:
             StoreError: A server did not answer; of several independent servers, no majority did.
                 With *failed*: none did.
         """
-        errors: list[StoreError] = []
-        senders = self.server.senders()
-        names = self._names(senders, keys_pattern(self.prefix, pattern), errors)
+        errors: list[StoreError] = [] if failed is None else failed
+        names = self._names(keys_pattern(self.prefix, pattern), errors)
         while page := list(islice(names, TOGETHER)):
             yield page
-        answered = len(senders) - len(errors)
-        enough = len(senders) // 2 + 1 if self.server.kind == "quorum" else len(senders)
-        if errors and answered < (enough if failed is None else 1):
-            raise errors[0]
-        if failed is not None:
-            failed += errors
+        if failed is None and errors:
+            may_fail = (len(self.server.senders()) - 1) // 2 if self.server.kind == "quorum" else 0
+            if len(errors) > may_fail:
+                raise errors[0]
 
-    def _names(
-        self, senders: Sequence[Callable[..., Any]], pattern: str, errors: list[StoreError]
-    ) -> Iterator[str]:
+    def _names(self, pattern: str, failed: list[StoreError]) -> Iterator[str]:
         listed: set[str] = set()
-        for send in senders:
-            try:
-                for redis_key in chain.from_iterable(scan(send, pattern)):
-                    name = lock_in(redis_key)
-                    if name is not None and name not in listed:
-                        listed.add(name)
-                        yield name
-            except StoreError as exc:
-                errors.append(exc)
+        for redis_key in chain.from_iterable(scan_all(self.server, pattern, failed)):
+            name = lock_in(redis_key)
+            if name is not None and name not in listed:
+                listed.add(name)
+                yield name
 
     def look(self, names: Sequence[str], most: int = 0) -> list[LockState | StoreError]:
         """Look at several locks, with *most* places of their lines, in one pipelined round trip."""

@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
-from celery_dislock.servers.connecting import BLOCKING, connection_maker
+from celery_dislock.servers.connecting import connection_maker
 from celery_dislock.servers.node import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import redis
-
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connecting import Driver
-    from celery_dislock.servers.connections import Command, Wire
+    from celery_dislock.servers.connections import Command, Connection, Wire
 
 RETRY_AFTER = 0.5  # seconds until a server that failed is asked again; doubled each time
 GRACE = 0.05  # seconds that it then gets, after the others have answered; doubled each time
@@ -69,7 +67,7 @@ def ask_all(
         The replies of each server, or a StoreError if it did not answer.
     """
     until = monotonic() + within
-    sent: dict[Key, redis.Connection] = {}
+    sent: dict[Key, Connection] = {}
     replies: dict[Key, Any] = {}
 
     def read(server: Key, left: float) -> list[Any]:
@@ -104,7 +102,6 @@ class Peer(Node):
     Args:
         url: See :func:`celery_dislock.servers.connecting.connection_maker`.
         options: Options of its connections; see there.
-        clock: Monotonic clock in seconds.
         driver: Makes its connections.
 
     Attributes:
@@ -112,24 +109,17 @@ class Peer(Node):
         error: What takes the place of a reply if the server is not asked.
     """
 
-    def __init__(
-        self,
-        url: str,
-        options: Mapping[str, Any],
-        clock: Callable[[], float] = monotonic,
-        driver: Driver = BLOCKING,
-    ) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any], driver: Driver) -> None:
         name = without_password(url)
         connect = connection_maker(name, url, options, driver)
         super().__init__(name, connect, driver.pause, resends=1)
-        self._clock = clock
         self.failures = 0
         self._retry_at = 0.0
         self.error = UnreachableError(self.name, "it has not been asked")
 
     def due(self) -> bool:
         """Tell whether it is time to ask the server again; if so, set the next time."""
-        now = self._clock()
+        now = monotonic()
         if now < self._retry_at:
             return False
         self.failures = min(self.failures + 1, DOUBLED)
@@ -142,7 +132,7 @@ class Peer(Node):
             self.error = UnreachableError(self.name, reply.reason)
             if not self.failures:
                 self.failures = 1
-                self._retry_at = self._clock() + RETRY_AFTER
+                self._retry_at = monotonic() + RETRY_AFTER
                 #: WARNING: One of several servers has failed; that alone loses no lock. -> Repair
                 #: it before a majority fails.
                 logger.warning(
@@ -173,9 +163,6 @@ class Names:
     # of its last use.
     _changed: ClassVar[dict[str, tuple[int, bool, float]]] = {}
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-
     def of(self, owner: str, *, attempts: bool = False) -> str:
         """Return the owner's current name; *attempts*: the name for an attempt that begins."""
         if owner not in self._changed:
@@ -183,12 +170,12 @@ class Names:
         times, spent, _ = self._changed[owner]
         if attempts and spent:
             times, spent = times + 1, False
-        self._changed[owner] = times, spent, self._clock()
+        self._changed[owner] = times, spent, monotonic()
         return f"{owner}#{times}" if times else owner
 
     def change(self, owner: str) -> None:
         """Give the owner's next attempt another name; forget names unused for FORGET_AFTER."""
-        now = self._clock()
+        now = monotonic()
         for other, (_, _, used) in list(self._changed.items()):
             if used < now - FORGET_AFTER:
                 self._changed.pop(other, None)

@@ -22,7 +22,6 @@ from celery_dislock.clock import monotonic
 from celery_dislock.config.terms import ALONE, terms_text
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.servers.connecting import BLOCKING
 from celery_dislock.servers.connections import (
     by_digest,
     by_text,
@@ -66,7 +65,6 @@ class Quorum(Server):
             So if several clients ask at once, the first one is first on most servers.
         options: Keyword arguments of redis-py's Connection, in addition to those of the URLs.
         driver: How it waits.
-        clock: Monotonic clock in seconds.
 
     Raises:
         SettingsError: A URL or an option cannot be used.
@@ -78,24 +76,15 @@ class Quorum(Server):
     keeps_lines = False
     kind = "quorum"
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        options: Mapping[str, Any],
-        *,
-        driver: Driver = BLOCKING,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
+    def __init__(self, urls: Sequence[str], options: Mapping[str, Any], driver: Driver) -> None:
         self._patience = options.get("socket_timeout") or PATIENCE
         limits = {"socket_timeout": PATIENCE, "socket_connect_timeout": self._patience}
-        self._peers = [
-            Peer(url, {**limits, **options}, clock, driver) for url in sorted(urls, key=address)
-        ]
+        limits |= options
+        self._peers = [Peer(url, limits, driver) for url in sorted(urls, key=address)]
         self.name = ", ".join(shown(urls))
         self._majority = len(urls) // 2 + 1
         self._pause = driver.pause
-        self._clock = clock
-        self._names = Names(clock)
+        self._names = Names()
 
     def known_as(self, owner: str) -> str:
         """Return the name under which these servers know an owner of this process."""
@@ -154,9 +143,7 @@ class Quorum(Server):
         there = [reply for reply in replies if not isinstance(reply, StoreError)] + refusals
         if len(there) < self._majority:
             raise self._too_few(replies)
-        if there[0] in refusals:
-            raise refusals[0]
-        return there[0]
+        return only_reply(there[:1])
 
     def members(self) -> list[Member]:
         """Return all servers; see :meth:`Server.members`."""
@@ -199,7 +186,7 @@ class Quorum(Server):
             asked = {peer: (peer.wire, commands) for peer in peers}
             return ask_all(asked, script, within=within, again=again, undo=undo)
 
-        until = self._clock() + within
+        until = monotonic() + within
         replies = run([peer for peer in self._peers if not peer.failures], within)
         others = [peer for peer in self._peers if peer not in replies]
         answered = [reply for reply in replies.values() if not isinstance(_one(reply), StoreError)]
@@ -207,7 +194,7 @@ class Quorum(Server):
             others = [peer for peer in others if peer.due()]
             left = min(within, max((GRACE * 2**peer.failures for peer in others), default=0.0))
         else:
-            left = max(until - self._clock(), LEAST)
+            left = max(until - monotonic(), LEAST)
         replies.update(run(others, left))
         for peer, reply in replies.items():
             peer.note(_one(reply))
@@ -235,7 +222,7 @@ class Quorum(Server):
         """
         name, majority = self._names.of(owner, attempts=True), self._majority
         ttl = ttl_ms / 1000
-        asked_at = self._clock()
+        asked_at = monotonic()
         ask = (name, ttl_ms + drift(ttl_ms), holder, *USUAL)
         asked = self._ask(
             (by_digest(scripts.ACQUIRE, keys, *ask),),
@@ -247,7 +234,7 @@ class Quorum(Server):
         answered = [reply for reply in replies if not isinstance(reply, StoreError)]
         granted = [tokens for state, *tokens in answered if state == scripts.GRANTED]
         refused = [reply for reply in answered if reply[0] != scripts.GRANTED]
-        if len(granted) >= majority and self._clock() - asked_at < ttl:
+        if len(granted) >= majority and monotonic() - asked_at < ttl:
             newest = (max(map(int, tokens)) for tokens in zip(*granted, strict=True))
             return [scripts.GRANTED, *newest], True
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.servers.connecting import Driver
-    from celery_dislock.servers.connections import Connect
+    from celery_dislock.servers.connections import Connect, Connection
 
     Address = tuple[str, int]
 
@@ -105,7 +105,7 @@ class Sentinels:
         """
         return self._alone(within, lambda: self._ask(within))
 
-    def confirm(self, connection: redis.Connection, within: float | None = None) -> None:
+    def confirm(self, connection: Connection, within: float | None = None) -> None:
         """
         Check that a connection leads to the master.  Asks only if the last answer is too old.
 

@@ -175,6 +175,28 @@ def scan(send: Callable[..., Any], pattern: str) -> Iterator[list[str]]:
             return
 
 
+def scan_all(server: Server, pattern: str, failed: list[StoreError]) -> Iterator[list[str]]:
+    """
+    Yield the matching names on each process of a lock server, as :func:`scan` does.
+
+    Args:
+        server: The lock server.
+        pattern: Pattern as SCAN takes it.
+        failed: Takes the error of each process that did not answer: the others are read.
+
+    Raises:
+        StoreError: None answered.
+    """
+    senders = server.senders()
+    for send in senders:
+        try:
+            yield from scan(send, pattern)
+        except StoreError as exc:
+            failed.append(exc)
+    if len(failed) == len(senders):
+        raise failed[0]
+
+
 def is_lost(reply: Any) -> bool:
     """Tell whether a command was sent and not answered: the server may run it at any later time."""
     unsent = isinstance(reply, UnreachableError)

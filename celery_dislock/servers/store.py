@@ -84,7 +84,6 @@ class Store:
         self.server = self.lock_server.name
         self.broker = broker if self.lock_server.keeps_lines else ""
         self._hand_over = hand_over
-        self._confirms = bool(options and options.get("min_replicas"))  # only acquire() sends WAIT
 
     def acquire(
         self,
@@ -169,7 +168,7 @@ class Store:
         told = self.lock_server.pop(wake_list(lock, owner), seconds)
         if told == b"":
             return FirstInLine()
-        if told is None or self._confirms:
+        if told is None or self.lock_server.min_replicas:  # only acquire() sends WAIT
             return None
         token, ttl_ms, place_left_ms = map(int, told.split())
         return Handed(token, ttl_ms / 1000, place_left_ms / 1000)

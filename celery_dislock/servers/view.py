@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery_dislock.config.options import RENEWALS_MISSED, RENEWALS_PER_TIMEOUT
 from celery_dislock.config.terms import parse_mode
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.keys.names import task_id_of_reserved
+from celery_dislock.keys.names import is_of_one, task_id_of_reserved
 from celery_dislock.keys.templates import key_of
 from celery_dislock.scripts import LOOK
 from celery_dislock.servers.overrides import overrides_of, rate_state
@@ -192,7 +192,7 @@ class LockState(NamedTuple):
     @property
     def are_several(self) -> bool:
         """Whether these are several keys, reserved together; each has a lock of its own."""
-        return not self.name.endswith("}")
+        return not is_of_one(self.name)
 
     @property
     def argument(self) -> str:
@@ -320,7 +320,7 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
     overrides = overrides_of(shown)
     limit = overrides.get("limit")
     return LockState(
-        key=shown_key(name),
+        key=key_of(name),
         name=name,
         holders=[_holder(now_ms, *lease) for lease in zip(*[iter(leases)] * 6, strict=True)],
         waiting=waiting,
@@ -348,12 +348,6 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
 def is_beat(client: Holder | Waiter) -> bool:
     """Tell whether this is one of several beats, which holds a lock to lead, or waits for it."""
     return client.thread == LEADER
-
-
-def shown_key(name: str) -> str:
-    """Return a lock's key for people, given the lock's name in Redis."""
-    key, _, several = name.partition("{")[2].rpartition("}")
-    return f"{key} and others" if several else key
 
 
 _TEXTS = ("task", "id", "worker", "host", "thread")  # of a holder that are text

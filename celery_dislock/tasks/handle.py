@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from celery_dislock.config.censoring import checked
 from celery_dislock.config.values import seconds as _seconds
-from celery_dislock.exceptions import SettingsError
 from celery_dislock.servers.overview import PLACES_SHOWN, look_at_all
 from celery_dislock.servers.view import Holder
 from celery_dislock.tasks.actions import FREED, STILL_RUNS, TERMINATED, WAIT, Actions
@@ -169,10 +169,7 @@ class LockHandle:
             SettingsError: *seconds* is negative or no number; or there are several lock servers.
             StoreError: The lock server did not answer.  The lock may be held back.
         """
-        try:
-            lasts = HELD_BACK(seconds)
-        except ValueError as exc:
-            raise SettingsError("hold_back()", "seconds", seconds, str(exc)) from exc
+        lasts = checked("hold_back()", "seconds", HELD_BACK, seconds)
         actions = Actions(self._app, self._runtime.process)
         for name in self._names:
             actions.hold_back(name, lasts, note=note)

@@ -377,7 +377,8 @@ def options_of(params):
 
 def options_for_celery(command):
     """The options that ``celery worker`` and ``celery beat`` have beside their own."""
-    return options_of(plugin._command(command)[1])
+    params = getattr(plugin, f"{command}_command").params
+    return options_of([one for one in params if one.name.startswith("dislock")])
 
 
 # Log lines.

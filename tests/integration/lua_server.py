@@ -452,6 +452,7 @@ class LuaServer:
     name = "lua"
     keeps_lines = True
     kind = "single"
+    min_replicas = 0
 
     def __init__(self, changed: Callable[[str], str] = str) -> None:
         lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)

@@ -18,10 +18,10 @@ from celery_dislock import (
 )
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.scripts.names import crashes_of
+from celery_dislock.servers import peers
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.memory import memory_server
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.peers import Names
 from celery_dislock.servers.replies import Granted, StalledState
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.store import Store
@@ -105,7 +105,7 @@ def five():
 @pytest.fixture(autouse=True)
 def names_are_the_tests_own(monkeypatch):
     """These tests use the same owners again and again, which no process does."""
-    monkeypatch.setattr(Names, "_changed", {})
+    monkeypatch.setattr(peers.Names, "_changed", {})
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ def test_a_retry_in_another_process_takes_over_what_was_kept_for_it(five, monkey
         deliver(export)
         [(owner, _)] = five.clients[4].hgetall(LOCK).items()
         assert owner.endswith("#1"), "it did not ask twice"
-        monkeypatch.setattr(Names, "_changed", {})  # another process knows nothing of this one
+        monkeypatch.setattr(peers.Names, "_changed", {})  # as in another process
         deliver(export, headers=sent[-1], retries=1)
     assert len(tokens) == 2
     assert tokens == sorted(set(tokens))
@@ -428,10 +428,10 @@ def test_an_acquisition_that_one_server_did_not_confirm_is_undone_there(five, st
     assert store.release([LOCK], "a/1") is True
 
 
-def test_the_name_of_an_owner_is_forgotten_an_hour_after_its_last_use():
+def test_the_name_of_an_owner_is_forgotten_an_hour_after_its_last_use(monkeypatch):
     """A process that runs for months does not collect the names of all that failed."""
-    now = 0.0
-    names = Names(lambda: now)
+    now, names = 0.0, peers.Names()
+    monkeypatch.setattr(peers, "monotonic", lambda: now)
     for owner in ("used", "done"):
         names.change(owner)
         assert names.of(owner) == owner

@@ -10,7 +10,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.table import note, number, ok, warning
 from celery_dislock.operating.checks.troubles import MENTIONED, TROUBLES
 from celery_dislock.scripts.names import index_of_lines
-from celery_dislock.servers.server import scan
+from celery_dislock.servers.server import scan_all
 from celery_dislock.words import some
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def other_lines(facts: Facts) -> Iterator[Finding]:
         return
     wanted = index_of_lines("*", facts.broker)
     names: set[str] = set()
-    for send in facts.server.senders():
-        with suppress(StoreError):
-            names.update(chain.from_iterable(scan(send, wanted)))
+    with suppress(StoreError):
+        names.update(chain.from_iterable(scan_all(facts.server, wanted, [])))
     prefixes = {name.removesuffix(wanted[1:]) for name in names} - {facts.prefix}
     if prefixes:
         yield warning(

@@ -163,18 +163,15 @@ def _counts(overview: Overview) -> Iterator[tuple[str, dict[str, int]]]:
 
 def _add_gauges(values: Values, overview: Overview) -> None:
     site = Site(overview)
-    failed: list[StoreError] = []
     found: dict[str, dict[Labels, float]] = defaultdict(dict)
     names: set[str] = set()
     looked_at = 0
-    for row in islice(rows(overview, failed=failed, most=PLACES_SHOWN), LOCKS_MOST):
+    for row in islice(rows(overview, most=PLACES_SHOWN), LOCKS_MOST):
         looked_at += 1
         for metric, labels, number in _gauges(row.found, site, names):
             known = found[metric.name]
             is_new = labels not in known
             known[labels] = number if is_new else metric.together(known[labels], number)
-    if failed and overview.server.kind != "quorum":  # several servers have the same locks
-        raise failed[0]
     values.update(found)
     if looked_at == LOCKS_MOST:
         values["celery_dislock_locks_cut"][()] = 1.0

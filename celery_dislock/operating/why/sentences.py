@@ -17,7 +17,6 @@ from celery_dislock.operating.checks.troubles import OVERDUE, troubles_of, uncla
 from celery_dislock.operating.inspection import RESERVED, SCHEDULED
 from celery_dislock.scripts.names import ASIDE, PLACES, REPLACED, TICKETS
 from celery_dislock.servers.find import LEASES
-from celery_dislock.servers.view import shown_key
 from celery_dislock.servers.waiters import ticket_of_member
 from celery_dislock.words import as_argument, filled, for_people, plain, some, time_of_day
 
@@ -286,7 +285,7 @@ def _held_by(lock: LockState) -> str:
 
 def with_turn(case: Case, found: Standing) -> Answer:
     """The task may start, and its message is on its way to a worker."""
-    waiter, key = found.waiter, shown_key(found.lock)
+    waiter, key = found.waiter, key_of(found.lock)
     who, queue, told = case.who(waiter.task), waiter.routing_key or "?", case.told
     holders = case.overview.lock(found.lock).holders
     held = [holder.held for holder in holders if holder.owner == f"{waiter.ticket}#"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery import states
 
 from celery_dislock.keys.names import task_id_of_reserved
+from celery_dislock.keys.templates import key_of
 from celery_dislock.operating.checks.table import number
 from celery_dislock.operating.checks.troubles import TROUBLES, unmet
 from celery_dislock.operating.inspection import ACTIVE, RESERVED
@@ -16,7 +17,6 @@ from celery_dislock.operating.why.sentences import THEN, at, in_the_way, nth, of
 from celery_dislock.parking.answers import PARKED
 from celery_dislock.scripts.names import DONE, RUNNING, UNIQUE, UNSENT
 from celery_dislock.servers.records import decode
-from celery_dislock.servers.view import shown_key
 from celery_dislock.words import as_argument, filled, for_people
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def duplicate(case: Case) -> Answer | None:
     found = case.first(UNSENT)
     if found is None:
         return None
-    first, key = task_id_of_reserved(decode(found.head)), shown_key(found.lock)
+    first, key = task_id_of_reserved(decode(found.head)), key_of(found.lock)
     sentence = (
         f"{case.who()} was never sent: it was a duplicate of task {first}, whose message of key "
         f"{key!r} was there."
@@ -231,7 +231,7 @@ def claimed(case: Case) -> Answer | None:
     found = case.first(RUNNING)
     if found is None:
         return None
-    key = shown_key(found.lock)
+    key = key_of(found.lock)
     _, _, since, settles, *_ = [*map(_whole, found.head.split(b" ", 4)[:4]), 0, 0, 0, 0]
     began = f", {for_people(time.time() - since / 1000)} ago" if since else ""
     if settles:
@@ -291,7 +291,7 @@ def done(case: Case) -> Answer | None:
     )
     if found is None:
         return None
-    key = shown_key(found.lock)
+    key = key_of(found.lock)
     sentence = (
         f"{case.who()} has left the line of lock {key!r} for good within the last two hours: it "
         "has run, or was dropped or replaced; its result is not stored."

@@ -94,7 +94,7 @@ def test_the_brokers_url_may_come_from_the_environment(monkeypatch):
     assert lock_server(app.conf)[0] == "redis://environment"
 
 
-@pytest.mark.parametrize("conf", [{}, {"broker_url": "amqp://"}, {"dislock_url": "http://x"}])
+@pytest.mark.parametrize("conf", [{}, {"broker_url": "amqp://"}])
 def test_without_a_redis_the_error_says_what_to_give(conf):
     """The remedy is in the message."""
     with pytest.raises(SettingsError, match="give the lock server's URL"):
