@@ -18,12 +18,14 @@
 --   leases               owner -> live lease; false: not counted yet, see _grant.lua
 --   x, s                 how many units the live leases of each mode take
 --   gates                how many units those take that keep a gate; see _rate.lua
+--   gate_rules           the same by their terms, without the costs
 --
 -- put() and end_lease() alone change leases, and they keep this true.
 local function open(name)
   return {
     name = name, line = name .. LINE, places = name .. PLACES, tickets = name .. TICKETS,
     handed = name .. HANDED, running = name .. RUNNING, newest = 0, leases = false, x = 0, s = 0, gates = 0,
+    gate_rules = {},
   }
 end
 

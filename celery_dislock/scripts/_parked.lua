@@ -306,7 +306,7 @@ local function keep_units(lock, ticket, stations, nth, ttl_ms, has_gates, waits)
     redis.call('ZREM', at.line, member)
     local unit = lease_of(at, member)
     local keeps_gate = has_gates and (rate_of(at, terms) or starts_in(at, terms, 0) > 0)
-    local holder = as_holder(ticket, {gate = keeps_gate and true or nil, waits = waits})
+    local holder = as_holder(ticket, {gate = keeps_gate and write_rule(terms) or nil, waits = waits})
     local lasts = before > 1 and ttl_ms + KEPT_UNIT_MS or ttl_ms
     local is_fresh = unit and waits and unit.holder == holder and unit.expires > now + lasts / 2
     if not unit then grant(at, member, lasts, terms, holder)

@@ -1,8 +1,8 @@
 -- _rate.lua: how often a lock is taken.
 --
 -- A start is an acquisition that begins a body.  In any window of a rate, the cost of the starts is at most what the
--- rate says.  A gate is room for a start, which nobody else takes.  A parked task in its first turn keeps one, and so does
--- an owner that has one of several locks and waits for the next, until its body begins.
+-- rate says.  A gate is room for a start, which nobody else takes, nor moves back by a faster rate.  A parked task in its
+-- first turn keeps one, and so does an owner that has one of several locks and waits for the next, until its body begins.
 --   <lock>:starts   see _starts.lua
 
 -- include: _override
@@ -41,6 +41,12 @@ local function starts_in(lock, terms, others)
   if not most then return opens end
   local log = starts_of(lock)
   local due = due_in(lock.name, log, most, window, terms.cost, others)
+  for rule, units in pairs(others > 0 and not set and lock.gate_rules or {}) do
+    local gate = units > 0 and parse_terms(rule)
+    if gate and gate.most and (gate.most ~= most or gate.window ~= window) then
+      due = math.max(due, due_in(lock.name, log, gate.most, gate.window, terms.cost, others))
+    end
+  end
   if set and set.until_ms > 0 then  -- then the code's rate holds again
     local of_code = terms.most and due_in(lock.name, log, terms.most, terms.window, terms.cost, others) or 0
     due = math.min(due, math.max((set.until_ms - now) * 1000, of_code))

@@ -48,8 +48,8 @@ local function has_gate(lease)
   return string.byte(lease.owner, -1) == TICKET_ENDS and string.find(lease.holder, '"gate"', 1, true)
 end
 
-local function with_gate(holder)
-  return string.format('{"gate":true%s', holder == '{}' and '' or ',') .. string.sub(holder, 2)
+local function with_gate(holder, terms)
+  return string.format('{"gate":%s%s', cjson.encode(write_rule(terms)), holder == '{}' and '' or ',') .. string.sub(holder, 2)
 end
 
 -- The mode of a lease, the units that it takes, and what its owner has spent, if it has said that.
@@ -64,7 +64,11 @@ local function take_room(lock, lease, sign)
   local mode, units = units_of(lease)
   if mode ~= 's' then lock.x = lock.x + sign * units end
   if mode ~= 'x' then lock.s = lock.s + sign * units end
-  if has_gate(lease) then lock.gates = lock.gates + sign * units end
+  if has_gate(lease) then
+    lock.gates = lock.gates + sign * units
+    local rule = string.gsub(string.match(lease.holder, '"gate":"([^"]*)"') or '', '\\', '')
+    lock.gate_rules[rule] = (lock.gate_rules[rule] or 0) + sign * units
+  end
 end
 
 -- Whether one more lease with these terms fits.  *limit* is what an operator has set, or nothing.

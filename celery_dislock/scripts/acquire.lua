@@ -62,7 +62,7 @@ end
 -- Returns the asker's token, whether its lease is new, and whether its start is still to be counted; nothing
 -- if the lock refuses.
 local function take(lock, terms)
-  local holder = waits and #KEYS > 1 and rate_of(lock, terms) and with_gate(holder) or holder
+  local holder = waits and #KEYS > 1 and rate_of(lock, terms) and with_gate(holder, terms) or holder
   local mine = lease_of(lock, owner)
   if mine then
     renew(lock, mine, ttl)

@@ -196,6 +196,19 @@ def test_who_waits_behind_a_slower_rate_asks_again_when_that_one_may_start(shop)
         assert ask(shop, owner, rate, place=60.0).remaining == pytest.approx(60)
 
 
+def test_a_slower_rate_is_not_passed_by_a_faster_one_for_ever(shop):
+    """Whose turn it is keeps room for a start by its own rate, while tasks with another one come."""
+    slow = Starts(shop, name="shop.slow", lock_rate="2/45s")
+    fast = Starts(shop, name="shop.fast", lock_rate="3/20s")
+    fast.send(3)
+    slow.send(3, first=100)
+    for nth in range(30):
+        fast.send(1, first=3 + nth)
+        fast.run(8, step=0.5)
+    assert len(slow.times) == 3
+    assert len(fast.times) > 10
+
+
 def test_several_keys_count_together_or_not_at_all(shop):
     """If one of several keys refuses, none of them has counted a start."""
     keys = Key("narrow", rate="1/m"), Key("wide", rate="1/m")
