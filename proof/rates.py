@@ -196,7 +196,9 @@ class Rates:
         """Count what an owner says that its start has cost."""
         begun = self._begun.get((name, owner))
         rate = parse_terms(word.partition(",")[0].encode()).rate
-        if begun is None or spent > begun.said:  # of a lease from before a loss little is known
+        # Little is known of a lease from before a loss, and of a log that was full by the rate of
+        # fewer starts before the first one with a cost.
+        if begun is None or spent > begun.said or len({one.most for one in self._known}) > 1:
             self._over[name] = self.net.now_ms
         if begun is None or rate is None:
             return

@@ -197,7 +197,7 @@ def test_who_waits_behind_a_slower_rate_asks_again_when_that_one_may_start(shop)
 
 
 def test_a_slower_rate_is_not_passed_by_a_faster_one_for_ever(shop):
-    """Whose turn it is keeps room for a start by its own rate, while tasks with another one come."""
+    """Whose turn it is keeps room for a start by its own rate, while others come by another one."""
     slow = Starts(shop, name="shop.slow", lock_rate="2/45s")
     fast = Starts(shop, name="shop.fast", lock_rate="3/20s")
     fast.send(3)
