@@ -185,7 +185,7 @@ class Store:
 
     def spent(self, locks: Sequence[str], owner: str, cost: int, terms: tuple[Terms, ...]) -> bool:
         """
-        Count what a start has cost; sent again, it changes nothing.
+        Count what a start has cost, by the terms of each lock; sent again, it changes nothing.
 
         Returns:
             False if the owner does not hold all of the locks.
@@ -193,8 +193,11 @@ class Store:
         Raises:
             StoreError: The server did not answer; it may have been counted.
         """
-        reply: int = self.lock_server.run(scripts.SPENT, locks, owner, cost, terms_text(terms))
-        return reply == len(locks)
+        held, of_each = 0, iter(terms)
+        for group in self.lock_server.together(locks):
+            words = terms_text(tuple(islice(of_each, len(group))))
+            held += self.lock_server.run(scripts.SPENT, group, owner, cost, words)
+        return held == len(locks)
 
     def release(self, locks: Sequence[str], owner: str, ending: Ending = RELEASED) -> bool:
         """

@@ -590,6 +590,15 @@ class TestCluster:
             cluster.masters[0].resume()
         assert all(store.release([lock], "a/1") for lock in locks)
 
+    def test_what_a_start_has_cost_is_counted_on_each_node(self, connect, cluster):
+        """Of several locks, each by its own terms."""
+        store, terms = connect(cluster.url), (Terms(limit=9, cost=3), Terms(limit=8, cost=2))
+        locks = [name_on(cluster.masters, number, "spent") for number in (0, 1)]
+        assert store.acquire(locks, "a/1", LONG, "{}", terms=terms)
+        assert store.spent(locks, "a/1", 1, terms)
+        assert store.release(locks, "a/1")
+        assert not store.spent(locks, "a/1", 1, terms)
+
     def test_an_acquisition_that_fails_halfway_is_given_back(self, connect, cluster):
         """The error is the caller's, and no lock is left taken for nobody."""
         store = connect(cluster.url, {"socket_timeout": REPLY})
