@@ -165,13 +165,13 @@ class Actions:
 
         Args:
             name: The lock's name in Redis.
-            holder: A task's lease.
+            holder: The lease.  If nobody can terminate what holds it, nobody is told.
             wait: Maximum seconds to wait.
             signal: The signal that its pool process gets.
             on_sent: Called when the broker has taken the command, before the wait.
 
         Returns:
-            TERMINATED: the lease has ended.  STILL_RUNS: the task may still run, and keeps the
+            TERMINATED: the lease has ended.  STILL_RUNS: its body may still run, and keeps the
             lock.  FREED: the body has ended, and the lease was freed here.
             ENDED_MEANWHILE: the same, but the lease has ended just before it was to be freed.
 
@@ -179,9 +179,11 @@ class Actions:
             BrokerError, SettingsError: As for :meth:`terminate`.
             StoreError: The server did not answer.  The lease may have ended.
         """
-        self.terminate(holder, signal=signal)
-        on_sent()
-        left = self._wait_until_ended(name, holder, wait)
+        left: Holder | None = holder
+        if holder.can_be_terminated:
+            self.terminate(holder, signal=signal)
+            on_sent()
+            left = self._wait_until_ended(name, holder, wait)
         if left is None:
             return TERMINATED
         if left.may_live:

@@ -137,7 +137,7 @@ class LockHandle:
             for holder in lock.holders:
                 if shown and _identity(shown) != _identity(holder):
                     continue
-                if terminate and holder.can_be_terminated:
+                if terminate:
                     outcome = actions.terminate_and_free(lock.name, holder, wait=wait)
                     still_runs = still_runs or outcome == STILL_RUNS
                     is_ended = outcome in {FREED, TERMINATED}

@@ -107,6 +107,13 @@ def test_a_task_is_terminated_first(app, lock_of, lock_server, runs, ends, stall
     assert (reservation(task) is None) is freed
 
 
+def test_a_thread_keeps_its_lock_as_it_cannot_be_terminated(app, lock_of):
+    """Whoever came next would run beside it."""
+    with Dislock(app).lock("k"):
+        assert lock_of("k").free(terminate=True) == []
+        assert len(lock_of("k").holders()) == 1
+
+
 def test_a_turn_is_freed_at_once(app, lock_of, broker):
     """It runs no body that could be terminated; the task in line has another one."""
     parks = declare(app, never, lock_on_conflict="queue")
