@@ -497,6 +497,22 @@ def test_a_dialog_that_is_opened_again_at_once_is_asked(opened):
     expect(tab.get_by_role("status")).to_contain_text("Freed lock 'account:1'")
 
 
+def test_what_was_cancelled_is_not_done_with_what_is_confirmed_next(opened):
+    """Also if the browser says that the first dialog was closed when the second one is open."""
+    page = opened(*shop())
+    tab = page.tab
+    page.show("account:1")
+    free = tab.get_by_role("button", name="Free the lock of shop.export[id-1]")
+    free.evaluate("""button => {
+        document.getElementById("pause").click();
+        document.getElementById("cancel").click();
+        button.click();
+    }""")
+    tab.get_by_role("button", name="Free it").click()
+    expect(tab.get_by_role("status")).to_contain_text("Freed lock 'account:1'")
+    assert not page.state().is_limited
+
+
 def test_somebody_who_may_not_look_any_more_sees_nothing(opened):
     """Nothing that was shown stays, the page says why, and shows all again when they may."""
     known = ["ann"]

@@ -19,6 +19,7 @@ let failures = 0;
 let seenAt = null; // when what is shown was true
 let lastLock = null;
 let searchTimer = 0;
+let answer = () => {}; // takes that to the last question
 let isRefused = false; // who looks at it may not, or not any more
 
 class Trouble extends Error {
@@ -451,17 +452,12 @@ function confirmed(title, text, button) {
   setText(byId("confirm-title"), title);
   setText(byId("confirm-text"), text);
   setText(byId("confirmed"), button);
+  answer(false); // who opens a dialog again has closed the one before, though its event may be still to come
+  dialog.returnValue = "";
+  dialog.showModal();
+  byId("cancel").focus();
   return new Promise((resolve) => {
-    // The event comes some time after a dialog is closed, and may come when it is open again.
-    const closed = () => {
-      if (dialog.open) return;
-      dialog.removeEventListener("close", closed);
-      resolve(dialog.returnValue === "yes");
-    };
-    dialog.returnValue = "";
-    dialog.addEventListener("close", closed);
-    dialog.showModal();
-    byId("cancel").focus();
+    answer = resolve;
   });
 }
 
@@ -533,6 +529,9 @@ function refocus(button) {
   if (!button.isConnected) byId("lock-title").focus();
 }
 
+byId("confirm").addEventListener("close", ({ target }) => {
+  if (!target.open) answer(target.returnValue === "yes");
+});
 byId("cancel").addEventListener("click", () => byId("confirm").close());
 byId("confirmed").addEventListener("click", () => byId("confirm").close("yes"));
 byId("unreserve").addEventListener("click", unreserve);
