@@ -101,3 +101,12 @@ def test_locks_without_an_app_have_no_workers(redis_url):
         told = locks.why("nobody")
     assert told.state == "not known"
     assert "workers: not asked: these locks have no app" in told.rests_on
+
+
+def test_locks_without_an_app_take_no_message_for_lost(redis_url, redis_client):
+    """They do not read what is set aside; whoever then sends it again has it twice."""
+    redis_client.hset("dislock:{k}:aside", "id-1:0:0", "1 damaged ...")
+    with Dislock.from_url(redis_url) as locks:
+        told = locks.why("id-1")
+    assert told.state == "set aside"
+    assert told.remedy.startswith("When a worker can run it: celery dislock put-back")

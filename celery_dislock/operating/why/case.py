@@ -126,23 +126,24 @@ class Case:
             yield from self.search.among(lines, (TICKETS, LEASES))
         yield from self.search.anywhere()
 
-    def kept(self, found: TaskRecord) -> Message:
+    def lacking(self, found: TaskRecord) -> list[str]:
         """
-        Return the message of a task that was set aside.
+        Return the workers of the queue of a task that was set aside that have no task of its name.
+
+        Empty if the locks have no app: then neither its message nor the workers are asked.
 
         Raises:
-            ValueError: It cannot be read.
+            ValueError: Its message cannot be read.
             StoreError: The lock server did not answer.
         """
+        if self.app is None:
+            return []
         pages = self._lines.aside(found.lock, found.name) if self._lines is not None else ()
         kept = next((record for _, record in pages), b"")
-        return Message.from_bytes(parked_message(kept)[0])
-
-    def lacking(self, message: Message) -> list[str]:
-        """Return the workers of a message's queue that have no task of its name."""
+        message = Message.from_bytes(parked_message(kept)[0])
         workers = self.told.workers if message.exchange else self.told.serving(message.routing_key)
         task = message.headers.get("task")
-        if self.app is None or not workers or not isinstance(task, str):
+        if not workers or not isinstance(task, str):
             return []
         return lacking(self.app, task, list(workers), self.timeout)
 

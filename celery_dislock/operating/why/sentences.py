@@ -336,7 +336,7 @@ def set_aside(case: Case, found: TaskRecord) -> Answer:
     sentence = f"{case.who()} was set aside in the line of lock {key!r}{because}."
     command = f"celery dislock put-back --ticket {as_argument(found.name)} {as_argument(key)}"
     try:
-        lack = [plain(worker) for worker in case.lacking(case.kept(found))]
+        lack = [plain(worker) for worker in case.lacking(found)]
         remedy = f"When a worker can run it: {command}"
         if lack:
             remedy = f"When these workers of its queue have its task, too: {some(lack)}: {command}"
