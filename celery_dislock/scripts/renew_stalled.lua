@@ -11,7 +11,7 @@
 --           0     there is no lease, or none that may be renewed
 --           "capped"   the lease is overdue, and was renewed for the whole time
 -- Touches the lock alone, and creates or revives nothing.  A lease that a waiter was handed and has not
--- taken up is left alone: it is shorter than ttl_ms.
+-- taken up is left alone: it lasts for TAKE_UP_MS.
 
 -- include: _lease
 
@@ -19,7 +19,8 @@ local start, ttl, overdue, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]),
 
 local function may_be_renewed(lease)
   if lease.expires <= now then return false end  -- left there: the next token must be higher
-  return lease.expires - lease.acquired >= ttl
+  -- After the clock was set back, any other time may be between the two.
+  return ttl <= TAKE_UP_MS or lease.expires - lease.acquired ~= TAKE_UP_MS
 end
 
 local answer, lock = 0, open(KEYS[1])

@@ -141,6 +141,14 @@ class TestRenewStalled:
         answer = self.renew_stalled(store, locks=(LOCK, other))
         assert answer == StalledState(self.OVERDUE, self.OVERDUE)
 
+    def test_after_the_clock_was_set_back_it_is_renewed(self, store, server):
+        """Its process has renewed it since, and then stopped."""
+        take(store, self.OWNER)
+        server.advance(-70)
+        assert renew(store, self.OWNER, ttl=LONG)
+        server.advance(self.OVERDUE)
+        assert self.renew_stalled(store) == StalledState(self.OVERDUE, 0)
+
     def test_at_its_cap_it_is_renewed_no_more(self, store, server):
         """The answer says so when it is overdue: a process that runs needs no help before."""
         take(store, self.OWNER)
